@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from spmdtrain.config.given import as_whole
+from spmdtrain.diff import FEW
 from spmdtrain.diff.causes import Cause, RanOtherwise, causes
 from spmdtrain.diff.differences import (
     DataDifference,
@@ -20,7 +21,7 @@ from spmdtrain.diff.differences import (
     program_difference,
 )
 from spmdtrain.diff.meaning import Changed, changed_settings
-from spmdtrain.diff.parting import FEW, Parting, Scale, first_difference, parting
+from spmdtrain.diff.parting import Parting, Scale, first_difference, parting
 from spmdtrain.diff.sides import common_steps, read_run, side_at
 from spmdtrain.diff.speed import Speed, speed_of
 from spmdtrain.models.choose import MakeModel, check_make

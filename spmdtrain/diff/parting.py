@@ -15,6 +15,7 @@ from typing import Any, Literal
 import jax
 
 from spmdtrain.config.errors import UserError
+from spmdtrain.diff import FEW
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.replay.compare import different_figures
 from spmdtrain.replay.opened import open_replay
@@ -25,7 +26,6 @@ OF_THE_CLOCK = (
     *("step", "time", "step_seconds", "input_seconds", "tokens_per_second", "mfu"),
     "memory_bytes",
 )
-FEW = 30  # steps after the first difference that siblings take: a cause shows in fewer
 CLEAR = 1e-3  # of a figure: within `FEW` steps no rounding of float32 moves it so far
 SAME_RATE = 1e-6  # of the learning rate, which is computed in float32
 Verdict = Literal["identical", "rounding", "differ", "unclear"]

@@ -1,6 +1,6 @@
 """Reads one of the two runs that are compared."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,8 +56,3 @@ def side_at(written: WrittenRun, step: int) -> Side:
     compiled = files.document(COMPILED) if has_compiled else {}
     found = compiled if isinstance(compiled, dict) else {}
     return Side(written.run, written, config, start, found)
-
-
-def values(side: Side, names: Sequence[str]) -> dict[str, Any]:
-    """Returns entries of the record of a start; None for those that it lacks."""
-    return {name: side.start.get(name) for name in names}

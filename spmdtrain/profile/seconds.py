@@ -4,7 +4,7 @@ All are means over the devices, and add up to the time from the first instructio
 the last: what a device did not work in is `idle`. Communication holds the wait for the others.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -85,31 +85,37 @@ def summed(
 
     One that is not known, of a program whose text was not kept, is elementwise work of no part.
     """
-    took: Counter[str] = Counter()
+    took: dict[str, float] = defaultdict(float)
     times: Counter[str] = Counter()
     for ran in devices.values():
         working = [each for each in ran if each.name in known or not known]
-        took.update(shared_time(working))
+        for name, each in shared_time(working).items():
+            took[name] += each
         times.update(each.name for each in working)
     every = [each for ran in devices.values() for each in ran]
     whole = max(each.end for each in every) - min(each.begin for each in every)
     count = len(devices)
     seconds = {name: each / count / 1e9 for name, each in took.items()}
-    sorts: Counter[str] = Counter()
-    parts: Counter[str] = Counter()
+    sorts: dict[str, float] = defaultdict(float)
+    parts: dict[str, float] = defaultdict(float)
     for name, each in seconds.items():
         sorts[known.get(name, UNKNOWN).sort] += each
         parts[known.get(name, UNKNOWN).part] += each
     idle = max(whole / 1e9 - sum(seconds.values()), 0.0)
+    largest = list(_largest_first(seconds).items())[:MOST]
     longest = [
         Longest(name, *known.get(name, UNKNOWN), seconds=each, times=times[name] / count)
-        for name, each in Counter(seconds).most_common(MOST)
+        for name, each in largest
     ]
     return StepProfile(
         step,
         count,
         whole / 1e9,
-        dict(sorts.most_common()) | {IDLE: idle},
-        dict(parts.most_common()) | {IDLE: idle},
+        _largest_first(sorts) | {IDLE: idle},
+        _largest_first(parts) | {IDLE: idle},
         longest,
     )
+
+
+def _largest_first(values: Mapping[str, float]) -> dict[str, float]:
+    return dict(sorted(values.items(), key=lambda each: -each[1]))

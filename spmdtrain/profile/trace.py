@@ -60,7 +60,7 @@ def _nanoseconds(devices: Iterable[list[Executed]]) -> float:
     return sum(each.end - each.begin for ran in devices for each in ran)
 
 
-def shared_time(ran: Iterable[Executed]) -> Counter[str]:
+def shared_time(ran: Iterable[Executed]) -> dict[str, float]:
     """Returns nanoseconds by instruction, so that they add up to the time in which any ran.
 
     Instructions that run at once share that time in equal parts.
@@ -69,7 +69,7 @@ def shared_time(ran: Iterable[Executed]) -> Counter[str]:
         edge for each in ran for edge in ((each.begin, 1, each.name), (each.end, -1, each.name))
     )
     running: Counter[str] = Counter()
-    took: Counter[str] = Counter()
+    took: dict[str, float] = defaultdict(float)
     last = 0.0
     for at, change, name in edges:
         count = sum(running.values())

@@ -10,11 +10,11 @@ from spmdtrain.cli.record.replay import take_flags
 from spmdtrain.cli.run.waiting import waiting
 from spmdtrain.cli.shared_arguments import add_devices, add_make, positive_int
 from spmdtrain.config import DONE, UNEQUAL
+from spmdtrain.diff import FEW
 
 if TYPE_CHECKING:
     from spmdtrain.diff.diff import Compared
 
-STEPS = 30
 MOST = 6  # differences of one sort that are listed
 LONGEST = 40  # characters of a value
 
@@ -29,9 +29,9 @@ def add_diff(commands) -> None:
     diff.add_argument(
         "--steps",
         type=positive_int,
-        default=STEPS,
+        default=FEW,
         metavar="N",
-        help=f"steps after the first difference that are judged by replays of A (default: {STEPS})",
+        help=f"steps after the first difference that are judged by replays of A (default: {FEW})",
     )
     diff.add_argument(
         "--no-replay",

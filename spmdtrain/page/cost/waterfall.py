@@ -1,6 +1,6 @@
 """The seconds of a step by what they go to: as the planner expects them, and as traced."""
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 
 from spmdtrain.page.columns import median
@@ -36,8 +36,8 @@ def by_bound(run: RunRead) -> dict[str, tuple[float, float]]:
     sorts = numbers_in(run.profile.get("sorts"))
     if not terms or not sorts or not isinstance(bounds, dict):
         return {}
-    predicted: Counter[str] = Counter()
-    measured: Counter[str] = Counter()
+    predicted: dict[str, float] = defaultdict(float)
+    measured: dict[str, float] = defaultdict(float)
     for term, took in terms.items():
         bound = str(bounds.get(term, "idle"))
         predicted["idle" if bound == "host" else bound] += took
