@@ -93,7 +93,25 @@ class GroupedCall:
         return f"grouped_matmul {self.dtype} {sizes} experts {self.experts} tile {self.tile}"
 
 
-Call = AttentionCall | NormCall | GroupedCall
+@dataclass(frozen=True, kw_only=True)
+class LossCall:
+    """A call of `linear_cross_entropy` on one device, whose logits make more than one chunk."""
+
+    batch: int
+    time: int
+    width: int
+    rows: int  # of the weight on this device
+    dtype: str
+    weight: str  # its dtype
+
+    @property
+    def name(self) -> str:
+        """The class."""
+        sizes = f"{self.batch}x{self.time}x{self.width}x{self.rows}"
+        return f"linear_cross_entropy {self.dtype} {sizes} weight {self.weight}"
+
+
+Call = AttentionCall | NormCall | GroupedCall | LossCall
 
 
 def to_json(call: Call) -> dict[str, Any]:
@@ -105,6 +123,8 @@ def from_json(values: dict[str, Any]) -> Call:
     """Returns the call that `to_json` wrote. Raises TypeError if it is not one."""
     if "experts" in values:
         return GroupedCall(**values)
+    if "weight" in values:
+        return LossCall(**values)
     return NormCall(**values) if "op" in values else AttentionCall(**values)
 
 

@@ -64,7 +64,9 @@ def grouped_matmul(
 
 def candidates() -> tuple[str, ...]:
     """All implementations, and their other tilings."""
-    return (*IMPLEMENTATIONS, *(f"triton{VARIANT}{name}" for name in triton.VARIANTS))
+    tilings = [f"triton{VARIANT}{name}" for name in triton.VARIANTS]
+    tilings += [f"mosaic{VARIANT}{name}" for name in mosaic.VARIANTS]
+    return (*IMPLEMENTATIONS, *tilings)
 
 
 def order(_: GroupedCall) -> tuple[str, ...]:

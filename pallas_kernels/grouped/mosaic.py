@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.backends import mosaic as gpu
 from pallas_kernels.backends.rings import Ring, fill_rings
 from pallas_kernels.calls import GroupedCall
-from pallas_kernels.choose import INTERPRET
+from pallas_kernels.choose import INTERPRET, VARIANT
 from pallas_kernels.grouped.tiles import order_by_expert
 
 COMPUTING = 2  # warpgroups
@@ -31,6 +31,9 @@ ROWS = 64  # of a wgmma
 SIDE = COMPUTING * ROWS  # of a program's block of the result
 STEP = 64  # of the contracted dim
 SLOTS = 4  # of the ring
+# Slots of other rings, which are tried where kernels are measured: with "mosaic/shallow" two
+# programs fit a core's shared memory.
+VARIANTS = {"shallow": 2}
 DTYPES = ("bfloat16", "float16")
 
 
@@ -72,7 +75,7 @@ def multiply(x_rk, w_xkn, expert_t, transposed: bool, name: str):
         grid={"block": blocks, "column": n // SIDE},
         operands=((ROWS, STEP), right),
         out=jax.ShapeDtypeStruct((rows, n), x_rk.dtype),
-        interpret=name.endswith(INTERPRET),
+        asked=name,
         name="grouped_matmul",
     )
     return run(expert_b, x_rk, w_xkn)[0]
@@ -114,7 +117,7 @@ def weights_gradient(x_rk, dy_rn, expert_t, experts: int, name: str):
         grid={"row": k // SIDE, "column": n // SIDE, "expert": experts},
         operands=((STEP, ROWS), (STEP, SIDE)),
         out=jax.ShapeDtypeStruct((experts, k, n), x_rk.dtype),
-        interpret=name.endswith(INTERPRET),
+        asked=name,
         name="grouped_matmul_weights",
     )
     return run(order_by_expert(expert_t, experts), first_x, count_x, x_rk, dy_rn)[0]
@@ -148,30 +151,34 @@ def _weights_block(tile_rows, tile_ref, first_ref, count_ref, x_ref, dy_ref, dw_
     )
 
 
-def _call(block_of, *, grid, operands, out, interpret: bool, name: str):
-    """Returns a function of arrays that runs `block_of(*inputs, output)` in each program."""
+def _call(block_of, *, grid, operands, out, asked: str, name: str):
+    """Returns a function of arrays that runs `block_of(*inputs, output)` in each program.
+
+    `asked` names the implementation.
+    """
     left, right = operands
+    slots = VARIANTS.get(asked.removesuffix(INTERPRET).partition(VARIANT)[2], SLOTS)
     return gpu.call(
-        partial(_kernel, block_of),
+        partial(_kernel, block_of, slots),
         grid=grid,
         outputs=[out],
         scratch=[
-            gpu.shared_memory((SLOTS, COMPUTING, *left), out.dtype),
-            gpu.shared_memory((SLOTS, *right), out.dtype),
+            gpu.shared_memory((slots, COMPUTING, *left), out.dtype),
+            gpu.shared_memory((slots, *right), out.dtype),
             gpu.shared_memory((COMPUTING, ROWS, SIDE), out.dtype),
-            gpu.barriers(SLOTS, arrivals=COMPUTING + 1),  # ready: a copy each
-            gpu.barriers(SLOTS, arrivals=COMPUTING),  # free
+            gpu.barriers(slots, arrivals=COMPUTING + 1),  # ready: a copy each
+            gpu.barriers(slots, arrivals=COMPUTING),  # free
         ],
         warpgroups=COMPUTING + 1,
-        interpret=interpret,
+        interpret=asked.endswith(INTERPRET),
         name=name,
     )
 
 
-def _kernel(block_of, *refs):
+def _kernel(block_of, slots, *refs):
     *arrays, left_s, right_s, out_s, ready, free = refs
     block = block_of(*arrays)
-    ring = Ring(SLOTS, ready, free)
+    ring = Ring(slots, ready, free)
     warpgroup = jax.lax.axis_index("warpgroup")
 
     def copy(step, slot, slot_ready):

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.calls import LossCall
+from pallas_kernels.choose import VARIANT, choose, not_interpretable
 from pallas_kernels.given import (
     as_number,
     as_whole,
@@ -37,9 +39,10 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
     softcap: float | None = None,
     axis_name: str | tuple[str, ...] = (),
     vocab: int | None = None,
-    chunk_logits: int = CHUNK_LOGITS,
+    chunk_logits: int | None = None,
     with_z_loss: bool = False,
     parts: jax.Array | None = None,
+    implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, ...]:
     """Sums mask x (-log softmax(logits)[target] + z_loss x lse^2) over tokens.
 
@@ -65,13 +68,15 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
       vocab: rows of the weight that count, from the first, over all devices. The rest is
         padding: it has no part in the softmax and no gradient. Default: all count.
       chunk_logits: at most this many logits exist at once, but at least those of one time
-        step. Of n chunks, chunk i takes the times i, i + n, i + 2n, ..., so that a time dim that
-        is split over devices stays split.
+        step. Default: 2^26, or fewer where that was measured to be faster. Of n chunks, chunk i
+        takes the times i, i + n, i + 2n, ..., so that a time dim that is split over devices stays
+        split.
       with_z_loss: also return the part of the sum that is z-loss, to be reported. It is a constant
         to differentiation: its gradient is in that of the sum.
       parts: [..., n], how much of each sequence belongs to each of n parts, as 0 or 1: also give
         what of the sum, without z-loss, is of each part, last, float32 [n]. It is a constant to
         differentiation too.
+      implementation: a name of `candidates()`, each a default of chunk_logits.
 
     Raises:
       ValueError: the arguments do not fit together.
@@ -89,7 +94,8 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
         softcap = as_number(_OP, "softcap", softcap, 0)
         if not softcap:
             raise ValueError(f"{_OP}: softcap=0 must be above 0; None: no cap")
-    chunk_logits = as_whole(_OP, "chunk_logits", chunk_logits, 1, 2**62)
+    if chunk_logits is not None:
+        chunk_logits = as_whole(_OP, "chunk_logits", chunk_logits, 1, 2**62)
     check_flag(_OP, "with_z_loss", with_z_loss)
     axis_name = _check_axes(axis_name)
     if ignore_index is not None:
@@ -104,6 +110,8 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
     x_bte = x.reshape(-1, time, width)
     targets_bt = targets.reshape(-1, time)
     mask_bt = mask.reshape(-1, time)
+    if chunk_logits is None:
+        chunk_logits = _chosen_logits(x_bte, weight, implementation)
     chunks = chunk_count(x_bte.shape[0], time, weight.shape[0], chunk_logits)
     # The mask of padding is 0.
     x_bte, targets_bt, mask_bt = pad_time(chunks, x_bte, targets_bt, mask_bt)
@@ -117,6 +125,38 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
 
 
 _OP = "linear_cross_entropy"
+# Chunks of the default's share, which are tried where kernels are measured. None is larger: a
+# plan counts with the default's memory.
+VARIANTS = {"half": 2, "quarter": 4}
+
+
+def candidates() -> tuple[str, ...]:
+    """The default size of chunks, and the others."""
+    return ("xla", *(f"xla{VARIANT}{name}" for name in VARIANTS))
+
+
+def order(_: LossCall) -> tuple[str, ...]:
+    """Returns what is taken if nothing was measured."""
+    return ("xla",)
+
+
+def _chosen_logits(x_bte: jax.Array, weight: jax.Array, asked: str | None) -> int:
+    """Returns the most logits of a chunk. Where one chunk is enough, nothing is to be chosen."""
+    batch, time, width = x_bte.shape
+    rows = weight.shape[0]
+    if asked is None and chunk_count(batch, time, rows, CHUNK_LOGITS) == 1:
+        return CHUNK_LOGITS
+    call = LossCall(
+        batch=batch,
+        time=time,
+        width=width,
+        rows=rows,
+        dtype=str(x_bte.dtype),
+        weight=str(weight.dtype),
+    )
+    refusals = dict.fromkeys(candidates(), not_interpretable)
+    name = choose(_OP, refusals, order(call), asked, call)
+    return CHUNK_LOGITS // VARIANTS.get(name.partition(VARIANT)[2], 1)
 
 
 def _check(x, weight, targets, mask, parts) -> None:

@@ -12,17 +12,24 @@ import numpy as np
 from pallas_kernels import norm
 from pallas_kernels.attention import api as attention_api
 from pallas_kernels.attention import attention
-from pallas_kernels.calls import AttentionCall, Call, GroupedCall, NormCall
+from pallas_kernels.calls import AttentionCall, Call, GroupedCall, LossCall, NormCall
 from pallas_kernels.choose import INTERPRET, VARIANT, Refused
 from pallas_kernels.grouped import api as grouped_api
 from pallas_kernels.grouped import grouped_matmul
+from pallas_kernels.loss import api as loss_api
+from pallas_kernels.loss import linear_cross_entropy
 from pallas_kernels.norm import api as norm_api
 
 DOCUMENTS = 4  # of a sequence with segments, of unequal lengths
 HEADS_COMPARED = 2  # key-value heads, of the first and of the last sequence
-ROWS_COMPARED = 512  # of a norm or a grouped matmul, at the start and at the end
+ROWS_COMPARED = 512  # of arrays without heads, at the start and at the end
 CALLS_OF_A_TURN = 5
-APIS = {AttentionCall: attention_api, NormCall: norm_api, GroupedCall: grouped_api}
+APIS = {
+    AttentionCall: attention_api,
+    NormCall: norm_api,
+    GroupedCall: grouped_api,
+    LossCall: loss_api,
+}
 
 
 class OnJax:
@@ -44,7 +51,7 @@ class OnJax:
         api: Any = APIS[type(call)]
         shapes = jax.eval_shape(partial(_draw, call))
         order = [*api.order(call), *api.candidates()]
-        if self.interpreted:
+        if self.interpreted and not isinstance(call, LossCall):
             order += ["triton" + INTERPRET, f"triton{VARIANT}narrow{INTERPRET}"]
         names = []
         refused = {}
@@ -94,6 +101,8 @@ def _draw(call: Call) -> dict[str, jax.Array]:
     """Returns the arrays of a call, and the gradients of its results."""
     if isinstance(call, AttentionCall):
         return _draw_attention(call)
+    if isinstance(call, LossCall):
+        return _draw_loss(call)
     return _draw_grouped(call) if isinstance(call, GroupedCall) else _draw_norm(call)
 
 
@@ -164,6 +173,20 @@ def _draw_grouped(call: GroupedCall) -> dict[str, jax.Array]:
     return drawn | {"expert_of_tile": jnp.arange(tiles, dtype=jnp.int32) * call.experts // tiles}
 
 
+def _draw_loss(call: LossCall) -> dict[str, jax.Array]:
+    """Logits are about normal: a weight's size is that of a trained one."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    tokens = (call.batch, call.time)
+    x = jax.random.normal(keys[0], (*tokens, call.width), jnp.float32)
+    weight = jax.random.normal(keys[1], (call.rows, call.width), jnp.float32)
+    return {
+        "x": x.astype(call.dtype),
+        "weight": (weight * call.width**-0.5).astype(call.weight),
+        "targets": jax.random.randint(keys[2], tokens, 0, call.rows, jnp.int32),
+        "dout": jnp.ones((1, 1), jnp.float32),
+    }
+
+
 def _run(call: Call, name: str, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Results, and gradients under the names of what they are of, with a "d"."""
     cotangents = {each: x for each, x in arrays.items() if each in ("dout", "dlse", "dtotal")}
@@ -171,6 +194,8 @@ def _run(call: Call, name: str, arrays: dict[str, jax.Array]) -> dict[str, jax.A
     given = {each: x for each, x in arrays.items() if each not in cotangents | whole}
     if isinstance(call, AttentionCall):
         forward = partial(_attend, call, name, whole)
+    elif isinstance(call, LossCall):
+        forward = partial(_lose, name, whole)
     elif isinstance(call, GroupedCall):
         forward = partial(_multiply, name, whole)
     else:
@@ -208,6 +233,10 @@ def _normalise(call, name, given) -> dict[str, Any]:
 
 def _multiply(name, whole, given) -> dict[str, Any]:
     return {"out": grouped_matmul(**given, **whole, implementation=name)}
+
+
+def _lose(name, whole, given) -> dict[str, Any]:
+    return {"out": linear_cross_entropy(**given, **whole, implementation=name)[None, None]}
 
 
 def _slice_heads(call: AttentionCall, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:

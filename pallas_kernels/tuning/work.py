@@ -1,6 +1,6 @@
 """The work of a call, forward and backward, against what its GPU's data sheet promises."""
 
-from pallas_kernels.calls import AttentionCall, Call, NormCall
+from pallas_kernels.calls import AttentionCall, Call, LossCall, NormCall
 from pallas_kernels.counting import seen_pairs
 from pallas_kernels.gpus import find
 
@@ -12,8 +12,8 @@ def share_of_sheet(gpu: str, call: Call, seconds: float) -> float | None:
     """Returns the rate of a call over the data sheet's; None if the GPU is not listed.
 
     For attention it counts the FLOPs of the visible pairs of query and key, as papers do: two
-    matmuls forward, five backward; for a grouped matmul one and two. For a norm it counts the bytes
-    that must be read and written.
+    matmuls forward, five backward; for a grouped matmul and for a loss one and two. For a norm it
+    counts the bytes that must be read and written.
     """
     listed = find(gpu)
     if listed is None or not seconds:
@@ -23,6 +23,8 @@ def share_of_sheet(gpu: str, call: Call, seconds: float) -> float | None:
         peak = listed.bfloat16 if narrow else listed.float32
         if isinstance(call, AttentionCall):
             flops = 3.5 * forward_flops(call)
+        elif isinstance(call, LossCall):
+            flops = 6.0 * call.batch * call.time * call.width * call.rows
         else:
             flops = 6.0 * call.rows * call.width * call.out_width
         return flops / seconds / peak

@@ -101,6 +101,7 @@ from test_grouped import cases, compare
 for case in cases.HOPPER:
     compare(case, "mosaic:interpret")
     print(case.name, flush=True)
+compare(cases.HOPPER[-1], "mosaic/shallow:interpret")
 """
 
 

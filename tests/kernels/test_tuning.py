@@ -1,16 +1,29 @@
 """The tuner: it takes the fastest right implementation, and survives each fault of a GPU."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernels.fake_gpu import FAULTS, THIRD
 
 from pallas_kernels import gpus
-from pallas_kernels.calls import AttentionCall, GroupedCall, NormCall, from_json, to_json
+from pallas_kernels.calls import (
+    AttentionCall,
+    GroupedCall,
+    LossCall,
+    NormCall,
+    from_json,
+    to_json,
+)
+from pallas_kernels.chosen import using
+from pallas_kernels.loss import api as loss_api
+from pallas_kernels.loss import linear_cross_entropy
 from pallas_kernels.tuning import Table, tune
 from pallas_kernels.tuning.decide import decide
 from pallas_kernels.tuning.measure import WORKER, Limits, Process, measure
@@ -41,6 +54,7 @@ NORM = NormCall(
     op="rmsnorm", rows=5, width=24, dtype="float32", scale="float32", bias=None, residual="float32"
 )
 GROUPED = GroupedCall(rows=64, tile=16, width=16, experts=3, out_width=32, dtype="float32")
+LOSS = LossCall(batch=2, time=16, width=8, rows=24, dtype="float32", weight="float32")
 
 
 def faulty(number):
@@ -261,3 +275,36 @@ def test_a_grouped_matmul_is_drawn_run_and_compared():
     assert from_json(json.loads(json.dumps(to_json(GROUPED)))) == GROUPED
     listed = share_of_sheet("NVIDIA H100 80GB HBM3", replace(GROUPED, dtype="bfloat16"), 1e-6)
     assert listed == pytest.approx(6 * 64 * 16 * 32 / 1e-6 / gpus.GPUS["h100"].bfloat16)
+
+
+def test_the_chunks_of_a_loss_are_drawn_run_and_compared(monkeypatch):
+    monkeypatch.setattr(loss_api, "CHUNK_LOGITS", 2 * 16 * 24 // 2)
+    machine = OnJax(interpreted=True)
+    names, refused = machine.candidates(LOSS)
+    assert (names, refused) == (["xla", "xla/half", "xla/quarter"], {})
+    wanted = machine.wanted(LOSS)
+    assert set(wanted) == {"out", "dx", "dweight"}
+    for name in names:
+        values = machine.values(LOSS, machine.prepare(LOSS, name))
+        assert complaint(values, wanted, LOSS.dtype) == ""
+        wrong = values | {"dx": values["dx"] * 1.001}
+        assert complaint(wrong, wanted, LOSS.dtype).startswith("dx is wrong by")
+    assert from_json(json.loads(json.dumps(to_json(LOSS)))) == LOSS
+    listed = share_of_sheet("NVIDIA H100 80GB HBM3", replace(LOSS, dtype="bfloat16"), 1e-6)
+    assert listed == pytest.approx(6 * 32 * 8 * 24 / 1e-6 / gpus.GPUS["h100"].bfloat16)
+
+
+def test_a_loss_takes_the_chunks_that_were_measured(monkeypatch):
+    x, weight = jnp.ones((2, 16, 8)), jnp.ones((24, 8))
+    targets = jnp.zeros((2, 16), int)
+
+    def chunks(decided):
+        with using(decided) as decisions:  # a lambda each time: jax remembers what it has traced
+            traced = jax.make_jaxpr(lambda x: linear_cross_entropy(x, weight, targets))(x)
+        lengths = [int(length) for length in re.findall(r"length=(\d+)", str(traced))]
+        return lengths, decisions.taken
+
+    assert chunks({}) == ([1], {}), "all logits are one chunk: nothing is to be chosen"
+    monkeypatch.setattr(loss_api, "CHUNK_LOGITS", 2 * 16 * 24 // 2)
+    assert chunks({}) == ([2], {LOSS.name: "xla"})
+    assert chunks({LOSS.name: "xla/quarter"}) == ([8], {LOSS.name: "xla/quarter"})
