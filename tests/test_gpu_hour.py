@@ -15,7 +15,8 @@ from spmdtrain.cli.parser import make_parser
 ROOT = Path(__file__).parent.parent
 HOUR = ROOT / "benchmarks" / "gpu_hour"
 sys.path.append(str(HOUR))
-from hour import Part, run_parts  # noqa: E402 - a folder of scripts
+import planned  # noqa: E402 - a folder of scripts
+from hour import Part, run_parts  # noqa: E402
 from parts_of_hour import PARTS  # noqa: E402
 
 
@@ -99,3 +100,17 @@ def test_the_parts_of_the_hour_can_be_typed():
         for word in words:
             if word.startswith(("configs/", "tests/")):
                 assert (ROOT / word).is_file()
+
+
+def test_the_predicted_step_is_held_against_the_measured_one(tmp_path, monkeypatch, capsys):
+    seconds = {"h100": 0.03, str(tmp_path / "hardware.toml"): 0.05}
+    monkeypatch.setattr(planned, "predicted", seconds.__getitem__)
+    monkeypatch.setattr(sys, "argv", ["planned.py", str(tmp_path), "--gpu", "h100"])
+    with pytest.raises(SystemExit, match="no step was measured"):
+        planned.main()
+    (tmp_path / "train_gpt2.json").write_text('{"step_seconds": 0.04}', encoding="utf-8")
+    planned.main()
+    assert capsys.readouterr().out.endswith("data sheet: predicted -25.0%; calibrated: not known\n")
+    (tmp_path / "hardware.toml").touch()
+    planned.main()
+    assert capsys.readouterr().out.endswith("calibrated: predicted +25.0%\n")

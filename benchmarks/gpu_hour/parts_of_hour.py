@@ -32,7 +32,7 @@ PARTS = (
     Part(
         "tune_gpt2",
         "which kernels are right and fastest for GPT-2 124M?",
-        (*SPMDTRAIN, "tune", *GPT2),
+        (*SPMDTRAIN, "tune", *GPT2, "--export", "FOLDER/kernels_gpt2.json"),
         least=1,
         most=5,
     ),
@@ -40,7 +40,8 @@ PARTS = (
         "tune_llama",
         "and for Llama 3 8B, 8 k tokens, packed documents?",
         (*SPMDTRAIN, "tune", "configs/llama3_8b.toml", "--devices", "64", "--set")
-        + ("data.corpus=synthetic", "--set", "data.path=none", "--set", "data.packing=documents"),
+        + ("data.corpus=synthetic", "--set", "data.path=none", "--set", "data.packing=documents")
+        + ("--export", "FOLDER/kernels_llama.json"),
         least=1,
         most=5,
     ),
@@ -85,6 +86,13 @@ PARTS = (
         (*SPMDTRAIN, "calibrate", "--out", "FOLDER/hardware.toml"),
         least=1,
         most=5,
+    ),
+    Part(
+        "planned",
+        "how far off is the predicted step, from the data sheet and then calibrated?",
+        (PYTHON, f"{HERE}/planned.py", "FOLDER"),
+        least=0.5,
+        most=2,
     ),
     Part(
         "kernels",

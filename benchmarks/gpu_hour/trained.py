@@ -12,6 +12,7 @@ from typing import Any
 
 from training import metrics, train
 
+CONFIG = "configs/gpt2_124m.toml"
 SAVED = 20  # steps between saves
 WARM = 5  # steps that do not count
 SETTINGS = [
@@ -48,7 +49,7 @@ def figures(run: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("file", type=Path)
-    parser.add_argument("--config", default="configs/gpt2_124m.toml")
+    parser.add_argument("--config", default=CONFIG)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
