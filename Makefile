@@ -87,7 +87,8 @@ gpu-hour: $(VENV)/installed-dev  ## the first hour on a machine with a GPU: GPU_
 cuda-compiler: $(VENV)/cuda-compiler  ## XLA's CUDA side for the jax that is installed, without driver and libraries
 
 aot: $(VENV)/cuda-compiler  ## every kernel through ptxas for GPUs that are not there: jax 0.11 or later (Python 3.12)
-	$(NO_DEPENDENCIES) nvidia-cudnn-cu13
+	$(NO_DEPENDENCIES) nvidia-cudnn-cu13 nvidia-cuda-nvdisasm
+	JAX_PLATFORMS=cpu $(BIN)/python -m pallas_kernels.assembled --write docs/kernel_bounds.md
 	JAX_PLATFORMS=cpu $(BIN)/python -m pallas_kernels.aot
 
 fleet: $(VENV)/cuda-compiler  ## flagship layouts at real size through XLA, and docs/fleet.md: jax 0.11 or later, half an hour

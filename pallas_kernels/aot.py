@@ -72,7 +72,7 @@ def programs(op: str) -> Iterator[tuple[str, Callable, dict]]:
         from pallas_kernels.attention import cases
 
         for case in dict.fromkeys([*cases.CI, *cases.timed(), *cases.SLOW]):
-            yield case.name, _attention_program(case.options()), case.abstract()
+            yield case.name, attention_program(case.options()), case.abstract()
     if op == "norm":
         from pallas_kernels.norm import cases
 
@@ -85,7 +85,7 @@ def programs(op: str) -> Iterator[tuple[str, Callable, dict]]:
             yield case.name, _grouped_program, case.abstract()
 
 
-def _attention_program(options):
+def attention_program(options):
     import jax
 
     from pallas_kernels.attention import attention

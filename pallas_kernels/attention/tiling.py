@@ -60,14 +60,31 @@ DKV: Table = {
         256: Tile(32, 16, 8, 1),
     },
 }
+TABLES = {"attention_forward": FORWARD, "attention_dq": DQ, "attention_dkv": DKV}
+# What differs, for 16-bit elements. python -m pallas_kernels.assembled shows why: an Ampere warp
+# holds all operands of its matmuls in registers, and a thread would write up to 16 KB of them to
+# memory; 8 warps of Hopper, whose matmuls are of 64 rows, would make 64 queries' scores twice;
 # Blackwell keeps accumulators in its tensor memory, 512 columns: dk and dv of 64 keys by 256 would
 # leave none for their scores.
-DKV_BLACKWELL: Table = {**DKV, 2: DKV[2] | {256: Tile(64, 32, 8, 1)}}
+OWN: Mapping[str, Mapping[str, Mapping[int, Tile]]] = {
+    "ampere": {
+        "attention_forward": {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 4, 2)},
+        "attention_dq": {64: Tile(64, 32, 4, 2), 256: Tile(32, 32, 4, 1)},
+        "attention_dkv": {64: Tile(32, 64, 4, 2)},
+    },
+    "hopper": {
+        "attention_dq": {128: Tile(64, 64, 4, 2)},
+        "attention_dkv": {128: Tile(64, 64, 4, 2)},
+    },
+    "blackwell": {"attention_dkv": {256: Tile(64, 32, 8, 1)}},
+}
 
 
-def dkv(device_kind: str) -> Table:
-    """Returns the table of the dk and dv kernel on this GPU, by jax's name for it."""
-    return DKV_BLACKWELL if generation(device_kind) == "blackwell" else DKV
+def triton_table(kernel: str, device_kind: str) -> Table:
+    """Returns the table of a kernel on this GPU, by jax's name for it."""
+    table = TABLES[kernel]
+    own = OWN.get(generation(device_kind), {}).get(kernel, {})
+    return {**table, 2: {**table[2], **own}}
 
 
 # Other tilings than the tables', which are tried where kernels are measured: "triton/narrow".

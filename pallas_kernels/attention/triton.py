@@ -266,7 +266,7 @@ def forward(
     """Does what `xla.forward` does; `variant` is one of tiling.VARIANTS."""
     b, t, h, _ = inputs.q_bthd.shape
     e = inputs.v_bske.shape[3]
-    table = tiling.varied(tiling.FORWARD, variant)
+    table = _table("attention_forward", variant)
     plan, q, k, v, masks = _pad_operands(problem, inputs, table, OVER_KEYS)
     length = q.shape[1]
     d_padded = q.shape[3]
@@ -332,7 +332,7 @@ def backward(
 
 def _run_dq(problem, inputs, dout, lse_bht, delta_bht, interpret, variant) -> jax.Array:
     """Returns dq in padded lengths and head dim."""
-    table = tiling.varied(tiling.DQ, variant)
+    table = _table("attention_dq", variant)
     plan, q, k, v, masks = _pad_operands(problem, inputs, table, OVER_KEYS)
     b, length, h, d_padded = q.shape
     e_padded = v.shape[3]
@@ -369,7 +369,7 @@ def _run_dkv(
     problem, inputs, dout, lse_bht, delta_bht, interpret, variant
 ) -> tuple[jax.Array, jax.Array]:
     """Returns dk and dv in padded lengths and head dims."""
-    table = tiling.varied(tiling.dkv(device_kind()), variant)
+    table = _table("attention_dkv", variant)
     plan, q, k, v, masks = _pad_operands(problem, inputs, table, OVER_QUERIES)
     b, length, h, d_padded = q.shape
     kv_heads = k.shape[2]
@@ -506,3 +506,7 @@ def _mask_specs(masks: MaskOperands, heads: int):
         None if x is None else pl.BlockSpec((None, x.shape[1]), lambda _, n: (n // heads, 0))
         for x in masks
     ]
+
+
+def _table(kernel: str, variant: str) -> tiling.Table:
+    return tiling.varied(tiling.triton_table(kernel, device_kind()), variant)

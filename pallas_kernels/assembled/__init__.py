@@ -1,0 +1,6 @@
+"""What the assembled kernels say of their time, where no clock is.
+
+loops.py      the main loop in the assembler's text
+bounds.py     the least time of a turn of it, and what that allows of a GPU's peak
+__main__.py   compiles the attention kernels and writes docs/kernel_bounds.md
+"""
