@@ -39,6 +39,11 @@ class Layout:
         return ", ".join(filter(None, (axes or "one device", *others)))
 
     @property
+    def has_stages(self) -> bool:
+        """True if it has a pipeline, which a model with model.multi_token refuses."""
+        return any(_axis_of(text) == "pipeline" for text in self.settings)
+
+    @property
     def devices(self) -> int:
         """The number of devices that it takes."""
         sizes = (int(text.partition("=")[2]) for text in self.settings if _axis_of(text))
@@ -70,6 +75,8 @@ def cover(config: RunConfig, *, only_asked: bool = False) -> list[Layout]:
     found = [*_as_configured(config, asked), *_rings(config, asked)]
     if not only_asked or not found:
         found += list(_pairs(config))
+    if config.model.multi_token is not None:
+        found = [layout for layout in found if not layout.has_stages]
     seen: dict[tuple[str, ...], Layout] = {}
     for layout in found:
         seen.setdefault(tuple(sorted(layout.settings)), layout)

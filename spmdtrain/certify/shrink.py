@@ -152,6 +152,8 @@ def _model(config: RunConfig, lost: list[str]) -> dict[str, Any]:
     }
     if model.experts is not None:
         small["experts"] = _experts(config, embed, lost)
+    if model.latent is not None:
+        small |= {"kv_heads": None, "head_dim": None, "latent": _latent(config)}
     if model.attention in KERNELS_OF_GPUS:
         lost.append(f"model.attention={model.attention}, a kernel of GPUs: XLA's in its place")
         small["attention"] = "auto"
@@ -214,6 +216,14 @@ def _experts(config: RunConfig, embed: int, lost: list[str]) -> dict[str, Any]:
         "every": min(experts.every, 2),
         "balance_over": "sequence",
     }
+
+
+def _latent(config: RunConfig) -> dict[str, Any]:
+    """Returns the settings of [model.latent] in small: all of its widths differ."""
+    latent = config.model.latent
+    assert latent is not None, "the caller has looked"
+    sizes = {"rank": 2 * WIDTH, "plain_dim": WIDTH, "rope_dim": WIDTH // 2, "value_dim": WIDTH - 2}
+    return sizes | {"query_rank": 3 * WIDTH if latent.query_rank else None}
 
 
 def _vocab(config: RunConfig) -> int:
