@@ -56,7 +56,7 @@ class Compared:
 
     def document(self) -> dict[str, Any]:
         """Returns it as JSON values; an infinite figure is null."""
-        found = {"verdict": self.verdict} | asdict(self)
+        found: dict[str, Any] = {"verdict": self.verdict} | asdict(self)
         where = found["parting"]
         for name in ("apart", "times"):
             if where[name] is not None and not math.isfinite(where[name]):

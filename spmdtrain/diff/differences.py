@@ -105,12 +105,12 @@ def data_difference(a: Side, b: Side, steps: Sequence[int]) -> DataDifference:
 def program_difference(a: Side, b: Side) -> ProgramDifference:
     """Compares the canonical texts of the compiled steps by their hashes, then what they hold."""
     programs = [side.start.get("program") or side.compiled.get("program") for side in (a, b)]
-    hashes = [each.get("hash") if isinstance(each, dict) else None for each in programs]
-    if None in hashes:
+    known = [each for each in programs if isinstance(each, dict) and each.get("hash")]
+    if len(known) < len(programs):
         return ProgramDifference(None)
-    if hashes[0] == hashes[1]:
+    if known[0]["hash"] == known[1]["hash"]:
         return ProgramDifference(True)
-    then, now = (Counter(each.get("opcodes") or {}) for each in programs)
+    then, now = (Counter(each.get("opcodes") or {}) for each in known)
     opcodes = {name: now[name] - then[name] for name in then | now if now[name] != then[name]}
     largest = sorted(opcodes.items(), key=lambda each: (-abs(each[1]), each[0]))
     return ProgramDifference(

@@ -56,7 +56,10 @@ def kind_of(name: str, same_data: bool = False) -> Kind:
     """
     if same_data and name.startswith(PLACES):
         return "none"
-    return next((kind for starts, kind in DECIDED if name.startswith(starts)), "loss")
+    for starts, kind in DECIDED:
+        if name.startswith(starts):
+            return kind
+    return "loss"
 
 
 def changed_settings(

@@ -177,5 +177,6 @@ def _has_other_rate(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 
 def _tail(a: WrittenRun, b: WrittenRun, steps: Sequence[int]) -> float | None:
     pairs = [(a.figures[at].get("loss"), b.figures[at].get("loss")) for at in steps]
-    known = [now - then for then, now in pairs[len(pairs) // 2 :] if None not in (then, now)]
+    late = pairs[len(pairs) // 2 :]
+    known = [now - then for then, now in late if then is not None and now is not None]
     return sum(known) / len(known) if known else None

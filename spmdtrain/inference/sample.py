@@ -273,7 +273,8 @@ def make_generate(
 def _cached(config: RunConfig, module: Any, rules: Rules, tokens_bt: jax.Array, start: int):
     """Predicts from the cached keys and values of earlier tokens."""
     compute = config.precision.compute
-    empty = empty_cache(config.model, tokens_bt.shape, compute, make_constrain(rules))
+    batch, time = tokens_bt.shape
+    empty = empty_cache(config.model, (batch, time), compute, make_constrain(rules))
 
     def extend(tokens_bt, cache):
         positions = cache.length + jnp.arange(tokens_bt.shape[1], dtype=jnp.int32)

@@ -199,7 +199,7 @@ PLAIN_QUERIES = {
     "attention.down_eu": _entry(latent.down, "self_attn.kv_a_proj_with_mqa.weight"),
     "attention.query_rkd": _entry(latent.queries, "self_attn.q_proj.weight"),
 }
-DEEPSEEK_EXPERTS = QWEN_EXPERTS | {
+DEEPSEEK_EXPERTS = dict(QWEN_EXPERTS) | {
     "mlp.router.load_bias_x": _entry(pieces.copy, "mlp.gate.e_score_correction_bias"),
     "mlp.shared.up_ef": _entry(
         pieces.gate_up, "mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"

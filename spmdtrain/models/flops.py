@@ -59,7 +59,7 @@ def _flops_per_token(config: RunConfig, model: AbstractModel, trained: set[str])
     values = {path: jax.ShapeDtypeStruct(v.shape, v.dtype) for path, v in model.named_variables()}
 
     def forward(values, tokens_bt):
-        module = model.bind(values)
+        module: Any = model.bind(values)
         ctx = ForwardContext(jnp.zeros_like(tokens_bt), frozen_layers=config.frozen_in_stack)
         x_bte, _ = module.blocks(module.embed(tokens_bt, ctx), ctx)
         hidden_bte, table_ve = module.head(x_bte, ctx)

@@ -5,7 +5,7 @@ those of the windows before it; a prediction is one number for a run, so without
 themselves say the same.
 """
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -48,7 +48,7 @@ def alarm(run: RunRead) -> Alarm | None:
     if not more > max(SPREADS * spread, LEAST * usual):
         return None
     waited = float(waiting[-1]) - float(np.median(waiting[:-1]))
-    predicted = run.predicted.get("step_seconds")
+    predicted: Any = run.predicted.get("step_seconds")
     known = float(predicted) if is_number(predicted) and predicted > 0 else None
     scale = known or 1.0
     component = "input" if waited >= more / 2 else "step"

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from spmdtrain.models.context import ForwardContext
-from spmdtrain.models.model import LanguageModel
 from spmdtrain.parallel.context.ways import zigzag_order
 from spmdtrain.parallel.regions import Whole
 from spmdtrain.train.batch import Batch
@@ -33,7 +33,7 @@ def make_further_losses(setup: Setup) -> Callable[..., Losses] | None:
     depths = range(1, config.depth + 1)
 
     def further_losses(
-        module: LanguageModel, x_bte: jax.Array, ctx: ForwardContext, microbatch: Batch
+        module: Any, x_bte: jax.Array, ctx: ForwardContext, microbatch: Batch
     ) -> Losses:
         batches = [at_depth(microbatch, depth, ctx) for depth in depths]
         contexts = [replace(ctx, mask_bt=each["mask"]) for each in batches]
