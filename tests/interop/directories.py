@@ -405,6 +405,15 @@ def drawn(
     return found
 
 
+def learn_all_tokens(model: Any) -> None:
+    """Makes torch give the input of every token a gradient, that of padding too.
+
+    transformers makes the embedding of Gemma, Phi-3 and SmolLM3 with a `padding_idx`, id 0 where
+    the config names none: torch leaves the input's part out of the gradient of that row.
+    """
+    model.get_input_embeddings().padding_idx = None
+
+
 def write(
     folder: Path,
     config: dict[str, Any],

@@ -18,6 +18,7 @@ from spmdtrain.data.source import open_data
 from spmdtrain.running.device_batches import batches
 from spmdtrain.running.published.export_run import export_run
 from spmdtrain.running.published.import_model import import_model
+from spmdtrain.train.compared.in_order import plain_arrays
 from spmdtrain.train.gradients.differentiable import make_gradients
 
 pytestmark = pytest.mark.hf
@@ -82,11 +83,13 @@ def test_gradients_are_those_of_transformers(name, tmp_path):
     imported = import_model(tmp_path / "model", tmp_path / "run", overrides=short)
     setup = imported.setup
     tokens = np.random.default_rng(1).integers(0, directories.VOCAB, (2, 40))
+    tokens[:, 3] = 0  # which pads in some families
     _, data = open_data(setup.config, lambda seed, index: tokens[index % 2])  # noqa: ARG005
     with batches(setup, data, 0, 0) as ahead:
         gradients = make_gradients(setup)(imported.params, next(ahead))
     ours = as_theirs(tmp_path / "model", gradients, setup)
     model, _ = theirs(tmp_path / "model")
+    directories.learn_all_tokens(model)
     model(torch.tensor(tokens), labels=torch.tensor(tokens)).loss.backward()
     worst = 0.0
     for tensor, parameter in model.named_parameters():
@@ -95,6 +98,94 @@ def test_gradients_are_those_of_transformers(name, tmp_path):
         worst = max(worst, float(difference))
         assert difference < GRADIENTS, (tensor, difference)
     print(f"\n{name}: worst gradient {worst:.1e}")
+
+
+BETA, WINDOW = 0.5, 24
+# Tokens of the two answers with their prompts, for each pair of a sequence.
+PAIRS = [[(12, 9)], [(5, 7), (4, 6)], [(3, 20)], [(11, 11)]] * 2
+MESHES = {
+    "one device": (),
+    "data 2 fsdp 2 tensor 2": ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"),
+    "pipeline 2 tensor 2": ("mesh.pipeline=2", "mesh.tensor=2", "train.microbatch=2"),
+}
+
+
+def answers():
+    """[sequence][pair](chosen, rejected), each (ids, learned, log-probability by a reference)."""
+    random = np.random.default_rng(0)
+
+    def answer(size: int):
+        learned = np.arange(size) >= size // 2
+        return random.integers(0, directories.VOCAB, size), learned, -40.0 * random.random()
+
+    return [[tuple(map(answer, pair)) for pair in pairs] for pairs in PAIRS]
+
+
+def packed(indices: np.ndarray) -> dict[str, np.ndarray]:
+    """The sequences of these pairs, as packing makes them."""
+    ints, floats = ("tokens", "targets", "positions", "segment_ids"), ("mask", "reference")
+    shape = (len(indices), WINDOW)
+    batch = {name: np.zeros(shape, np.int32) for name in ints}
+    batch |= {name: np.zeros(shape, np.float32) for name in floats}
+    batch["segment_ids"][:] = 99
+    for row, index in enumerate(indices.tolist()):
+        at = 0
+        halves = [half for pair in answers()[index] for half in pair]
+        for segment, (ids, learned, reference) in enumerate(halves):
+            place = (row, slice(at, at + len(ids) - 1))
+            batch["tokens"][place], batch["targets"][place] = ids[:-1], ids[1:]
+            batch["positions"][place] = np.arange(len(ids) - 1)
+            batch["segment_ids"][place] = segment
+            batch["mask"][place] = learned[1:]
+            batch["reference"][row, at] = reference
+            at += len(ids) - 1
+    return batch | {"sample": indices.astype(np.uint32)}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_preferences_have_the_gradients_of_torch(mesh, tmp_path):
+    """DPO of packed pairs, against torch's own log-sigmoid of each answer alone."""
+    import torch
+
+    directories.write(tmp_path / "model", CASES["mistral"])
+    asked = (
+        "data.corpus=tokens",
+        "data.path=pairs.bin",
+        "data.packing=best_fit",
+        "train.preference=dpo",
+        f"train.preference_beta={BETA}",
+        f"train.sequence_length={WINDOW}",
+        f"train.global_batch={len(PAIRS)}",
+    )
+    overrides = (*asked, *MESHES[mesh])
+    imported = import_model(tmp_path / "model", tmp_path / "run", overrides=overrides)
+    setup = imported.setup
+    batch = setup.to_devices(packed, np.arange(len(PAIRS)))
+    gradients = make_gradients(setup)(imported.params, batch)
+    ours = as_theirs(tmp_path / "model", plain_arrays(setup, jax.device_get(gradients)), setup)
+
+    model, _ = theirs(tmp_path / "model")
+
+    def gained(answer) -> torch.Tensor:
+        ids, learned, reference = answer
+        tokens = torch.tensor(ids)
+        log = model(tokens[None, :-1]).logits[0].log_softmax(-1)
+        of_tokens = log.gather(-1, tokens[1:, None])[:, 0]
+        return of_tokens[torch.tensor(learned[1:])].sum() - reference
+
+    losses = [
+        -torch.nn.functional.logsigmoid(BETA * (gained(chosen) - gained(rejected)))
+        for pairs in answers()
+        for chosen, rejected in pairs
+    ]
+    torch.stack(losses).mean().backward()
+    worst = 0.0
+    for tensor, parameter in model.named_parameters():
+        want = parameter.grad.double().numpy()
+        difference = np.sqrt(np.mean((ours[tensor] - want) ** 2) / np.mean(want**2))
+        worst = max(worst, float(difference))
+        assert difference < 1e-5, (tensor, difference)
+    print(f"\nDPO, {mesh}: worst gradient {worst:.1e}")
 
 
 def test_three_steps_are_those_of_torch(tmp_path):

@@ -64,9 +64,8 @@ def measure(name: str, folder: Path) -> list[str]:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder / "model", local_files_only=True, attn_implementation="eager"
     ).eval()
-    # Without id 0, which may pad in Gemma's torch code; whether that is why its gradients differ
-    # has not been seen.
-    tokens = np.random.default_rng(1).integers(1, directories.VOCAB, (SEQUENCES, LENGTH + 1))
+    directories.learn_all_tokens(model)
+    tokens = np.random.default_rng(1).integers(0, directories.VOCAB, (SEQUENCES, LENGTH + 1))
     model(torch.tensor(tokens), labels=torch.tensor(tokens)).loss.backward()
     with torch.no_grad():
         logits = model(torch.tensor(tokens)).logits.double().numpy()
