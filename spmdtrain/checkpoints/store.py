@@ -93,6 +93,8 @@ if TYPE_CHECKING:
 UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a step that is being saved
 # The file that marks a complete item: one for arrays, one for JSON.
 WHOLE = ("manifest.ocdbt", "metadata")
+WEIGHTS = ("params", ema.ITEM.name)  # the items that are read a layer at a time
+LAYERS_AT_ONCE = 2**28  # bytes of an array whose layers are read together
 QUARANTINE = "quarantine"  # the folder of damaged steps, next to the good ones
 SETTLE_SECONDS = 1.0  # for pending writes to finish after a failure
 MOST_SETTLE_SECONDS = 10.0  # if the disk never settles
@@ -175,7 +177,11 @@ class Checkpoints:
         meta["digest"] = digest(meta)
         saved = ocp.args.Composite(
             # A state of weights alone, as an import makes it, has no item of the optimizer.
-            **{item: ocp.args.PyTreeSave(tree) for item, tree in trees.items() if tree},
+            **{
+                item: ocp.args.PyTreeSave(tree, save_args=_save_args(item, tree, layout))
+                for item, tree in trees.items()
+                if tree
+            },
             meta=ocp.args.JsonSave(meta),
         )
         self._guarded(lambda: self._manager.save(step, args=saved))
@@ -311,6 +317,21 @@ class Checkpoints:
         unpadded = unpadded_leaves(meta)
         found = {names[name]: cut_to(x, unpadded[name][0]) for name, x in found.items()}
         return {path: _in_order(path, x, saved) for path, x in found.items()}
+
+    def arrays_of(self, step: int, item: str) -> tuple[Path, dict[str, Any]]:
+        """Returns the folder of an item that is a flat dict, and descriptions of its arrays."""
+        folder = self._folder(step) / item
+
+        def read() -> dict[str, Any]:
+            tree = _saved_tree(folder)
+            check_sizes(_leaves_of(tree), Path(folder))
+            return tree
+
+        return Path(folder), self._read(step, read)
+
+    def verify(self, step: int, found: Mapping[str, Fingerprint]) -> None:
+        """Raises DamagedError if these fingerprints, by the meta's names, are not those saved."""
+        self._verify(step, self._meta(step)[0], found)
 
     def check_items(self, step: int, abstract: TrainState) -> None:
         """Raises the error of an item of the state that was not saved, if it defines one."""
@@ -482,7 +503,7 @@ class Checkpoints:
         said = of_items(meta["leaves"], trees)
         if different := different_leaves(said, there):
             first = different[0]
-            raise self._damaged(
+            raise self.damaged(
                 step,
                 f"{first} is {leaf_text(there.get(first))}, "
                 f"saved was {leaf_text(said.get(first))}{others_text(different)}",
@@ -492,7 +513,7 @@ class Checkpoints:
         """Raises DamagedError if a leaf that was read does not have its saved fingerprint."""
         saved = {name: tuple(meta["fingerprints"].get(name, ())) for name in found}
         if different := different_leaves(saved, found):
-            raise self._damaged(
+            raise self.damaged(
                 step, f"{different[0]} is damaged: its fingerprint differs{others_text(different)}"
             )
 
@@ -530,12 +551,13 @@ class Checkpoints:
         if wrong is not None:
             any_process(True)
             cause = " ".join(str(wrong.__cause__ or wrong).split())[:200].rstrip(".")
-            raise self._damaged(step, f"it cannot be read: {cause}") from wrong
+            raise self.damaged(step, f"it cannot be read: {cause}") from wrong
         if any_process(False):
-            raise self._damaged(step, "another process cannot read it")
+            raise self.damaged(step, "another process cannot read it")
         return found
 
-    def _damaged(self, step: int, what: str) -> DamagedError:
+    def damaged(self, step: int, what: str) -> DamagedError:
+        """Returns the error of a step whose files are damaged."""
         before = [other for other in self.steps() if other < step]
         fix = (
             f"resuming the run, which continues from step {before[-1]}" if before else "another run"
@@ -654,6 +676,21 @@ def _array_handler() -> ocp.PyTreeCheckpointHandler:
     arrays = type_handlers.ArrayHandler(use_replica_parallel=False)
     registry = type_handlers.create_type_handler_registry((jax.Array, arrays))
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+
+
+def _save_args(item: str, tree: Any, layout: StageLayout) -> Any:
+    """Returns how the arrays of an item are cut into chunks, which are always read whole.
+
+    By default a chunk holds all layers of a device's part. Of weights that are large each has one
+    layer, so that an export need not hold them all.
+    """
+
+    def of_leaf(x: jax.Array) -> ocp.SaveArgs:
+        dims = len(layout.shape)
+        is_large = item in WEIGHTS and x.nbytes > LAYERS_AT_ONCE and x.shape[:dims] == layout.shape
+        return ocp.SaveArgs(shard_axes=tuple(range(dims)) if is_large else ())
+
+    return jax.tree.map(of_leaf, tree)
 
 
 def _read_plain(folder: "epath.Path", only: str | None = None) -> dict[str, np.ndarray]:

@@ -21,6 +21,7 @@ import numpy as np
 from spmdtrain.config.errors import StorageError
 from spmdtrain.interop.files import INDEX, SINGLE
 from spmdtrain.interop.pieces import Shape
+from spmdtrain.processes.processes import of_process_0, together
 
 NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 PART = 5 * 10**9  # bytes of a file, as transformers 4 has it
@@ -41,27 +42,57 @@ class InFile:
 
 
 class TensorWriter:
-    """Files for tensors of these shapes, in one dtype and in parts of at most `part` bytes."""
+    """Files for tensors of these shapes, in one dtype and in parts of at most `part` bytes.
 
-    def __init__(self, folder: Path, shapes: Mapping[str, Shape], dtype: str, part: int = PART):
+    Each of several processes writes the tensors of its own files, after one of them has made all.
+    """
+
+    def __init__(  # noqa: PLR0913 - what the files hold, and who writes them
+        self,
+        folder: Path,
+        shapes: Mapping[str, Shape],
+        dtype: str,
+        part: int = PART,
+        *,
+        process: int = 0,
+        processes: int = 1,
+    ):
         self._folder = folder
+        self._shapes = shapes
         self._dtype = numpy_dtype(dtype)
-        self._left = set(shapes)
         groups = _groups(shapes, self._dtype.itemsize, part)
         self.files = _file_names(len(groups))
         self.bytes = sum(self._size(shape) for shape in shapes.values())
+        self._headers: dict[str, bytes] = {}
         self._places: dict[str, InFile] = {}
-        with writing(folder):
-            for file, names in zip(self.files, groups, strict=True):
-                self._begin(file, {name: shapes[name] for name in names}, NAMES[dtype])
-            if len(groups) > 1:
-                self._write_index(sum(map(math.prod, shapes.values())))
+        for file, names in zip(self.files, groups, strict=True):
+            self._plan(file, {name: shapes[name] for name in names}, NAMES[dtype])
+        self._left = self.names_of(process, processes)
+        self._mine = self.files[process::processes]
+
+    def names_of(self, process: int, processes: int) -> set[str]:
+        """Returns the tensors that a process writes: those of every `processes`-th file."""
+        mine = self.files[process::processes]
+        return {name for name, place in self._places.items() if place.file in mine}
+
+    def begin(self) -> None:
+        """Makes the files, as long as they will be, and their index. One process calls it."""
+        sizes = dict.fromkeys(self.files, 0)
+        for place in self._places.values():
+            sizes[place.file] = max(sizes[place.file], place.offset + self._size(place.shape))
+        with writing(self._folder):
+            for file, header in self._headers.items():
+                with (self._folder / file).open("wb") as opened:
+                    opened.write(header)
+                    opened.truncate(sizes[file])
+            if len(self.files) > 1:
+                self._write_index(sum(map(math.prod, self._shapes.values())))
 
     def _size(self, shape: Shape) -> int:
         return math.prod(shape) * self._dtype.itemsize
 
-    def _begin(self, file: str, shapes: Mapping[str, Shape], dtype: str) -> None:
-        """Writes the header of a file, and makes the file as long as it will be."""
+    def _plan(self, file: str, shapes: Mapping[str, Shape], dtype: str) -> None:
+        """Decides where the tensors of a file lie."""
         said: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name, shape in shapes.items():
@@ -69,9 +100,7 @@ class TensorWriter:
             said[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
         header = json.dumps(said, separators=(",", ":")).encode()
         header += b" " * (-len(header) % 8)
-        with (self._folder / file).open("wb") as opened:
-            opened.write(len(header).to_bytes(8, "little") + header)
-            opened.truncate(8 + len(header) + end)
+        self._headers[file] = len(header).to_bytes(8, "little") + header
         for name, shape in shapes.items():
             first = 8 + len(header) + said[name]["data_offsets"][0]
             self._places[name] = InFile(file, first, shape)
@@ -93,10 +122,13 @@ class TensorWriter:
         self._left.remove(name)
 
     def finish(self) -> None:
-        """Brings all files to the disk. Every tensor has been written, or this is our mistake."""
+        """Brings this process's files to the disk.
+
+        All of their tensors have been written, or this is our mistake.
+        """
         assert not self._left, sorted(self._left)[:5]
         with writing(self._folder):
-            for file in self.files:
+            for file in self._mine:
                 with (self._folder / file).open("rb") as opened:
                     os.fsync(opened.fileno())
 
@@ -132,18 +164,26 @@ def refuse_full(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
-    """Gives a folder to write into, which gets its name when all is in it, or is removed."""
-    refuse_full(folder)
-    spare = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
-    with writing(folder):
-        spare.mkdir(parents=True)
+def new_folder(folder: Path, *, process: int = 0) -> Iterator[Path]:
+    """Gives a folder to write into, which gets its name when all is in it, or is removed.
+
+    All processes enter it, and write into the folder that process 0 makes.
+    """
+    with together():
+        refuse_full(folder)
+    spare = folder.with_name(f"{folder.name}.tmp-{of_process_0(os.getpid())}")
     try:
-        yield spare
-        with writing(folder):
-            spare.replace(folder)  # an empty folder of that name is replaced
+        with together(), writing(folder):
+            if process == 0:
+                spare.mkdir(parents=True)
+        with together():
+            yield spare
+        with together(), writing(folder):
+            if process == 0:
+                spare.replace(folder)  # an empty folder of that name is replaced
     finally:
-        shutil.rmtree(spare, ignore_errors=True)
+        if process == 0:
+            shutil.rmtree(spare, ignore_errors=True)
 
 
 @contextlib.contextmanager

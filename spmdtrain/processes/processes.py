@@ -3,11 +3,20 @@
 Both must happen before jax looks for devices, so the command line calls these functions first.
 """
 
+import contextlib
+import contextvars
 import os
 import re
 import sys
+from collections.abc import Iterator
 
-from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.errors import (
+    CheckpointError,
+    ConfigError,
+    DamagedError,
+    StorageError,
+    UserError,
+)
 from spmdtrain.config.given import as_whole
 from spmdtrain.processes import peers, scheduler
 
@@ -15,6 +24,9 @@ DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 MOST_SIMULATED = 4096
 HEARTBEAT_SECONDS = 30  # jax waits 100 before it declares a silent process dead
 SHUTDOWN_SECONDS = 15  # jax waits 300 for the others when one ends with an exception
+GOOD = "good"  # of a process that has raised nothing
+APART: contextvars.ContextVar[bool] = contextvars.ContextVar("apart", default=False)
+KINDS = (CheckpointError, ConfigError, DamagedError, StorageError)  # that processes share
 
 
 def simulate_devices(count: int) -> None:
@@ -80,35 +92,49 @@ def start(
     peers.join(**arguments)
 
 
+def this_process() -> tuple[int, int]:
+    """Returns the number of this process and how many there are; (0, 1) in a block of `apart`."""
+    import jax
+
+    return (0, 1) if APART.get() else (jax.process_index(), jax.process_count())
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Lets this thread do alone, in the block, what processes otherwise do together."""
+    before = APART.set(True)
+    try:
+        yield
+    finally:
+        APART.reset(before)
+
+
 def any_process(flag: bool) -> bool:
     """Returns whether `flag` is set in any process. A collective: every process must call it."""
-    import jax
     import numpy as np
     from jax.experimental import multihost_utils
 
-    if jax.process_count() == 1:
+    if this_process()[1] == 1:
         return flag
     return bool(multihost_utils.process_allgather(np.array(flag)).any())
 
 
 def of_process_0(number: int) -> int:
     """Returns process 0's number in every process. A collective: every process must call it."""
-    import jax
     import numpy as np
     from jax.experimental import multihost_utils
 
-    if jax.process_count() == 1:
+    if this_process()[1] == 1:
         return number
     return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
 def said_by_all(text: str) -> list[str]:
     """Returns the text of each process, in order. A collective: every process must call it."""
-    import jax
     import numpy as np
     from jax.experimental import multihost_utils
 
-    if jax.process_count() == 1:
+    if this_process()[1] == 1:
         return [text]
     mine = np.frombuffer(text.encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.array(mine.size, np.int32))
@@ -117,6 +143,26 @@ def said_by_all(text: str) -> list[str]:
     rows = multihost_utils.process_allgather(row)
     pairs = zip(np.asarray(rows), sizes.tolist(), strict=True)
     return [bytes(one[:size]).decode() for one, size in pairs]
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Raises in every process the UserError that any process raises in the block.
+
+    That of the first process, if there are several. A collective: every process must enter it.
+    """
+    mine = None
+    try:
+        yield
+    except UserError as error:
+        mine = error
+    said = said_by_all(f"{type(mine).__name__} {mine.what}" if mine else GOOD)
+    if mine:
+        raise mine
+    for process, (name, _, what) in enumerate(each.partition(" ") for each in said):
+        if name != GOOD:
+            kind = next((kind for kind in KINDS if kind.__name__ == name), UserError)
+            raise kind(what, found=f"in process {process}")
 
 
 def _from_arguments(

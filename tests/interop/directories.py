@@ -414,6 +414,22 @@ def learn_all_tokens(model: Any) -> None:
     model.get_input_embeddings().padding_idx = None
 
 
+def gradients_in_torch(model: Any) -> dict[str, np.ndarray]:
+    """The gradients that a model of transformers holds, by the names of its files."""
+    found = {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    try:  # transformers 5 holds all experts of a layer in one tensor
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:
+        pass
+    else:
+        found = revert_weight_conversion(model, found)
+    return {name: gradient.double().numpy() for name, gradient in found.items()}
+
+
 def write(
     folder: Path,
     config: dict[str, Any],

@@ -92,9 +92,8 @@ def measure(name: str, folder: Path) -> list[str]:
                 one = whole if layer is None else whole[layer]
                 ours |= dict(zip(entry.of_layer(layer), mapped.write(one), strict=True))
         worst = max(
-            relative(ours[tensor], parameter.grad.double().numpy())
-            for tensor, parameter in model.named_parameters()
-            if parameter.grad is not None
+            relative(ours[tensor], gradient)
+            for tensor, gradient in directories.gradients_in_torch(model).items()
         )
         found_gradients.append(worst)
         export_run(run, folder / "out" / layout.replace(" ", ""))

@@ -16,7 +16,7 @@ an odd factor has spread the index over the word.
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -71,18 +71,29 @@ def begin(arrays: Mapping[str, jax.Array]) -> Callable[[], dict[str, Fingerprint
     return read
 
 
-def fingerprint(x: np.ndarray) -> Fingerprint:
-    """Returns the same fingerprint for a numpy array, computed on the host."""
+def fingerprint(x: np.ndarray, first: int = 0) -> Fingerprint:
+    """Returns the same fingerprint for a numpy array, computed on the host.
+
+    Of a part of an array whose elements lie one after the other from index `first` on, it is what
+    they add to the fingerprint of the whole; see `added`.
+    """
     words = np.ascontiguousarray(x).reshape(-1)
     words = words.view(np.uint32 if words.itemsize == 8 else f"uint{8 * words.itemsize}")
     totals = [0, 0]
     for start in range(0, words.size, CHUNK):
         chunk = words[start : start + CHUNK].astype(np.uint32)
-        index = np.arange(start, start + chunk.size, dtype=np.uint64).astype(np.uint32)
+        at = first + start
+        index = np.arange(at, at + chunk.size, dtype=np.uint64).astype(np.uint32)
         for number, factors in enumerate(FACTORS):
             terms = mixed(chunk, index, *(np.uint32(factor) for factor in factors))
             totals[number] += int(terms.sum(dtype=np.uint64))
     first, second = (total % 2**32 for total in totals)
+    return first, second
+
+
+def added(parts: Iterable[Fingerprint]) -> Fingerprint:
+    """Returns the fingerprint of an array of those of its parts."""
+    first, second = (sum(of_sum) % 2**32 for of_sum in zip((0, 0), *parts, strict=True))
     return first, second
 
 

@@ -22,10 +22,10 @@ def with_magnitudes(values: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     found = dict(values)
     if not any(path.endswith(".magnitude") for path in values):
         return found
-    wide = _wide(values)
-    for path, part, adapter in _adapters(wide):
+    weights = wide(values)
+    for path, part, adapter in _adapters(weights):
         if "magnitude" in adapter:
-            w = part.of(wide[path])
+            w = part.of(weights[path])
             stacked, ins = _dims(w, adapter)
             over = tuple(range(stacked, stacked + ins))
             norms = jnp.sqrt(jnp.sum(jnp.square(w.astype(jnp.float32)), over))
@@ -34,7 +34,7 @@ def with_magnitudes(values: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     return found
 
 
-def _wide(values: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+def wide(values: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Returns the values with each quantised weight made wide, at the path of the weight."""
     found = dict(values)
     for kind, names in NAMES.items():
@@ -95,7 +95,7 @@ def check_merges(config: FinetuneConfig) -> None:
         raise ConfigError(
             f"finetune.base={config.base!r}: adapters are merged with the weights that were "
             "quantised, and the run does not hold them",
-            fix="--to peft, and peft's merge with the base",
+            fix="--base DIR, the published folder of them, or --to peft",
         )
 
 

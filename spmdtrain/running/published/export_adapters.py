@@ -13,7 +13,7 @@ from spmdtrain.interop.peft import Values, write_adapters
 from spmdtrain.interop.weights import in_words
 from spmdtrain.interop.writer import refuse_full
 from spmdtrain.models.abstract import build_model
-from spmdtrain.running.published.export_run import target_of
+from spmdtrain.running.published.as_target import target_of
 
 
 def export_adapters(

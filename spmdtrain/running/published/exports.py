@@ -7,7 +7,9 @@ from pathlib import Path
 import jax
 
 from spmdtrain.config.errors import StorageError
-from spmdtrain.running.published.export_run import export_run, target_of
+from spmdtrain.processes.processes import apart
+from spmdtrain.running.published.as_target import target_of
+from spmdtrain.running.published.export_run import export_run
 from spmdtrain.running.report.reporter import Reporter
 
 FOLDER = "exports"
@@ -72,4 +74,5 @@ def _export(run: Path, step: int) -> list[str]:
             shutil.rmtree(out)
     except OSError as error:
         raise StorageError(f"cannot write {out}: {error.strerror}") from None
-    return export_run(run, out, step=step)
+    with apart():  # the other processes go on training
+        return export_run(run, out, step=step)

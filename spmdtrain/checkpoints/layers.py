@@ -1,0 +1,126 @@
+"""Reads the weights of a checkpoint a layer at a time, for those who cannot hold a whole model.
+
+Several processes may each read some of the layers; together they verify what all of them have read.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tensorstore import open as open_array
+
+from spmdtrain.checkpoints.leaves.fingerprint import Fingerprint, added, fingerprint
+from spmdtrain.checkpoints.leaves.relayout import cut_to
+from spmdtrain.checkpoints.meta import Meta, prefix, unpadded_leaves
+from spmdtrain.checkpoints.store import Checkpoints
+from spmdtrain.pipeline.layout import StageLayout
+from spmdtrain.processes.processes import said_by_all
+
+Place = tuple[int, ...]  # of a layer, in the leading dims of a stack
+
+
+class Layers:
+    """The weights of the checkpoint of `step`; with `ema` the averages of those that have one.
+
+    `shapes` are those of whole parameters by path, layers in order. All processes must make it
+    together, and raise DamagedError together.
+    """
+
+    def __init__(self, checkpoints: Checkpoints, step: int, *, ema: bool = False):
+        self.shapes = checkpoints.weight_shapes(step)
+        self._checkpoints = checkpoints
+        self._step = step
+        self._averaged = checkpoints.averaged(step) if ema else set()
+        self._meta: Meta = checkpoints.meta(step)
+        self._unpadded = unpadded_leaves(self._meta)
+        self._layout = StageLayout(**self._meta["layout"])
+        items = ["params", "ema"] if ema else ["params"]
+        self._arrays = {item: checkpoints.arrays_of(step, item) for item in items}
+        self._sums: dict[str, list[Fingerprint]] = {}
+        self._held: tuple[str, Place, np.ndarray] | None = None
+
+    def is_stacked(self, path: str) -> bool:
+        """Returns whether a parameter has layers."""
+        shape = self._meta["leaves"][self._name(path)][0]
+        of_stack = self._layout.shape
+        return path.startswith("blocks.") and tuple(shape[: len(of_stack)]) == of_stack
+
+    def read(self, path: str, layer: int | None, *, counts: bool = True) -> np.ndarray:
+        """Returns one layer of a parameter, or all of one without layers, in its saved dtype.
+
+        What `counts` is verified by `verify`, so each layer must count once among all processes.
+        """
+        name = self._name(path)
+        try:
+            if layer is None:
+                found, first = self._opened(path)[...].read().result(), 0
+            else:
+                found, first = self._layer(path, layer), layer
+        except (OSError, ValueError, KeyError) as error:  # tensorstore raises no others
+            cause = " ".join(str(error).split())[:200]
+            raise self._checkpoints.damaged(self._step, f"it cannot be read: {cause}") from error
+        if counts:
+            sums = self._sums.setdefault(name, [])
+            sums.append(fingerprint(found, first * found.size))
+            if layer is not None and layer == self._layout.layers - 1:
+                sums += self._of_padding(path)
+        shape = self._unpadded[name][0]
+        return cut_to(found, shape if layer is None else shape[len(self._layout.shape) :])
+
+    def _of_padding(self, path: str) -> list[Fingerprint]:
+        """Returns the fingerprints of the places of a stack behind its last layer."""
+        places = range(self._layout.layers, self._layout.places)
+        layers = ((place, self._layer(path, place)) for place in places)
+        return [fingerprint(x, place * x.size) for place, x in layers]
+
+    def verify(self) -> None:
+        """Raises DamagedError if what all processes have read is not what was saved."""
+        mine = {name: added(sums) for name, sums in self._sums.items()}
+        total: dict[str, list[Fingerprint]] = {}
+        for said in said_by_all(json.dumps(mine)):
+            for name, sums in json.loads(said).items():
+                total.setdefault(name, []).append(sums)
+        self._checkpoints.verify(self._step, {name: added(sums) for name, sums in total.items()})
+        self._sums = {}
+
+    def _item(self, path: str) -> str:
+        return "ema" if path in self._averaged else "params"
+
+    def _name(self, path: str) -> str:
+        return prefix(self._item(path)) + path
+
+    def _opened(self, path: str) -> Any:
+        folder, _ = self._arrays[self._item(path)]
+        return _open(folder, path)
+
+    def _layer(self, path: str, layer: int) -> np.ndarray:
+        """Returns the layer at a place, out of the chunk that holds it: a chunk is read whole."""
+        stack = self._layout.shape
+        place = tuple(map(int, np.unravel_index(layer, stack)))
+        chunk = self._chunk(path)[: len(stack)]
+        begin = tuple(at - at % size for at, size in zip(place, chunk, strict=True))
+        if self._held is None or self._held[:2] != (path, begin):
+            self._held = None  # its memory is needed for the next
+            block = self._opened(path)[
+                tuple(
+                    slice(first, min(first + size, whole))
+                    for first, size, whole in zip(begin, chunk, stack, strict=True)
+                )
+            ]
+            self._held = path, begin, block.read().result()
+        within = tuple(at - first for at, first in zip(place, begin, strict=True))
+        return self._held[2][within]
+
+    def _chunk(self, path: str) -> Place:
+        """Returns the shape of an array's chunks."""
+        _, described = self._arrays[self._item(path)]
+        array = described[path]
+        return tuple(array.storage.chunk_shape if array.storage else array.shape)
+
+
+def _open(folder: Path, path: str) -> Any:
+    """Opens an array where Orbax has written it."""
+    base = {"driver": "file", "path": f"{folder}/"}
+    kvstore = {"driver": "ocdbt", "base": base, "path": f"{path}/"}
+    return open_array({"driver": "zarr", "kvstore": kvstore}, read=True).result()

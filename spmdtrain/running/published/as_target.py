@@ -1,0 +1,33 @@
+"""Decides what a run is exported as: its family, its config.json, and the dtype of the files."""
+
+from pathlib import Path
+from typing import Any
+
+from spmdtrain.checkpoints.restore import read_document, refuse_own_code
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.load import from_resolved
+from spmdtrain.config.published.reading import read_published
+from spmdtrain.config.published.writing import write_config
+from spmdtrain.interop.directory import kept_in
+from spmdtrain.interop.target import Target
+from spmdtrain.interop.writer import NAMES
+
+
+def target_of(run: Path, dtype: str | None) -> tuple[Target, dict[str, Any]]:
+    """Returns what a run is written as, and its config.json, or ConfigError."""
+    saved, named = read_document(run)
+    refuse_own_code(run, saved, named)
+    config = from_resolved(saved)
+    if config.model.make or saved.get("model_code", {}).get("make"):
+        raise ConfigError(f"{run} has a custom model, which belongs to no family")
+    model = config.model.model_copy(update={"max_length": config.max_length})
+    kept = kept_in(run)
+    base = read_published(kept) if kept else None
+    chosen = dtype or (base and base.dtype) or "bfloat16"
+    if chosen not in NAMES:
+        raise ConfigError(f"--dtype {chosen!r:.40} is none of {', '.join(NAMES)}")
+    end = saved.get("end_of_text")
+    # Null for those that do not exist: transformers would fill in its own ids.
+    tokens = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
+    family, keys = write_config(model, base, dtype=chosen, tokens=tokens, run=run)
+    return Target(model, family, keys, chosen, config.finetune), saved

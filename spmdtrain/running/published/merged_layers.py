@@ -1,0 +1,164 @@
+"""Reads what a run exports, a layer at a time, with its adapters and those of others merged."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import numpy as np
+
+from spmdtrain.checkpoints.layers import Layers
+from spmdtrain.config.errors import CheckpointError, ConfigError
+from spmdtrain.config.published.reading import read_published
+from spmdtrain.config.schema import FinetuneConfig, TransformerConfig
+from spmdtrain.interop.pieces import Shape
+from spmdtrain.interop.weights import Weights
+from spmdtrain.models.adapters.by_path import check_merges, merged, wide
+from spmdtrain.models.adapters.quantised import NAMES
+
+# Of the rms of a weight, how far that which a run holds may be from what it was made of. NF4 is off
+# by 0.1, integers of 8 bits by 0.01, a cast to bfloat16 by 0.002; other weights by more than 1.
+ROUNDED = {"float": 0.01, "int8": 0.1, "nf4": 0.3}
+OF_ADAPTER = ("a", "b", "magnitude")
+FEW_BITS = tuple({name for names in NAMES.values() for name in names})
+
+
+@dataclass(frozen=True)
+class OfRun:
+    """The weights of a run's checkpoint, and what its adapters are."""
+
+    run: Path
+    layers: Layers
+    finetune: FinetuneConfig
+
+    def adapters(self, path: str) -> list[str]:
+        """Returns the paths of the adapters of the weight at `path`."""
+        return self._beside(path, OF_ADAPTER)
+
+    def trains(self, path: str) -> bool:
+        """Returns whether the run trains the weight at `path` itself."""
+        finetune = self.finetune
+        trained = any(fnmatchcase(path, pattern) for pattern in finetune.also_train)
+        return trained or not finetune.has_adapters
+
+    def held(self, path: str, layer: int | None, *, counts: bool) -> np.ndarray:
+        """Returns the weight as the run holds it, made wide if it rests in few bits."""
+        if path in self.layers.shapes:
+            return self.layers.read(path, layer, counts=counts)
+        parts = {
+            one: self.layers.read(one, layer, counts=counts) for one in self._beside(path, FEW_BITS)
+        }
+        like = {one: self.layers.read(one, layer, counts=False) for one in self.adapters(path)}
+        return np.asarray(wide(parts | like)[path])
+
+    def _beside(self, path: str, names: Sequence[str]) -> list[str]:
+        return [
+            one
+            for one in self.layers.shapes
+            if one.startswith(f"{path}.") and one.rpartition(".")[2] in names
+        ]
+
+    def own_shapes(self) -> dict[str, Shape]:
+        """Returns the shapes of the weights that the run holds in full, without adapters."""
+        there = self.layers.shapes
+        beside = {each for path in there for each in self.adapters(path)}
+        return {path: shape for path, shape in there.items() if path not in beside}
+
+
+class MergedLayers:
+    """The weights of `first` with its adapters merged, then those of `others`, in float32.
+
+    `shapes` are those of the plain model's weights, of which `base` holds those that are frozen;
+    without a base the run does.
+    """
+
+    def __init__(
+        self,
+        first: OfRun,
+        others: Sequence[OfRun],
+        shapes: Mapping[str, Shape],
+        base: Weights | None = None,
+    ):
+        self.shapes = shapes
+        self._runs = (first, *others)
+        self._base = base
+        self.merged = sum(len(each.adapters(path)) for path in shapes for each in self._runs)
+
+    def read(self, path: str, layer: int | None, *, counts: bool = True) -> np.ndarray:
+        """Returns a weight, or one layer of it. See `Layers.read` for `counts`."""
+        first, *others = self._runs
+        value = first.held(path, layer, counts=counts)
+        if self._base is not None and not first.trains(path):
+            index = tuple(slice(0, size) for size in value.shape)
+            original = self._base.read(path, layer, index)
+            self._check_same(original, value, path, first, str(self._base.folder))
+            value = original
+        for other in others:
+            if other.adapters(path):
+                theirs = other.held(path, layer, counts=counts)
+                self._check_same(value, theirs, path, other, str(first.run))
+        for each in self._runs:
+            arrays = {
+                one: each.layers.read(one, layer, counts=counts) for one in each.adapters(path)
+            }
+            # What is merged is not what was quantised, but what that was made of.
+            plain = each.finetune.model_copy(update={"base": "float"})
+            value = merged({path: value, **arrays}, plain)[path]
+        return value
+
+    def verify(self) -> None:
+        """Raises DamagedError if what all processes have read is not what was saved."""
+        for each in self._runs:
+            each.layers.verify()
+
+    def _check_same(
+        self, ours: np.ndarray, theirs: np.ndarray, path: str, run: OfRun, named: str
+    ) -> None:
+        """Refuses to merge adapters with weights that they were not trained beside."""
+        one, other = ours.astype(np.float32), theirs.astype(np.float32)
+        most = ROUNDED[run.finetune.base] if path not in run.layers.shapes else ROUNDED["float"]
+        if np.mean((one - other) ** 2) > most**2 * np.mean(one**2):
+            raise CheckpointError(
+                f"the adapters of {run.run} are of another model than {named}: {path} differs",
+                fix="the one in train.init_from of that run",
+            )
+
+
+def check_merge(runs: Mapping[Path, FinetuneConfig], base: str | Path | None) -> None:
+    """Refuses what cannot be merged: the first run is exported, the others give their adapters."""
+    (run, finetune), *others = runs.items()
+    if base is None:
+        check_merges(finetune)
+    elif not finetune.has_adapters:
+        raise ConfigError(f"{run} has no adapters that --base {base} could take", fix="no --base")
+    if not others:
+        return
+    for each, said in runs.items():
+        if each != run and not said.has_adapters:
+            raise ConfigError(f"{each} has no adapters that could be merged", fix="no --with")
+        if said.kind == "dora":
+            raise ConfigError(
+                f"{each} has adapters of finetune.kind='dora', which do not add to others",
+                fix="an export of each run",
+            )
+        if each != run and said.also_train:
+            raise ConfigError(
+                f"{each} also trains whole weights, which do not add to those of {run}",
+                found=f"finetune.also_train={list(said.also_train)}",
+                fix="it as RUN, and the others --with",
+            )
+
+
+def weights_of_base(
+    base: str | Path, family: str, model: TransformerConfig, shapes: Mapping[str, Shape]
+) -> Weights:
+    """Opens the published weights that adapters are merged with.
+
+    `shapes`: of one layer where there are several. Raises CheckpointError where they are others.
+    """
+    published = read_published(Path(base))
+    if published.family != family:
+        raise ConfigError(
+            f"--base {base} is of another family", asked=family, found=published.family
+        )
+    return Weights(published, model, shapes)
