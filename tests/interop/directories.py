@@ -408,8 +408,8 @@ def drawn(
 def learn_all_tokens(model: Any) -> None:
     """Makes torch give the input of every token a gradient, that of padding too.
 
-    transformers makes the embedding of Gemma, Phi-3 and SmolLM3 with a `padding_idx`, id 0 where
-    the config names none: torch leaves the input's part out of the gradient of that row.
+    transformers makes the embedding of some families, Gemma and Phi-3 among them, with the padding
+    id of its config: torch leaves the input's part out of the gradient of that row.
     """
     model.get_input_embeddings().padding_idx = None
 

@@ -1,6 +1,7 @@
 """A published model comes in and goes out again, the same to the bit, whatever mesh holds it."""
 
 import json
+import shutil
 from pathlib import Path
 
 import directories
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from helpers import tiny
 
+from spmdtrain.checkpoints import layers, store
 from spmdtrain.checkpoints.restore import weights
 from spmdtrain.config import load
 from spmdtrain.config.errors import CheckpointError, ConfigError, StorageError
@@ -101,6 +103,65 @@ def test_a_run_on_a_mesh_exports_what_one_device_would(published, tmp_path):
     export_run(tmp_path / "run", tmp_path / "out")
     for name, tensor in open_tensors(published / "llama").items():
         assert np.array_equal(tensor.map(), open_tensors(tmp_path / "out")[name].map()), name
+
+
+def test_an_export_reads_a_layer_at_a_time_where_layers_are_large(published, tmp_path, monkeypatch):
+    """Each layer is then a chunk, and what is read is verified, padding of the pipeline too."""
+    monkeypatch.setattr(store, "LAYERS_AT_ONCE", 0)
+    import_model(published / "llama", tmp_path / "run", overrides=MESHES["pipeline 2 tensor 2"])
+    blocks = []
+    opened = layers._open
+    monkeypatch.setattr(layers, "_open", lambda *place: blocks.append(place[1]) or opened(*place))
+    export_run(tmp_path / "run", tmp_path / "out")
+    up = "blocks.layer.mlp.up_ef"
+    assert blocks.count(up) == 4  # three layers, and the place that pads the second stage
+    for name, tensor in open_tensors(published / "llama").items():
+        assert np.array_equal(tensor.map(), open_tensors(tmp_path / "out")[name].map()), name
+    read = layers.Layers._layer
+
+    def flipped(self, path, layer):
+        found = read(self, path, layer).copy()
+        found.flat[0] += (path, layer) == (up, 3)
+        return found
+
+    monkeypatch.setattr(layers.Layers, "_layer", flipped)
+    with pytest.raises(CheckpointError, match="up_ef is damaged: its fingerprint differs"):
+        export_run(tmp_path / "run", tmp_path / "damaged")
+    assert not (tmp_path / "damaged").exists()
+
+
+@pytest.mark.long
+def test_adapters_are_merged_with_the_weights_that_were_quantised(published, tmp_path):
+    """Those of the published folder, exactly; and the adapters of several runs add up."""
+    run, twin = tmp_path / "run", tmp_path / "twin"
+    few_bits = ("finetune.kind=lora", "finetune.base=int8", "finetune.rank=2", "finetune.alpha=6.0")
+    config = load_tiny(tmp_path, published / "llama", *few_bits, "eval.every=0")
+    loop.run(config, run, devices=jax.devices()[:1])
+    shutil.copytree(run, twin)
+    with pytest.raises(ConfigError, match="were quantised.*try --base DIR"):
+        export_run(run, tmp_path / "out")
+    directories.write(
+        tmp_path / "other",
+        directories.CONFIGS["llama"],
+        {name: 1 - x.map() for name, x in open_tensors(published / "llama").items()},
+    )
+    with pytest.raises(CheckpointError, match="are of another model than .*other"):
+        export_run(run, tmp_path / "out", base=tmp_path / "other")
+    export_run(run, tmp_path / "once", base=published / "llama")
+    export_run(run, tmp_path / "twice", base=published / "llama", also=[twin])
+    before = open_tensors(published / "llama")
+    once, twice = open_tensors(tmp_path / "once"), open_tensors(tmp_path / "twice")
+    held = weights(run)
+    for layer in range(3):
+        name = f"model.layers.{layer}.mlp.down_proj.weight"
+        a, b = (held[f"blocks.layer.mlp.down_fe.down.{part}"][layer] for part in "ab")
+        added = 3 * (a @ b).T
+        assert np.abs(added).max() > 1e-5
+        want = before[name].map() + added
+        np.testing.assert_allclose(once[name].map(), want, rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(twice[name].map(), want + added, rtol=1e-6, atol=1e-7)
+        norm = f"model.layers.{layer}.input_layernorm.weight"
+        assert np.array_equal(once[norm].map(), before[norm].map())
 
 
 # --- settings and keys ----------------------------------------------------------------------------

@@ -38,7 +38,17 @@ def add_export(commands) -> None:
     parser.add_argument(
         "--base",
         metavar="NAME",
-        help="peft: the model that the adapters are of (default: train.init_from of the run)",
+        help="hf: the published folder whose frozen weights the adapters are merged with (default: "
+        "those that the run holds); peft: the model that the adapters are of (default: "
+        "train.init_from of the run)",
+    )
+    parser.add_argument(
+        "--with",
+        dest="also",
+        action="append",
+        default=[],
+        metavar="RUN",
+        help="hf: merges the adapters of another run of the same base too; may be repeated",
     )
     parser.add_argument(
         "--part",
@@ -63,8 +73,6 @@ def run_export(parsed: argparse.Namespace) -> int:
     if parsed.to == "peft":
         print(*_export_adapters(parsed), sep="\n")
         return DONE
-    if parsed.base is not None:
-        raise ConfigError(f"--base {parsed.base} is for --to peft, not for --to {parsed.to}")
     from spmdtrain.interop.writer import PART
     from spmdtrain.running.published.export_run import export_run
 
@@ -75,12 +83,16 @@ def run_export(parsed: argparse.Namespace) -> int:
         ema=parsed.ema,
         dtype=parsed.dtype,
         part=parsed.part or PART,
+        base=parsed.base,
+        also=parsed.also,
     )
     print(*lines, sep="\n")
     return DONE
 
 
 def _export_adapters(parsed: argparse.Namespace) -> list[str]:
+    if parsed.also:
+        raise ConfigError(f"--with {parsed.also[0]} is for --to hf", fix="an export of each run")
     for option in ("dtype", "part"):
         if getattr(parsed, option) is not None:
             what = f"--{option} {getattr(parsed, option)} is for --to hf: adapters are float32"
