@@ -236,7 +236,8 @@ def _multiply(name, whole, given) -> dict[str, Any]:
 
 
 def _lose(name, whole, given) -> dict[str, Any]:
-    return {"out": linear_cross_entropy(**given, **whole, implementation=name)[None, None]}
+    loss: Any = linear_cross_entropy(**given, **whole, implementation=name)
+    return {"out": loss[None, None]}
 
 
 def _slice_heads(call: AttentionCall, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
