@@ -111,6 +111,16 @@ def _import_libraries() -> None:
         gc.enable()
 
 
+def join_without_devices(parsed: argparse.Namespace) -> None:
+    """Imports jax and occupies no GPU, and joins other processes if the arguments name them."""
+    without_devices()
+    told = (parsed.coordinator, parsed.processes, parsed.process)
+    if told != (None, None, None):
+        from spmdtrain.processes import processes
+
+        processes.start(*told)
+
+
 def without_devices() -> None:
     """Imports jax for a command that only needs shapes, and occupies no GPU."""
     os.environ["JAX_PLATFORMS"] = "cpu"

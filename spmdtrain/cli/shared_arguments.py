@@ -86,6 +86,11 @@ def add_devices(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="simulate N devices on the CPU",
     )
+    add_processes(parser)
+
+
+def add_processes(parser: argparse.ArgumentParser) -> None:
+    """Adds the processes that run together."""
     parser.add_argument(
         "--coordinator",
         metavar="HOST:PORT",

@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import directories
@@ -128,6 +131,37 @@ def test_an_export_reads_a_layer_at_a_time_where_layers_are_large(published, tmp
     with pytest.raises(CheckpointError, match="up_ef is damaged: its fingerprint differs"):
         export_run(tmp_path / "run", tmp_path / "damaged")
     assert not (tmp_path / "damaged").exists()
+
+
+@pytest.mark.long
+def test_two_processes_write_files_of_their_own(published, tmp_path):
+    """Or both find the damage of a layer that one of them reads, and leave nothing."""
+    import_model(published / "llama", tmp_path / "run", overrides=MESHES["pipeline 2 tensor 2"])
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+
+    def export(out: str) -> list[tuple[int, str]]:
+        words = ["export", str(tmp_path / "run"), "--to", "hf", str(tmp_path / out)]
+        words += ["--part", "50KB", "--coordinator", f"localhost:{port}", "--processes", "2"]
+        command = [sys.executable, "-m", "spmdtrain.cli", *words, "--process"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        both = [subprocess.Popen([*command, str(number)], **pipes) for number in (0, 1)]
+        said = [each.communicate(timeout=120)[0] for each in both]
+        return [(each.returncode, text) for each, text in zip(both, said, strict=True)]
+
+    assert [code for code, _ in export("out")] == [0, 0]
+    before, after = open_tensors(published / "llama"), open_tensors(tmp_path / "out")
+    assert len({tensor.path for tensor in after.values()}) > 4
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert np.array_equal(tensor.map(), after[name].map()), name
+    for path in (tmp_path / "run" / "checkpoints" / "0" / "params").rglob("d/*"):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    for code, text in export("damaged"):
+        assert (code, "is damaged" in text) == (6, True), text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
 
 
 @pytest.mark.long

@@ -3,8 +3,8 @@
 import argparse
 import re
 
-from spmdtrain.cli.devices import without_devices
-from spmdtrain.cli.shared_arguments import add_ema, whole
+from spmdtrain.cli.devices import join_without_devices, without_devices
+from spmdtrain.cli.shared_arguments import add_ema, add_processes, whole
 from spmdtrain.config import DONE, ConfigError
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -56,6 +56,7 @@ def add_export(commands) -> None:
         metavar="SIZE",
         help="of a file at most, 5GB or 500MB say (default: 5GB)",
     )
+    add_processes(parser)
     parser.set_defaults(command=run_export)
 
 
@@ -69,10 +70,11 @@ def _bytes(text: str) -> int:
 
 def run_export(parsed: argparse.Namespace) -> int:
     """Writes a run as a directory of Hugging Face, or its adapters as one of peft."""
-    without_devices()
     if parsed.to == "peft":
+        without_devices()
         print(*_export_adapters(parsed), sep="\n")
         return DONE
+    join_without_devices(parsed)
     from spmdtrain.interop.writer import PART
     from spmdtrain.running.published.export_run import export_run
 
@@ -86,13 +88,16 @@ def run_export(parsed: argparse.Namespace) -> int:
         base=parsed.base,
         also=parsed.also,
     )
-    print(*lines, sep="\n")
+    if not parsed.process:
+        print(*lines, sep="\n")
     return DONE
 
 
 def _export_adapters(parsed: argparse.Namespace) -> list[str]:
     if parsed.also:
         raise ConfigError(f"--with {parsed.also[0]} is for --to hf", fix="an export of each run")
+    if parsed.processes is not None:
+        raise ConfigError(f"--processes {parsed.processes} is for --to hf", fix="one process")
     for option in ("dtype", "part"):
         if getattr(parsed, option) is not None:
             what = f"--{option} {getattr(parsed, option)} is for --to hf: adapters are float32"
