@@ -37,7 +37,10 @@ def limits(opened: Opened, last: int, found: Sequence[Mapping[str, Any]]) -> lis
 
     `found` are the figures of the replay. A limit never falls from one step to the next.
     """
-    siblings = [figures_again(opened, last, moved(opened.begin(), n)) for n in range(SIBLINGS)]
+    compute = opened.setup.config.precision.compute
+    siblings = [
+        figures_again(opened, last, moved(opened.begin(), n, compute)) for n in range(SIBLINGS)
+    ]
     reached = dict.fromkeys(FIGURES, 0.0)
     rows = []
     for at, figures in enumerate(found):
@@ -53,22 +56,28 @@ def limits(opened: Opened, last: int, found: Sequence[Mapping[str, Any]]) -> lis
     return rows
 
 
-def moved(state: TrainState, seed: int) -> TrainState:
-    """Returns the state with every weight moved by `ULPS` units in the last place, up or down."""
+def moved(state: TrainState, seed: int, compute: str = "float32") -> TrainState:
+    """Returns the state with every weight moved by `ULPS` units in the last place, up or down.
+
+    If a step computes in a narrower dtype, each is moved by half of that one's epsilon: another
+    layout rounds sums in it, which moves of a float32 would hardly ever reach.
+    """
+    narrow = float(jnp.finfo(compute).eps) / 2
     keys = jax.random.split(jax.random.key(seed), max(len(state.params), 1))
     params = {
-        path: _moved(x, key) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        path: _moved(x, key, max(ULPS * float(jnp.finfo(x.dtype).eps), narrow))
+        if jnp.issubdtype(x.dtype, jnp.floating)
+        else x
         for (path, x), key in zip(sorted(state.params.items()), keys, strict=True)
     }
     return replace(state, params={path: params[path] for path in state.params})
 
 
-def _moved(x: jax.Array, key: jax.Array) -> jax.Array:
-    """Returns `x` with each element some units in the last place away; 0 stays 0."""
-    eps = float(jnp.finfo(x.dtype).eps)
+def _moved(x: jax.Array, key: jax.Array, share: float) -> jax.Array:
+    """Returns `x` with each element this share of it away, up or down; 0 stays 0."""
 
     def move(x: jax.Array, key: jax.Array) -> jax.Array:
         sign = jnp.where(jax.random.bernoulli(key, 0.5, x.shape), 1.0, -1.0)
-        return (x.astype(jnp.float32) * (1 + ULPS * eps * sign)).astype(x.dtype)
+        return (x.astype(jnp.float32) * (1 + share * sign)).astype(x.dtype)
 
     return jax.jit(move, out_shardings=x.sharding)(x, key)

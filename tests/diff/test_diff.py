@@ -39,11 +39,12 @@ def runs(tmp_path_factory):
     [
         Pair("gpt", (), "identical"),
         Pair("gpt", LAYOUT, "rounding", names_of(LAYOUT)),
+        Pair("bfloat16", ("mesh.data=2",), "rounding", ("mesh.data",)),
         change("optimizer.weight_decay=0.11"),
         fault("machine"),
         replace(fault("layout"), settings=LAYOUT, first=names_of(LAYOUT)),
     ],
-    ids=lambda pair: f"{pair.verdict} {pair.fault}",
+    ids=lambda pair: f"{pair.base} {pair.verdict} {pair.fault}",
 )
 def test_what_parted_two_runs_is_named_first(runs, pair):
     found = runs.compared(pair)
