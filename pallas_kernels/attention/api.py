@@ -113,7 +113,9 @@ def choose_for(problem: Problem, inputs: Inputs, return_lse: bool, implementatio
 
 def candidates() -> tuple[str, ...]:
     """All implementations, and their other tilings."""
-    return (*IMPLEMENTATIONS, *(f"triton{VARIANT}{name}" for name in tiling.VARIANTS))
+    tilings = [f"triton{VARIANT}{name}" for name in tiling.VARIANTS]
+    tilings += [f"mosaic{VARIANT}{name}" for name in tiling.HOPPER_VARIANTS]
+    return (*IMPLEMENTATIONS, *tilings)
 
 
 def order(call: AttentionCall) -> tuple[str, ...]:

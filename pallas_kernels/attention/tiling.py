@@ -6,6 +6,7 @@ the shared memory of sm_80, 163 KiB. They are not tuned, for lack of a GPU.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from pallas_kernels.gpus import generation
 
@@ -165,3 +166,31 @@ HOPPER_DKV = {
     192: GradientTile(64, 64, (2, 2), registers=(40, 232)),
     256: GradientTile(64, 64, (2, 2), registers=(40, 232), overlap=False),
 }
+GradientTable = Mapping[int, GradientTile]
+
+
+class HopperTables(NamedTuple):
+    """The tiles of the three kernels, by the larger head dim."""
+
+    forward: Mapping[int, WarpgroupTile]
+    dq: GradientTable
+    dkv: GradientTable
+
+
+# Half the keys in a tile, where it has 128: "mosaic/narrow".
+HOPPER_VARIANTS: Mapping[str, HopperTables] = {
+    "narrow": HopperTables(
+        HOPPER_FORWARD | {64: WarpgroupTile(64, 64, 8), 128: WarpgroupTile(64, 64, 4)},
+        HOPPER_DQ | {64: GradientTile(128, 64, (4, 4))},
+        HOPPER_DKV
+        | {
+            64: GradientTile(64, 64, (3, 3), registers=(40, 232)),
+            128: GradientTile(64, 64, (2, 2), registers=(40, 232)),
+        },
+    )
+}
+
+
+def hopper_tables(variant: str) -> HopperTables:
+    """Returns the tables of a variant; "" is none."""
+    return HOPPER_VARIANTS.get(variant) or HopperTables(HOPPER_FORWARD, HOPPER_DQ, HOPPER_DKV)

@@ -89,6 +89,19 @@ def test_interpreted():
     interpret(INTERPRETED, seconds=300)
 
 
+NARROW = """
+from test_attention import compare
+from test_mosaic import INTERPRETED
+compare(INTERPRETED[0], "mosaic/narrow:interpret")
+"""
+
+
+@pytest.mark.skipif(OLD, reason="needs jax 0.11 or later")
+def test_another_tiling_interpreted():
+    done = run(NARROW, seconds=200)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(OLD, reason="needs jax 0.11 or later")
 @pytest.mark.parametrize("case", SLOW, ids=lambda case: case.name)

@@ -13,18 +13,30 @@ Barriers, by who waits for what:
 Letters as in problem.py; `step` counts the tiles that a program walks over.
 """
 
+from pallas_kernels.attention import tiling
 from pallas_kernels.attention.hopper.backward_operands import pad_operands
 from pallas_kernels.attention.hopper.dkv_kernel import run_dkv
 from pallas_kernels.attention.hopper.dq_kernel import run_dq
 from pallas_kernels.attention.problem import Inputs, Problem
 
 
-def backward(problem: Problem, inputs: Inputs, out, lse, dout, dlse, *, interpret: bool = False):
+def backward(  # noqa: PLR0913 - what every implementation takes, and a variant
+    problem: Problem,
+    inputs: Inputs,
+    out,
+    lse,
+    dout,
+    dlse,
+    *,
+    interpret: bool = False,
+    variant: str = "",
+):
     """Does what `xla.backward` does; there is no bias, so no gradient of one."""
     t, s = inputs.lengths
     d = inputs.k_bskd.shape[3]
     e = inputs.v_bske.shape[3]
     operands = pad_operands(problem, inputs, out, lse, dout, dlse)
-    dq = run_dq(problem, inputs, operands, interpret)
-    dk, dv = run_dkv(problem, inputs, operands, interpret)
+    tables = tiling.hopper_tables(variant)
+    dq = run_dq(problem, inputs, operands, tables.dq, interpret)
+    dk, dv = run_dkv(problem, inputs, operands, tables.dkv, interpret)
     return dq[:, :t, :, :d], dk[:, :s, :, :d], dv[:, :s, :, :e], None

@@ -274,10 +274,14 @@ def _compute(  # noqa: PLR0913
 
 
 def run_dkv(
-    problem: Problem, inputs: Inputs, operands: Operands, interpret: bool
+    problem: Problem,
+    inputs: Inputs,
+    operands: Operands,
+    table: tiling.GradientTable,
+    interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns dk and dv in the shapes of the padded k and v."""
-    plan = make_plan(problem, inputs, operands, tiling.HOPPER_DKV, OVER_QUERIES, interpret)
+    plan = make_plan(problem, inputs, operands, table, OVER_QUERIES, interpret)
     b, _, kv_heads, e = operands.v.shape
     _, q_length, _, d = operands.q.shape
     dtype = operands.q.dtype

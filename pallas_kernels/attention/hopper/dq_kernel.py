@@ -188,9 +188,15 @@ def _compute(
     gpu.wait_smem_to_gmem(0)
 
 
-def run_dq(problem: Problem, inputs: Inputs, operands: Operands, interpret: bool) -> jax.Array:
+def run_dq(
+    problem: Problem,
+    inputs: Inputs,
+    operands: Operands,
+    table: tiling.GradientTable,
+    interpret: bool,
+) -> jax.Array:
     """Returns dq in the shape of the padded q."""
-    plan = make_plan(problem, inputs, operands, tiling.HOPPER_DQ, OVER_KEYS, interpret)
+    plan = make_plan(problem, inputs, operands, table, OVER_KEYS, interpret)
     b, _, h, d = operands.q.shape
     _, kv_length, _, e = operands.v.shape
     dtype = operands.q.dtype

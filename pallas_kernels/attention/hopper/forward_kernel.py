@@ -297,15 +297,15 @@ def _take_turns(turn) -> None:
 
 
 def forward(
-    problem: Problem, inputs: Inputs, *, interpret: bool = False
+    problem: Problem, inputs: Inputs, *, interpret: bool = False, variant: str = ""
 ) -> tuple[jax.Array, jax.Array]:
-    """Does what `xla.forward` does."""
+    """Does what `xla.forward` does; `variant` is one of tiling.HOPPER_VARIANTS."""
     b, t, h, d = inputs.q_bthd.shape
     _, s, kv_heads, e = inputs.v_bske.shape
     dtype = inputs.q_bthd.dtype
     d_padded = round_up(d, gpu.SWIZZLE_ELEMENTS)
     e_padded = round_up(e, gpu.SWIZZLE_ELEMENTS)
-    tile = tiling.HOPPER_FORWARD[max(d_padded, e_padded)]
+    tile = tiling.hopper_tables(variant).forward[max(d_padded, e_padded)]
     own_queries = COMPUTING * tile.q
     counts = (pl.cdiv(t, own_queries), pl.cdiv(s, tile.k))
     q_length = counts[0] * own_queries
