@@ -27,23 +27,21 @@ class Block(nn.Module):
     def __init__(self, config: TransformerConfig):
         super().__init__()
         self.config = config
-        heads, shared, d = config.heads, config.key_value_heads, config.width_per_head
+        heads, shared, d = config.heads, config.kv_heads, config.head_dim
         self.widths = [heads * d, shared * d, shared * d]
         linear = lambda fan_in, fan_out: nn.Linear(fan_in, fan_out, bias=config.bias)  # noqa: E731
         self.attention_norm, self.mlp_norm = norm(config), norm(config)
         self.qkv, self.out = linear(config.embed, sum(self.widths)), linear(heads * d, config.embed)
         self.gated = config.mlp == "swiglu"
-        self.up = linear(config.embed, (1 + self.gated) * config.hidden)
-        self.down = linear(config.hidden, config.embed)
+        self.up = linear(config.embed, (1 + self.gated) * config.ffn)
+        self.down = linear(config.ffn, config.embed)
 
     def forward(
         self, x: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor] | None
     ) -> torch.Tensor:
         b, t, _ = x.shape
         parts = self.qkv(self.attention_norm(x)).split(self.widths, -1)
-        q, k, v = (
-            part.view(b, t, -1, self.config.width_per_head).transpose(1, 2) for part in parts
-        )
+        q, k, v = (part.view(b, t, -1, self.config.head_dim).transpose(1, 2) for part in parts)
         if turns is not None:
             q, k = rotate(q, *turns), rotate(k, *turns)
         y = F.scaled_dot_product_attention(
@@ -99,7 +97,7 @@ class Transformer(nn.Module):
         self.head = nn.Linear(config.embed, config.vocab, bias=False)
         if config.tied:
             self.head.weight = self.table.weight
-        half = config.width_per_head // 2
+        half = config.head_dim // 2
         angle = torch.arange(length)[:, None] * config.rope_theta ** (-torch.arange(half) / half)
         self.register_buffer("cosine", angle.cos(), persistent=False)
         self.register_buffer("sine", angle.sin(), persistent=False)

@@ -35,7 +35,7 @@ class Block(nnx.Module):
     """x + down(silu(gate) * convolution(value)). b batch, t time, c channel, i inner, k tap."""
 
     def __init__(self, config: GPT | Llama, rngs: nnx.Rngs):
-        channel, inner = config.embed, config.hidden
+        channel, inner = config.embed, config.ffn
         self.norm = Norm(config)
         self.up_cpi = weight(rngs, (channel, 2, inner), ("channel", None, "inner"))
         self.taps_ki = weight(rngs, (TAPS, inner), ("tap", "inner"), std=TAPS**-0.5)

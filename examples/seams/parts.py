@@ -24,8 +24,8 @@ class SquaredRelu(nnx.Module):
     """Computes down(relu(up(x))^2), arXiv:2109.08668. The dims' names say how it may be split."""
 
     def __init__(self, config, rngs):
-        self.up_ef = weight(rngs, (config.embed, config.hidden), ("embed", "ffn"))
-        self.down_fe = weight(rngs, (config.hidden, config.embed), ("ffn", "embed"))
+        self.up_ef = weight(rngs, (config.embed, config.ffn), ("embed", "ffn"))
+        self.down_fe = weight(rngs, (config.ffn, config.embed), ("ffn", "embed"))
 
     def __call__(self, x_bte, ctx):
         h_btf = ctx.constrain(x_bte @ self.up_ef[...], "batch", "time", "ffn")

@@ -44,7 +44,7 @@ class Shrunk:
         """The small model in a line."""
         model, train = self.config.model, self.config.train
         return (
-            f"{model.layers} layers, {model.heads} of {model.key_value_heads} heads, "
+            f"{model.layers} layers, {model.heads} of {model.kv_heads} heads, "
             f"width {model.embed}, vocabulary {model.vocab}, "
             f"{train.global_batch} x {train.sequence_length} tokens"
         )
@@ -129,25 +129,25 @@ def _data(config: RunConfig, lost: list[str]) -> dict[str, Any]:
 def _model(config: RunConfig, lost: list[str]) -> dict[str, Any]:
     """Returns the settings of [model] that shrink."""
     model = config.model
-    ratio = model.heads // model.key_value_heads
-    shared = model.key_value_heads == 1 and model.heads > 1
+    ratio = model.heads // model.kv_heads
+    shared = model.kv_heads == 1 and model.heads > 1
     kv_heads = 1 if shared else HEADS
     heads = HEADS if kv_heads == 1 else HEADS * min(ratio, 2)
     width = _width(config)
     # With muP it decides how the scale of the scores follows the width.
-    keeps_heads = model.mup_base is not None and model.head_dim is not None
-    own_width = model.heads * model.width_per_head != model.embed
+    keeps_heads = model.mup_base is not None and model.is_given("head_dim")
+    own_width = model.heads * model.head_dim != model.embed
     embed = HEADS * width // 2 if own_width else heads * width
     small: dict[str, Any] = {
         "layers": _layers(config, lost),
         "embed": embed,
         "heads": heads,
-        "kv_heads": None if kv_heads == heads and model.kv_heads is None else kv_heads,
+        "kv_heads": kv_heads if kv_heads != heads or model.is_given("kv_heads") else None,
         "head_dim": width if own_width or keeps_heads else None,
         "mup_base": model.mup_base and max(1, round(embed / model.width_factor)),
         "ffn": _ffn(config, embed),
         "vocab": _vocab(config),
-        "max_length": 2 * LENGTH if model.max_length else None,
+        "max_length": 2 * LENGTH if model.is_given("max_length") else None,
         "windows": _windows(config, lost),
     }
     if model.experts is not None:
@@ -190,7 +190,7 @@ def _layers(config: RunConfig, lost: list[str]) -> int:
 
 def _ffn(config: RunConfig, embed: int) -> int | None:
     model = config.model
-    if model.ffn is None:
+    if not model.is_given("ffn"):
         return None
     return max(8, round(model.ffn / model.embed * embed / 8) * 8)
 
@@ -200,18 +200,18 @@ def _experts(config: RunConfig, embed: int, lost: list[str]) -> dict[str, Any]:
     experts = config.model.experts
     assert experts is not None, "the caller has looked"
     groups = min(experts.groups, 4)
-    kept = max(min(experts.kept_groups, groups), 1)
-    if experts.kept_groups < experts.groups:
+    kept = max(min(experts.groups_kept, groups), 1)
+    if experts.groups_kept < experts.groups:
         kept = min(kept, groups - 1)
     if experts.balance_over != "sequence":
         lost.append("a balance over the microbatch, which is another in each layout: by sequence")
-    width = experts.ffn or config.model.hidden
-    return experts.model_dump(mode="json") | {
+    ffn = max(8, round(experts.ffn / config.model.embed * embed / 8) * 8)
+    return experts.as_given() | {
         "count": EXPERTS,
         "chosen": min(experts.chosen, 2),
-        "ffn": max(8, round(width / config.model.embed * embed / 8) * 8) if experts.ffn else None,
+        "ffn": ffn if experts.is_given("ffn") else None,
         "groups": groups,
-        "groups_kept": kept if experts.groups_kept is not None else None,
+        "groups_kept": kept if experts.is_given("groups_kept") else None,
         "first_dense": min(experts.first_dense, 1),
         "every": min(experts.every, 2),
         "balance_over": "sequence",

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from spmdtrain.certify.stepper import Own
-from spmdtrain.config import RunConfig, from_resolved, resolved
+from spmdtrain.config import RunConfig, from_resolved
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import MeshConfig, PipelineConfig
 from spmdtrain.data.source import Data, open_data
@@ -113,10 +113,10 @@ def at_width(config: RunConfig, embed: int, steps: int) -> RunConfig:
 
     `ffn` grows with it, and so does the number of heads if `head_dim` is set, else their size.
     """
-    values = resolved(config)["config"]
+    values = config.as_given()
     model, times = values["model"], embed / config.model.embed
     model["embed"] = embed
-    grown = ["ffn"] + (["heads", "kv_heads"] if config.model.head_dim else [])
+    grown = ["ffn"] + (["heads", "kv_heads"] if config.model.is_given("head_dim") else [])
     for name in grown:
         model[name] = _grown(f"model.{name}", model[name], times)
     if model["experts"]:

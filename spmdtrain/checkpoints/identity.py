@@ -183,8 +183,8 @@ def _shown(value: Any) -> str:
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:
-    """Returns every setting by its dotted name, as JSON stores it."""
-    return flat(config.model_dump(mode="json"))
+    """Returns every setting by its dotted name, as JSON stores it; None where it is derived."""
+    return flat(config.as_given())
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -225,7 +225,7 @@ def model_function(config: RunConfig) -> dict[str, Any]:
     left_out = OF_SHAPES | OF_NO_FUNCTION
     if model.positions != "rope":
         left_out |= {"rope_theta"}
-    values = model.model_dump(mode="json")
+    values = model.as_given()
     shipped = {f"model.{name}": each for name, each in values.items() if name not in left_out}
     if config.finetune.has_adapters:
         for name in ("alpha", "rank_stabilised"):
@@ -240,13 +240,13 @@ def _changeable(config: RunConfig, seams: Mapping[str, Any]) -> dict[str, Any]:
     """
     compression = config.compression
     sections = {
-        "optimizer": config.optimizer.model_dump(mode="json"),
-        "precision": config.precision.model_dump(mode="json"),
+        "optimizer": config.optimizer.as_given(),
+        "precision": config.precision.as_given(),
         "train": {name: getattr(config.train, name) for name in ("steps", "global_batch", "clip")},
         "model": {"dropout": config.model.dropout},
-        "compression": compression.model_dump(mode="json") if compression.codec != "none" else {},
+        "compression": compression.as_given() if compression.codec != "none" else {},
         "finetune": {"dropout": config.finetune.dropout} if config.finetune.dropout else {},
-        "guard": config.guard.model_dump(mode="json") if config.guard.in_step else {},
+        "guard": config.guard.as_given() if config.guard.in_step else {},
     }
     settings = {
         f"{section}.{name}": value

@@ -3,7 +3,8 @@
 Words. A *source* is one file, or all `--set` strings; a later source wins over an earlier one. A
 *table* is a TOML table: a dict whose values may be dicts. A *path* is a key as a tuple, e.g.
 `("train", "steps")`; the same as a dotted key is "train.steps". The *origin* of a dotted key is the
-file that it came from, or `--set`; a key without one has its default.
+file that it came from, or `--set`. A key without one has its default, or is *derived*: it follows
+from other settings, and a reader of the written config derives it anew.
 """
 
 import copy
@@ -34,6 +35,7 @@ KeyPath = tuple[str, ...]
 
 COMMAND_LINE = "--set"
 DEFAULT = "default"
+DERIVED = "derived"
 # TOML has no null. If a field may be None, this string means None, in files and in `--set`.
 NONE = "none"
 # A key of [model] that is not a setting: it stands for those of an existing model.
@@ -74,9 +76,10 @@ def resolved(config: RunConfig) -> dict[str, Any]:
     """
     values = config.model_dump(mode="json")
     keys = [".".join(path) for path, _ in _leaves(values)]
+    origin = dict.fromkeys(keys, DEFAULT) | dict.fromkeys(_derived(config), DERIVED)
     return {
         "config": values,
-        "origin": {key: config.origin.get(key, DEFAULT) for key in keys},
+        "origin": origin | {key: where for key, where in config.origin.items() if key in origin},
     }
 
 
@@ -91,8 +94,8 @@ def from_resolved(values: dict[str, Any], overrides: Sequence[str] = ()) -> RunC
         raise ConfigError(
             "config.json is not a resolved config", found=found, fix="a new run directory"
         )
-    table = copy.deepcopy(values["config"])
-    origin = {key: where for key, where in values["origin"].items() if where != DEFAULT}
+    table = _without(values["config"], values["origin"])
+    origin = {k: where for k, where in values["origin"].items() if where not in (DEFAULT, DERIVED)}
     # For messages every key needs an origin, even the defaults of the version that wrote the file:
     # this version may not know the setting. So at least name the file.
     overrides = as_overrides(overrides)
@@ -135,10 +138,10 @@ def to_toml(config: RunConfig) -> str:
     """Returns the resolved config as a TOML file that loads back to equal settings.
 
     Each line has its origin as a comment. A value of None is left out, or written as "none" if
-    leaving it out would mean something else.
+    leaving it out would mean something else; a derived value is left out, too.
     """
     lines: list[str] = []
-    for section, values in config.model_dump(mode="json").items():
+    for section, values in config.as_given().items():
         fields = type(getattr(config, section)).model_fields
         plain: TomlTable = {}
         inner: dict[str, TomlTable] = {}  # written afterwards, under separate headers
@@ -178,6 +181,25 @@ def json_schema() -> dict[str, Any]:
         of_model = schema["$defs"][name]
         of_model["properties"] = {FROM: model} | of_model["properties"]
     return schema | {"properties": {"extends": extends} | schema["properties"]}
+
+
+def _derived(settings: Settings, prefix: str = "") -> Iterator[str]:
+    """Yields the dotted keys of the settings that follow from others."""
+    for name in type(settings).model_fields:
+        value = getattr(settings, name)
+        if settings.is_derived(name):
+            yield prefix + name
+        elif isinstance(value, Settings):
+            yield from _derived(value, f"{prefix}{name}.")
+
+
+def _without(table: TomlTable, origin: Origin, prefix: str = "") -> TomlTable:
+    """Returns a copy of the table without the derived settings."""
+    return {
+        name: _without(value, origin, f"{prefix}{name}.") if isinstance(value, dict) else value
+        for name, value in copy.deepcopy(table).items()
+        if origin.get(prefix + name) != DERIVED
+    }
 
 
 # --- sources ----------------------------------------------------------------------------------
@@ -676,9 +698,6 @@ def _toml_value(value: Any) -> str:
         return f"{{{', '.join(pairs)}}}"
     if isinstance(value, list):
         return f"[{', '.join(map(_toml_value, value))}]"
-    if isinstance(value, dict):
-        pairs = (f"{_toml_key(name)} = {_toml_value(inner)}" for name, inner in value.items())
-        return f"{{{', '.join(pairs)}}}"
     # JSON and TOML write numbers, booleans and strings alike, except for one control character that
     # JSON does not escape.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

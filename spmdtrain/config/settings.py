@@ -1,6 +1,7 @@
 """The base class of all sections of settings, and the kinds of their values."""
 
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Optional, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -10,6 +11,7 @@ from pydantic import (
     NonNegativeFloat,
     PositiveFloat,
     ValidationError,
+    model_validator,
 )
 from pydantic_core import PydanticCustomError
 
@@ -37,6 +39,15 @@ CountOrZero = Annotated[int, Field(ge=0, lt=2**31)]
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
 
 
+T = TypeVar("T")
+if TYPE_CHECKING:
+    Derived = Annotated[T, "resolved"]
+else:
+    # A setting that may be left out, and then follows from others: `Settings.derived` says how. It
+    # is None in a file and in the schema, and never where code reads it.
+    Derived = Optional
+
+
 class _InOneLine(type(BaseModel)):
     """Makes `TrainConfig(steps=0)` in Python a ConfigError of one line, as in a file."""
 
@@ -52,6 +63,67 @@ class _InOneLine(type(BaseModel)):
 
 
 class Settings(BaseModel, metaclass=_InOneLine):
-    """Base of all sections: frozen; refuses unknown keys, and does not convert TOML's types."""
+    """Base of all sections: frozen; refuses unknown keys, and does not convert TOML's types.
+
+    A setting that was left out and follows from others is resolved here, once: before the checks of
+    a section, and again in a copy with other settings.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    def derived(self) -> dict[str, Any]:
+        """Returns the settings that follow from others unless they are given, with their values.
+
+        A section among them is one that has such settings itself; it replaces that of this name.
+        """
+        return {}
+
+    def is_given(self, name: str) -> bool:
+        """True if somebody chose this value: it is neither a default nor derived."""
+        return name in self.__pydantic_fields_set__
+
+    def is_derived(self, name: str) -> bool:
+        """True if this value follows from other settings."""
+        field = type(self).model_fields[name]
+        was_left_out = field.default is None and not self.is_given(name)
+        return was_left_out and getattr(self, name) is not None
+
+    def with_derived(self, **values: Any) -> Self:
+        """Returns a copy in which these settings have the given values, unless somebody chose them.
+
+        For settings that follow from those of another section.
+        """
+        copied = super().model_copy()
+        copied._take(values)
+        return copied
+
+    def as_given(self) -> dict[str, Any]:
+        """Returns the settings as JSON values, None in place of each that is derived.
+
+        Records of a run are compared in this form: what follows from a setting is no setting more.
+        """
+        values = self.model_dump(mode="json")
+        for name in type(self).model_fields:
+            if self.is_derived(name):
+                values[name] = None
+            elif isinstance(each := getattr(self, name), Settings):
+                values[name] = each.as_given()
+        return values
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Returns a copy with other settings, and with what follows from them."""
+        return super().model_copy(update=update, deep=deep)._resolve()
+
+    @model_validator(mode="after")
+    def _resolve(self) -> Self:
+        self._take(self.derived())
+        return self
+
+    def _take(self, values: Mapping[str, Any]) -> None:
+        """Sets those of the values that nobody chose. `none` chooses nothing."""
+        for name, value in values.items():
+            if isinstance(value, Settings):
+                self.__dict__[name] = value  # frozen to everybody else
+            elif not self.is_given(name) or getattr(self, name) is None:
+                self.__dict__[name] = value
+                self.__pydantic_fields_set__.discard(name)

@@ -51,7 +51,7 @@ class Chat:
         ending = ending_of(self._opened, self._template)
         self._prompts = Prompts([], self._tokenizer, is_one=True, ending=ending)
         self._stops = stops_of(self._prompts, stop, None)
-        self._most = setup.config.max_length
+        self._most = setup.config.model.max_length
         self._generate = sample.make_generate(
             setup, self._length, choice, self._stops.ids, shapes=partial(_shapes, self._most)
         )

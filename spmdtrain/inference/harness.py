@@ -57,7 +57,7 @@ def likelihoods(
     two together, the length it was trained for. Both must have at least one token. `programs` are
     those of the run's setup, if they were made before.
     """
-    limit = opened.config.max_length
+    limit = opened.config.model.max_length
     score = (programs or make_programs(opened.setup, opened.end_of_text)).score
     lengths = [len(context) + len(continuation) for context, continuation in pairs]
     order = sorted(range(len(pairs)), key=lengths.__getitem__)  # groups similar lengths
@@ -189,7 +189,7 @@ def harness_model(opened: OpenedRun, programs: Programs | None = None) -> Any:
             return likelihoods(opened, asked, programs)
 
         def loglikelihood_rolling(self, requests, disable_tqdm: bool = False):  # noqa: ARG002
-            limit = opened.config.max_length
+            limit = opened.config.model.max_length
             found = []
             for request in requests:
                 first = int(_before_a_text(opened)[-1])
@@ -221,7 +221,7 @@ def _text_until(
     tokenizer = opened.tokenizer
     length = int(options.get("max_gen_toks", NEW_TOKENS))
     ids = tokenizer.encode(context) if context else _before_a_text(opened)
-    room = opened.config.max_length - length
+    room = opened.config.model.max_length - length
     ids = ids[-room:] if room > 0 else ids
     ends = () if opened.end_of_text is None else (opened.end_of_text,)
     programs = programs or make_programs(opened.setup, opened.end_of_text)

@@ -187,12 +187,12 @@ def _checked_tokens(config: RunConfig, tokens: Any) -> np.ndarray:
     rows = np.stack(ids_of(tokens, config.vocab))
     if np.ndim(tokens) != 2:
         raise ConfigError(f"tokens of shape {np.shape(tokens)}", fix="tokens [batch, time]")
-    if config.model.positions == "learned" and rows.shape[1] > config.max_length:
+    if config.model.positions == "learned" and rows.shape[1] > config.model.max_length:
         raise ConfigError(
             f"{rows.shape[1]} tokens are more than the model has positions",
             asked=f"tokens of shape {rows.shape}",
-            found=f"model.max_length={config.max_length}",
-            fix=f"tokens[:, -{config.max_length}:]",
+            found=f"model.max_length={config.model.max_length}",
+            fix=f"tokens[:, -{config.model.max_length}:]",
         )
     return rows
 
@@ -293,7 +293,7 @@ def _windowed(config: RunConfig, module: Any, rules: Rules, tokens_bt: jax.Array
 
     Works for any model in which no token sees a later one.
     """
-    window = min(config.max_length, tokens_bt.shape[1])
+    window = min(config.model.max_length, tokens_bt.shape[1])
 
     def following(tokens_bt, at, _):
         first = jnp.maximum(at + 1 - window, 0)
@@ -312,7 +312,7 @@ def _has_cache(config: RunConfig, module: Any, length: int) -> bool:
     else, and for one with a part that would see the new token alone: an attention that does not
     declare `keeps_cache`, or an mlp that does not declare `any_order`.
     """
-    if length > config.max_length and config.model.positions == "learned":
+    if length > config.model.max_length and config.model.positions == "learned":
         return False
     layer = module.blocks.layer
     blocks = list(layer.block) if isinstance(layer, Round) else [layer]
@@ -381,7 +381,7 @@ def _length(config: RunConfig, prompts: Sequence[np.ndarray], asked: int | None)
     """Returns the number of tokens to generate after each prompt. Raises ConfigError."""
     if asked is not None:
         return check_length(asked)
-    room = config.max_length - max(len(prompt) for prompt in prompts)
+    room = config.model.max_length - max(len(prompt) for prompt in prompts)
     return min(room if room > 0 else LONGEST, LONGEST)
 
 

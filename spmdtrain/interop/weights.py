@@ -271,8 +271,8 @@ class Weights:
         return CheckpointError(
             f"{tensor.name} of {self.folder} has the shape {list(tensor.shape)}",
             asked=f"{list(wanted)} by embed={model.embed}, heads={model.heads}, "
-            f"kv_heads={model.key_value_heads}, head_dim={model.width_per_head} and "
-            f"ffn={model.hidden}",
+            f"kv_heads={model.kv_heads}, head_dim={model.head_dim} and "
+            f"ffn={model.ffn}",
             fix=f"the config.json of these weights, or {AGAIN}",
         )
 
@@ -283,9 +283,9 @@ def sizes_of(model: TransformerConfig) -> Sizes:
     return Sizes(
         model.embed,
         model.heads,
-        model.key_value_heads,
-        model.width_per_head,
-        model.hidden,
+        model.kv_heads,
+        model.head_dim,
+        model.ffn,
         query_rank=(latent.query_rank or 0) if latent else 0,
         rope_dim=latent.rope_dim if latent else 0,
     )

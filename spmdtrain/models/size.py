@@ -17,16 +17,16 @@ def matmul_parameters(config: TransformerConfig) -> int:
     total += (1 + depth) * config.embed * (config.vocab or 0) + 2 * depth * config.embed**2
     for has_experts in layers:
         if not has_experts or config.experts is None:
-            total += per_hidden * config.hidden
+            total += per_hidden * config.ffn
             continue
         ways = config.experts.chosen + config.experts.shared
-        total += per_hidden * config.expert_hidden * ways + config.embed * config.experts.count
+        total += per_hidden * config.experts.ffn * ways + config.embed * config.experts.count
     return total
 
 
 def _attention_parameters(config: TransformerConfig) -> int:
     """Counts the parameters of the matrices of one layer's attention."""
-    dim, heads, groups = config.width_per_head, config.heads, config.key_value_heads
+    dim, heads, groups = config.head_dim, config.heads, config.kv_heads
     out = heads * config.value_width * config.embed
     latent = config.latent
     if latent is None:
@@ -47,7 +47,7 @@ def train_flops_per_token(config: TransformerConfig, sequence_length: int) -> fl
     depth = config.multi_token.depth if config.multi_token else 0
     kinds = (*config.layer_kinds, *config.layer_kinds[-1:] * depth)
     pairs = sum(seen_pairs(sequence_length, kind.window) for kind in kinds)
-    widths = config.width_per_head + config.value_width
+    widths = config.head_dim + config.value_width
     attention = 6 * config.heads * widths * pairs / sequence_length
     return 6 * matmul_parameters(config) + attention
 

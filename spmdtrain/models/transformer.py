@@ -112,7 +112,7 @@ def _rows(table_te: jax.Array, positions_bt: jax.Array) -> jax.Array:
 
 
 class Transformer(nnx.Module):
-    """`config.model` with its vocab resolved; `config.max_length` positions.
+    """`config.model` with its vocab resolved; `max_length` positions.
 
     Layers with experts have `ExpertMlp` as their mlp, and all have `LatentAttention` with
     `model.latent`. The dense ones before all others
@@ -148,7 +148,7 @@ class Transformer(nnx.Module):
             raise ConfigError(what, fix="one of them")
         self.tokens = Embedding(config.vocab, model.embed, rngs)
         learned = model.positions == "learned"
-        shape = (config.max_length, model.embed)
+        shape = (config.model.max_length, model.embed)
         self.positions_te = weight(rngs, shape, ("position", "embed")) if learned else None
         first = model.layers - model.stack_layers
         dense = partial(Block, model, **parts)

@@ -35,7 +35,7 @@ def experts_row(model: TransformerConfig) -> dict[str, Any] | None:
         "count": model.experts.count,
         "chosen": model.experts.chosen,
         "shared": model.experts.shared,
-        "ffn": model.expert_hidden,
+        "ffn": model.experts.ffn,
     }
 
 

@@ -77,7 +77,7 @@ def choose_way(config: RunConfig, rules: Rules, keeps_order: str) -> ContextWay:
     """
     model = config.model
     length = config.train.sequence_length
-    heads = model.key_value_heads
+    heads = model.kv_heads
     return find_way(model.context_attention, rules, length, heads, keeps_order)
 
 

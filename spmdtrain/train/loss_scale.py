@@ -43,7 +43,7 @@ def begin(precision: PrecisionConfig) -> LossScale | None:
     """Returns the scale of the first step; None if nothing is computed in float16."""
     if precision.compute != "float16":
         return None
-    return LossScale(jnp.float32(precision.first_loss_scale), jnp.int32(0))
+    return LossScale(jnp.float32(precision.loss_scale), jnp.int32(0))
 
 
 def cotangent(config: RunConfig, loss_scale: LossScale | None) -> jax.Array | None:
@@ -68,7 +68,7 @@ def after_step(
     """Returns the scale for the step after one with this loss and gradient norm."""
     scale = loss_scale.scale
     good_steps = jnp.where(jnp.isfinite(grad_norm), loss_scale.good_steps + 1, 0)
-    grows = good_steps >= precision.steps_per_loss_scale
+    grows = good_steps >= precision.loss_scale_steps
     grown = jnp.where(grows, jnp.minimum(2 * scale, MOST), scale)
     halved = jnp.maximum(scale / 2, LEAST)
     too_large = is_too_large(loss_scale, loss, grad_norm)

@@ -204,7 +204,8 @@ def shard_on(
 def _check_frozen(config: RunConfig, model: AbstractModel) -> None:
     """Refuses a dtype of frozen weights if there are none."""
     dtype = config.precision.frozen
-    if dtype and not any(each.is_frozen for each in model.parameters.values()):
+    is_asked = config.precision.is_given("frozen")
+    if is_asked and not any(each.is_frozen for each in model.parameters.values()):
         raise ConfigError(
             f"precision.frozen={dtype!r}: no weight of this run is frozen",
             fix="--set finetune.kind=lora, or --set precision.frozen=none",

@@ -21,7 +21,7 @@ def no_figures(guard: GuardConfig) -> np.ndarray | None:
 
     A row is a loss and a gradient norm; the newest is the last. None if nothing needs them.
     """
-    return np.full((guard.steps_judged, 2), np.inf, np.float32) if guard.judges_spikes else None
+    return np.full((guard.window, 2), np.inf, np.float32) if guard.judges_spikes else None
 
 
 def limits(guard: GuardConfig, recent: jax.Array | None) -> jax.Array:
@@ -39,8 +39,8 @@ def limits(guard: GuardConfig, recent: jax.Array | None) -> jax.Array:
     mean = jnp.where(is_there, recent, 0).sum(0) / jnp.maximum(count, 1)
     squares = jnp.where(is_there, (recent - mean[None]) ** 2, 0).sum(0)
     deviation = jnp.sqrt(squares / jnp.maximum(count - 1, 1))
-    spike = jnp.minimum(fixed, mean + guard.deviations * deviation)
-    return jnp.where(2 * count >= guard.steps_judged, spike, fixed)
+    spike = jnp.minimum(fixed, mean + guard.sigmas * deviation)
+    return jnp.where(2 * count >= guard.window, spike, fixed)
 
 
 def is_good(figures: jax.Array, most: jax.Array) -> jax.Array:

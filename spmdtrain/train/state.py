@@ -143,7 +143,7 @@ def _fresh(
 
     def resting(path: str, x: jax.Array) -> jax.Array:
         is_frozen = model.parameters[path].is_frozen
-        dtype = precision.frozen_weights if is_frozen else precision.params
+        dtype = precision.frozen if is_frozen else precision.params
         return cast_floating(x, model.dtype(path, dtype))
 
     params = {path: resting(path, x) for path, x in model.init(key).items()}

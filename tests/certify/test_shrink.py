@@ -27,9 +27,9 @@ KEPT = {
         "dropout",
         "logit_cap",
         "rope_layers",
-        "has_qkv_bias",
-        "has_out_bias",
-        "has_mlp_bias",
+        "qkv_bias",
+        "out_bias",
+        "mlp_bias",
         "rope_share",
         "rope_theta",
     ),
@@ -53,8 +53,8 @@ def assert_kept(small: RunConfig, real: RunConfig) -> None:
             assert getattr(small.model.experts, name) == getattr(real.model.experts, name), name
         assert len(set(small.model.layer_kinds)) == len(set(real.model.layer_kinds))
     assert (small.model.experts is None) == (real.model.experts is None)
-    grouped = real.model.heads > real.model.key_value_heads
-    assert (small.model.heads > small.model.key_value_heads) == grouped
+    grouped = real.model.heads > real.model.kv_heads
+    assert (small.model.heads > small.model.kv_heads) == grouped
     assert [bool(each) for each in small.model.windows] == [bool(w) for w in real.model.windows]
     assert (small.train.sequence_length, small.train.global_batch) == (LENGTH, BATCH)
     assert set(small.mesh.sizes.values()) == {1}

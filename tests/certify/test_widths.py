@@ -148,7 +148,7 @@ def test_the_other_widths_keep_what_the_settings_keep():
     config = at_width(tiny("model.head_dim=8", "model.kv_heads=2", "model.ffn=96"), 64, STEPS)
     model = config.model
     assert (model.heads, model.kv_heads, model.head_dim, model.ffn) == (8, 4, 8, 192)
-    assert at_width(tiny(), 64, STEPS).model.width_per_head == 16
+    assert at_width(tiny(), 64, STEPS).model.head_dim == 16
     with pytest.raises(ConfigError, match=r"model.heads=4 is not whole .* try other --widths"):
         at_width(tiny("model.head_dim=8"), 36, STEPS)
 

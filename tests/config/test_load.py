@@ -506,11 +506,36 @@ def test_resolved_names_every_value_and_its_origin(write):
     write(x=BASE)
     values = resolved(load("x.toml", ["mesh.data=2"]))
     assert values["config"]["mesh"]["data"] == 2
-    assert values["config"]["model"]["kv_heads"] is None
+    assert values["config"]["model"]["kv_heads"] == 4
     assert values["origin"]["mesh.data"] == "--set"
     assert values["origin"]["train.steps"] == "x.toml"
-    assert values["origin"]["model.kv_heads"] == "default"
-    assert set(values["origin"].values()) == {"--set", "x.toml", "default"}
+    assert values["origin"]["model.kv_heads"] == "derived"
+    assert set(values["origin"].values()) == {"--set", "x.toml", "default", "derived"}
+
+
+def test_derived_settings_follow_from_others_in_copies_and_in_a_resolved_config_too(write):
+    write(x=BASE)
+    config = load("x.toml", ["train.sequence_length=96", "model.head_dim=16"])
+    model, frozen = config.model, config.precision.frozen
+    assert (model.ffn, model.max_length, frozen) == (4 * model.embed, 96, "float32")
+    assert model.is_given("head_dim") and not model.is_given("ffn")
+    wider = config.model_copy(update={"model": model.model_copy(update={"embed": 256})})
+    assert (wider.model.ffn, wider.model.head_dim, wider.model.max_length) == (1024, 16, 96)
+    train = config.train.model_copy(update={"sequence_length": 64})
+    assert config.model_copy(update={"train": train}).model.max_length == 64
+    again = from_resolved(resolved(config), ["model.embed=256", "train.sequence_length=64"])
+    assert (again.model.ffn, again.model.head_dim, again.model.max_length) == (1024, 16, 64)
+    assert again.as_given()["model"]["ffn"] is None
+
+
+def test_a_resolved_config_without_derived_settings_derives_them(write):
+    """As runs wrote it in which they were None."""
+    write(x=BASE)
+    config = load("x.toml")
+    origin = {key: "default" for key in resolved(config)["origin"]}
+    older = from_resolved({"config": config.as_given(), "origin": origin})
+    assert older.model_dump() == config.model_dump()
+    assert older.as_given() == config.as_given()
 
 
 def test_a_resolved_config_of_another_version_is_one_line(write):

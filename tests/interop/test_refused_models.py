@@ -33,7 +33,7 @@ def folder(tmp_path):
 
 def shapes_of(model) -> dict[str, Shape]:
     """The shapes of the parameters of a small Llama, by hand: no jax is needed."""
-    embed, heads, dim, ffn = model.embed, model.key_value_heads, model.width_per_head, model.hidden
+    embed, heads, dim, ffn = model.embed, model.kv_heads, model.head_dim, model.ffn
     slots = model.heads // heads + 2
     found = {
         "tokens.table_ve": (model.vocab, embed),

@@ -135,8 +135,8 @@ def attention(model: Any, p: Params, x: np.ndarray, number: int) -> np.ndarray:
 
 def grouped(model: Any, p: Params, x: np.ndarray, number: int, window: int) -> tuple:
     """(queries, keys, values) of each query head, [b, t, h, d]."""
-    heads, kv_heads = model.heads, model.kv_heads or model.heads
-    group, dim = heads // kv_heads, model.head_dim or model.embed // heads
+    heads, kv_heads = model.heads, model.kv_heads
+    group, dim = heads // kv_heads, model.head_dim
     qkv = np.einsum("bte,eknd->btknd", x, p["attention.qkv_eknd"])
     if "attention.qkv_bias" in p:
         qkv = qkv + p["attention.qkv_bias"].reshape(qkv.shape[2:])

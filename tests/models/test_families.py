@@ -170,7 +170,7 @@ def test_a_mistake_in_one_setting_shows_in_the_logits(name, change):
     other = family_config(name, **change).model
     if other.query_norm != config.model.query_norm:
         params = params | {path: p[:, : _width(other)] for path, p in _query_norms(params).items()}
-    if other.has_qkv_bias != config.model.has_qkv_bias:
+    if other.qkv_bias != config.model.qkv_bias:
         params = {path: p for path, p in params.items() if not path.endswith("qkv_bias")}
     mistaken = logits_by_definition(other, params, TOKENS)
     assert apart(mistaken, logits_by_definition(config.model, made(name)[2], TOKENS)) > 1e-5
@@ -181,4 +181,4 @@ def _query_norms(params):
 
 
 def _width(model) -> int:
-    return model.width_per_head
+    return model.head_dim

@@ -45,7 +45,7 @@ class Mixture(nnx.Module):
     """
 
     def __init__(self, config, rngs: nnx.Rngs):
-        e, f = config.embed, config.hidden
+        e, f = config.embed, config.ffn
         self.router_ex = weight(rngs, (e, EXPERTS), ("embed", None), 1.0)
         self.up_xeuf = matmul_weight(
             rngs, (EXPERTS, e, 2, f), ("experts", "embed", None, "ffn"), 0.2

@@ -23,7 +23,7 @@ def check_logits(folder: str | Path, setup: Setup, params: Mapping[str, jax.Arra
     order of sums explains.
     """
     config = setup.config
-    length = min(TOKENS, config.max_length)
+    length = min(TOKENS, config.model.max_length)
     tokens = np.random.default_rng(0).integers(0, config.vocab, (1, length))
     theirs = _theirs(folder, tokens)
     exact = config.precision.model_copy(update={"params": "float32", "compute": "float32"})

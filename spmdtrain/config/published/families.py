@@ -103,11 +103,11 @@ def _biases(keys: Keys) -> ModelSettings:
 
 
 def _write_biases(model: TransformerConfig) -> dict[str, Any]:
-    return {"attention_bias": model.has_qkv_bias}
+    return {"attention_bias": model.qkv_bias}
 
 
 def _write_llama(model: TransformerConfig) -> dict[str, Any]:
-    return _write_biases(model) | {"mlp_bias": model.has_mlp_bias}
+    return _write_biases(model) | {"mlp_bias": model.mlp_bias}
 
 
 def _mistral(keys: Keys) -> ModelSettings:
@@ -173,7 +173,7 @@ def _gemma3(keys: Keys) -> ModelSettings:
 
 
 def _write_gemma(model: TransformerConfig) -> dict[str, Any]:
-    scale = model.score_factor or model.width_per_head**-0.5
+    scale = model.score_factor or model.head_dim**-0.5
     scalar = scale**-2
     near = round(scalar)
     return _write_biases(model) | {
@@ -245,7 +245,7 @@ def _granite(keys: Keys) -> ModelSettings:
 
 def _write_granite(model: TransformerConfig) -> dict[str, Any]:
     return _write_llama(model) | {
-        "attention_multiplier": model.score_factor or model.width_per_head**-0.5,
+        "attention_multiplier": model.score_factor or model.head_dim**-0.5,
         "embedding_multiplier": model.embed_factor,
         "residual_multiplier": model.residual_scale,
         "logits_scaling": 1 / model.logit_factor,
@@ -263,7 +263,7 @@ def _write_mixtral(model: TransformerConfig) -> dict[str, Any]:
     if model.experts is None:
         return {}
     return _write_mistral(model) | {
-        "intermediate_size": model.expert_hidden,
+        "intermediate_size": model.experts.ffn,
         "num_local_experts": model.experts.count,
         "num_experts_per_tok": model.experts.chosen,
         "router_jitter_noise": model.experts.jitter,
@@ -291,7 +291,7 @@ def _write_qwen3_moe(model: TransformerConfig) -> dict[str, Any]:
     return _write_qwen3(model) | {
         "num_experts": model.experts.count,
         "num_experts_per_tok": model.experts.chosen,
-        "moe_intermediate_size": model.expert_hidden,
+        "moe_intermediate_size": model.experts.ffn,
         "norm_topk_prob": model.experts.normalise,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
@@ -313,7 +313,7 @@ def _write_gpt_oss(model: TransformerConfig) -> dict[str, Any]:
         return {}
     return {
         "hidden_act": "silu",
-        "intermediate_size": model.expert_hidden,
+        "intermediate_size": model.experts.ffn,
         "num_local_experts": model.experts.count,
         "num_experts_per_tok": model.experts.chosen,
         "sliding_window": _window_of(model) or 128,
@@ -384,13 +384,13 @@ def _write_deepseek_v3(model: TransformerConfig) -> dict[str, Any]:
         "v_head_dim": latent.value_dim,
         "n_routed_experts": experts.count,
         "num_experts_per_tok": experts.chosen,
-        "moe_intermediate_size": model.expert_hidden,
+        "moe_intermediate_size": experts.ffn,
         "n_shared_experts": experts.shared,
         "first_k_dense_replace": experts.first_dense,
         "norm_topk_prob": experts.normalise,
         "routed_scaling_factor": experts.scale,
         "n_group": experts.groups,
-        "topk_group": experts.kept_groups,
+        "topk_group": experts.groups_kept,
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
         "moe_layer_freq": 1,
@@ -401,7 +401,7 @@ def _write_deepseek_v3(model: TransformerConfig) -> dict[str, Any]:
     scaling = model.rope_scaling
     if model.score_scale is None or scaling is None or scaling.factor == 1:
         return keys
-    grown = (model.score_scale * model.width_per_head**0.5) ** 0.5
+    grown = (model.score_scale * model.head_dim**0.5) ** 0.5
     times = round((grown - 1) / (0.1 * math.log(scaling.factor)), 6)
     written = write_rope(model)
     for name in ("rope_scaling", "rope_parameters"):

@@ -62,14 +62,14 @@ def function_of(model: TransformerConfig) -> dict[str, Any]:
     plain += ("score_cap", "logit_cap", "sinks", "query_norm", "norm_places", "norm_epsilon")
     plain += ("norm_offset", "residual_scale")
     return {name: getattr(model, name) for name in plain} | {
-        "kv_heads": model.key_value_heads,
-        "head_dim": model.width_per_head,
-        "ffn": None if all(model.has_experts) else model.hidden,
+        "kv_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+        "ffn": None if all(model.has_experts) else model.ffn,
         "norm_bias": model.bias and model.norm == "layernorm",
-        "qkv_bias": model.has_qkv_bias,
-        "out_bias": model.has_out_bias,
-        "mlp_bias": model.has_mlp_bias,
-        "score_scale": model.score_factor or model.width_per_head**-0.5,
+        "qkv_bias": model.qkv_bias,
+        "out_bias": model.out_bias,
+        "mlp_bias": model.mlp_bias,
+        "score_scale": model.score_factor or model.head_dim**-0.5,
         "logit_scale": model.logit_factor,
         "embed_scale": model.embed_factor,
         "rope_share": model.rope_share,
@@ -84,9 +84,9 @@ def function_of(model: TransformerConfig) -> dict[str, Any]:
 def _function_of_experts(model: TransformerConfig, experts: ExpertsConfig) -> dict[str, Any]:
     names = ("count", "chosen", "shared", "score", "normalise", "scale", "logit_bias", "groups")
     return {name: getattr(experts, name) for name in names} | {
-        "ffn": model.expert_hidden,
+        "ffn": model.experts.ffn,
         "layers": model.has_experts,
-        "groups_kept": experts.kept_groups,
+        "groups_kept": experts.groups_kept,
         "has_bias": experts.bias_rate is not None,
     }
 
@@ -117,7 +117,7 @@ def _written(family: Family, name: str, model: TransformerConfig) -> dict[str, A
             "n_layer": model.layers,
             "n_embd": model.embed,
             "n_head": model.heads,
-            "n_inner": model.hidden,
+            "n_inner": model.ffn,
             "n_positions": model.max_length,
             "activation_function": _name_of(PLAIN, model.mlp),
             "layer_norm_epsilon": model.norm_epsilon,
@@ -128,9 +128,9 @@ def _written(family: Family, name: str, model: TransformerConfig) -> dict[str, A
             "num_hidden_layers": model.layers,
             "hidden_size": model.embed,
             "num_attention_heads": model.heads,
-            "num_key_value_heads": model.key_value_heads,
-            "head_dim": model.width_per_head,
-            "intermediate_size": model.hidden,
+            "num_key_value_heads": model.kv_heads,
+            "head_dim": model.head_dim,
+            "intermediate_size": model.ffn,
             "max_position_embeddings": model.max_length,
             family.activation: _name_of(GATED, model.mlp),
             "rms_norm_eps": model.norm_epsilon,
@@ -150,7 +150,7 @@ def _unusual(model: TransformerConfig) -> str:
     sizes = ("layers", "embed", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_length")
     left_out = (*sizes, "dropout", "attention", "extra", "make", "tied", "norm_epsilon")
     left_out += ("rope_theta",)
-    then, now = preset.model_dump(), model.model_dump()
+    then, now = preset.as_given(), model.as_given()
     said = [
         f"{key}={now[key]!r:.60}" for key in now if key not in left_out and now[key] != then[key]
     ]

@@ -1,10 +1,10 @@
 """[guard]: what counts as a bad step, and what is done about it."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from spmdtrain.config.settings import Count, CountOrZero, NonNegative, Positive, Settings
+from spmdtrain.config.settings import Count, CountOrZero, Derived, NonNegative, Positive, Settings
 
 
 class GuardConfig(Settings):
@@ -28,12 +28,12 @@ class GuardConfig(Settings):
         "its router has collapsed, and the run ends with exit code 9 under any policy; "
         "none: any number",
     )
-    sigmas: NonNegative | None = Field(
+    sigmas: Derived[NonNegative] = Field(
         default=None,
         description="a loss or gradient norm is too large above mean + sigmas standard deviations "
         "of the last good steps; 0: switched off; default: 6 (skip, rollback), 0 (abort)",
     )
-    window: Annotated[int, Field(ge=2, lt=2**20)] | None = Field(
+    window: Derived[Annotated[int, Field(ge=2, lt=2**20)]] = Field(
         default=None,
         description="number of last good steps from which sigmas counts, once half of them have "
         "been taken; default: 128",
@@ -56,6 +56,13 @@ class GuardConfig(Settings):
         "goes back (rollback)",
     )
 
+    def derived(self) -> dict[str, Any]:
+        """Returns what judges spikes, by the policy."""
+        sigmas = self.sigmas if self.is_given("sigmas") else None
+        if sigmas is None:
+            sigmas = 0.0 if self.policy == "abort" else 6.0
+        return {"sigmas": sigmas, "window": 128 if sigmas else None}
+
     @model_validator(mode="after")
     def _check(self):
         if self.window is not None and not self.judges_spikes:
@@ -65,24 +72,10 @@ class GuardConfig(Settings):
             )
         return self
 
-    # Fields that are None take their default from the policy: use these, not the fields.
-
-    @property
-    def deviations(self) -> float:
-        """The standard deviations above the mean at which a step is a spike; 0: never."""
-        if self.sigmas is None:
-            return 0.0 if self.policy == "abort" else 6.0
-        return self.sigmas
-
     @property
     def judges_spikes(self) -> bool:
         """True if a step is compared with the good steps before it."""
-        return self.deviations > 0
-
-    @property
-    def steps_judged(self) -> int:
-        """The number of good steps by which a spike is judged."""
-        return self.window or 128
+        return self.sigmas > 0
 
     @property
     def in_step(self) -> bool:

@@ -1,12 +1,13 @@
 """[optimizer]: a class for each optimizer, and groups of parameters."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from spmdtrain.config.settings import (
     CountOrZero,
     Decay,
+    Derived,
     Fraction,
     NonNegative,
     Positive,
@@ -56,7 +57,7 @@ class OptimizerConfig(Settings):
     final_learning_rate: NonNegative = Field(
         default=0.0, description="learning rate at the last step (cosine, linear, wsd)"
     )
-    decay_share: Share | None = Field(
+    decay_share: Derived[Share] = Field(
         default=None, description="share of the steps in which wsd decays; default: 0.2"
     )
     weight_decay: NonNegative = Field(
@@ -78,6 +79,10 @@ class OptimizerConfig(Settings):
         default=(),
         description="parameters that are trained differently; the first match counts",
     )
+
+    def derived(self) -> dict[str, Any]:
+        """Returns the share of the steps in which wsd falls; no other schedule has one."""
+        return {"decay_share": 0.2 if self.schedule == "wsd" else None}
 
     @model_validator(mode="after")
     def _check_moments(self):
@@ -105,11 +110,6 @@ class OptimizerConfig(Settings):
                 "set optimizer.schedule='wsd'"
             )
         return self
-
-    @property
-    def falling_share(self) -> float:
-        """The share of the steps in which the schedule wsd falls."""
-        return 0.2 if self.decay_share is None else self.decay_share
 
 
 class AdamW(OptimizerConfig):

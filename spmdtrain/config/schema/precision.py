@@ -1,10 +1,10 @@
 """[precision] and [kernels]: the dtypes of a step, float16 loss scale, and choice of kernels."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from spmdtrain.config.settings import Count, Settings, Strings
+from spmdtrain.config.settings import Count, Derived, Settings, Strings
 
 Float = Literal["float32", "bfloat16"]
 
@@ -36,22 +36,31 @@ class PrecisionConfig(Settings):
         description="of weights in bfloat16 after an update; stochastic: right on average, so that "
         "updates below their spacing are not lost",
     )
-    frozen: Float | None = Field(
+    frozen: Derived[Float] = Field(
         default=None, description="dtype of weights that are not trained, at rest; default: params"
     )
     accumulate: Float = Field(
         default="float32", description="dtype of gradients over microbatches and across devices"
     )
-    loss_scale: Annotated[float, Field(ge=1, le=2**32)] | None = Field(
+    loss_scale: Derived[Annotated[float, Field(ge=1, le=2**32)]] = Field(
         default=None,
         description="float16 only: first factor of the loss for the backward pass; it halves when "
         "a gradient overflows, and that step changes no weight; default: 65536",
     )
-    loss_scale_steps: Count | None = Field(
+    loss_scale_steps: Derived[Count] = Field(
         default=None,
         description="float16 only: consecutive steps without an overflow after which the scale "
         "doubles; default: 2000",
     )
+
+    def derived(self) -> dict[str, Any]:
+        """Returns the dtype of frozen weights, and in float16 the scale of the loss."""
+        scales = self.compute == "float16"
+        return {
+            "frozen": self.params,
+            "loss_scale": 65536.0 if scales else None,
+            "loss_scale_steps": 2000 if scales else None,
+        }
 
     @model_validator(mode="after")
     def _check(self):
@@ -73,21 +82,6 @@ class PrecisionConfig(Settings):
                     "set precision.compute='float16'"
                 )
         return self
-
-    @property
-    def frozen_weights(self) -> Float:
-        """The dtype at rest of weights that are not trained: `frozen`, or else `params`."""
-        return self.frozen or self.params
-
-    @property
-    def first_loss_scale(self) -> float:
-        """The scale of the loss at the first step in float16."""
-        return self.loss_scale or 65536.0
-
-    @property
-    def steps_per_loss_scale(self) -> int:
-        """The steps without an overflow after which the scale doubles."""
-        return self.loss_scale_steps or 2000
 
 
 class KernelsConfig(Settings):

@@ -58,6 +58,10 @@ class RunConfig(Settings):
         # Pydantic also takes a section as the table that a TOML file would have.
         def __init__(self, **sections: Settings | Mapping[str, Any]) -> None: ...
 
+    def derived(self) -> dict[str, Any]:
+        """Returns the model, whose longest sequence is that of training unless it is given."""
+        return {"model": self.model.with_derived(max_length=self.train.sequence_length)}
+
     @property
     def origin(self) -> dict[str, str]:
         """The origin of each value by dotted key: a file name, or `--set`.
@@ -108,15 +112,10 @@ class RunConfig(Settings):
         batches = self.eval.batches
         return None if batches is None else batches * self.train.global_batch
 
-    @property
-    def max_length(self) -> int:
-        """The longest sequence that the model accepts: `model.max_length`, or that of training."""
-        return self.model.max_length or self.train.sequence_length
-
     @model_validator(mode="after")
     def _check(self):
         length = self.train.sequence_length
-        if length > self.max_length:
+        if length > self.model.max_length:
             raise ValueError(self._too_long(length))
         splits_backward = self.mesh.pipeline != 1 and self.pipeline.schedule == "zero_bubble"
         if splits_backward and self.train.remat != "none":
@@ -206,7 +205,7 @@ class RunConfig(Settings):
 
     def _too_long(self, length: int) -> str:
         """Says that sequences are longer than the model, and how rotary positions are stretched."""
-        most = self.max_length
+        most = self.model.max_length
         said = f"train.sequence_length={length} is longer than model.max_length={most}"
         if self.model.positions != "rope" or self.model.rope_scaling:
             return said

@@ -31,7 +31,7 @@ class ExpertMlp(nnx.Module):
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         assert config.experts is not None, "a model with experts"
         self.activation = config.mlp
-        count, hidden = config.experts.count, config.expert_hidden
+        count, hidden = config.experts.count, config.experts.ffn
         self.router = Router(config, rngs)
         gate = (2,) if config.is_gated else ()
         up_shape = (*gate, hidden)
@@ -44,7 +44,7 @@ class ExpertMlp(nnx.Module):
         self.down_xfe = matmul_weight(
             rngs, (count, hidden, config.embed), ("experts", "ffn", "embed"), down_std
         )
-        if config.has_mlp_bias:
+        if config.mlp_bias:
             self.up_bias = _zeros((count, *up_shape), ("experts", *up_axes))
             self.down_bias = _zeros((count, config.embed), ("experts", "norm"))
         else:

@@ -65,7 +65,7 @@ class Mlp(nnx.Module):
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, hidden: int | None = None):
         self.activation = config.mlp
-        hidden = hidden or config.hidden
+        hidden = hidden or config.ffn
         if config.is_gated:
             self.up_shape = (2, hidden)
             self.up_axes = (None, "ffn")
@@ -77,7 +77,7 @@ class Mlp(nnx.Module):
         up_shape = (config.embed, *self.up_shape)
         self.up_ef = matmul_weight(rngs, up_shape, ("embed", *self.up_axes), std)
         self.down_fe = matmul_weight(rngs, (hidden, config.embed), ("ffn", "embed"), down_std)
-        if config.has_mlp_bias:
+        if config.mlp_bias:
             self.up_bias = nnx.Param(jnp.zeros(self.up_shape), out_sharding=self.up_axes)
             self.down_bias = bias(config.embed, "norm")
         else:

@@ -62,10 +62,10 @@ class QueryKeyNorm(nnx.Module):
         self.of_all = config.query_norm == "all"
         self.epsilon = config.norm_epsilon
         self.offset = config.norm_offset
-        width = config.width_per_head
+        width = config.head_dim
         if self.of_all:
             self.query_scale = norm_scale(config, config.heads * width, "kv_heads")
-            self.key_scale = norm_scale(config, config.key_value_heads * width, "kv_heads")
+            self.key_scale = norm_scale(config, config.kv_heads * width, "kv_heads")
         else:
             self.query_scale = norm_scale(config, width, "head_dim")
             self.key_scale = norm_scale(config, width, "head_dim")

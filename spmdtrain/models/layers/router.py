@@ -133,11 +133,11 @@ def best_experts(ranks_btx: jax.Array, experts: ExpertsConfig) -> jax.Array:
 
     They are among those of the best groups, if `experts` has groups.
     """
-    if experts.kept_groups < experts.groups:
+    if experts.groups_kept < experts.groups:
         size = experts.count // experts.groups
         ranks_btgn = ranks_btx.reshape(*ranks_btx.shape[:2], experts.groups, size)
         of_group_btg = jax.lax.top_k(ranks_btgn, min(BEST_OF_GROUP, size))[0].sum(-1)
-        kept_btk = jax.lax.top_k(of_group_btg, experts.kept_groups)[1]
+        kept_btk = jax.lax.top_k(of_group_btg, experts.groups_kept)[1]
         is_kept_btg = (kept_btk[..., None] == jnp.arange(experts.groups)).any(2)
         # Below every rank: with 0 instead, a group left out would win over a negative bias.
         left = jnp.where(is_kept_btg[..., None], ranks_btgn, -jnp.inf)

@@ -116,7 +116,7 @@ class Guard:
         what = f"the {NAMES[name]} of step {step} is {figures[name]:.4g}, above {limit:.4g}"
         if limit == (self._config.grad_norm if name == "grad_norm" else None):
             return what
-        sigmas = f"{self._config.deviations:g} standard deviations"
+        sigmas = f"{self._config.sigmas:g} standard deviations"
         return f"{what}, {sigmas} above the mean of earlier steps"
 
 

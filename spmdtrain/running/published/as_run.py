@@ -50,7 +50,7 @@ def model_config(
     origin = {f"{section}.{name}": where for section, values in sections.items() for name in values}
     config = from_resolved({"config": sections, "origin": origin}, overrides)
     if config.origin.get("train.sequence_length") != COMMAND_LINE:
-        length = min(LONGEST_SAMPLE, config.max_length)
+        length = min(LONGEST_SAMPLE, config.model.max_length)
         train = config.train.model_copy(update={"sequence_length": length})
         config = config.model_copy(update={"train": train})
     return published, config

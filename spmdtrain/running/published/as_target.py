@@ -20,7 +20,7 @@ def target_of(run: Path, dtype: str | None) -> tuple[Target, dict[str, Any]]:
     config = from_resolved(saved)
     if config.model.make or saved.get("model_code", {}).get("make"):
         raise ConfigError(f"{run} has a custom model, which belongs to no family")
-    model = config.model.model_copy(update={"max_length": config.max_length})
+    model = config.model.model_copy(update={"max_length": config.model.max_length})
     kept = kept_in(run)
     base = read_published(kept) if kept else None
     chosen = dtype or (base and base.dtype) or "bfloat16"

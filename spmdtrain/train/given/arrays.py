@@ -204,15 +204,15 @@ def _check_numbers(setup: Setup, part: dict[str, np.ndarray]) -> None:
         targets = np.where(mask != 0, targets, 0)
     _check_range("targets", targets, config.vocab)
     learned = config.model.positions == "learned"
-    _check_range("positions", part.get("positions"), config.max_length if learned else 2**31)
+    _check_range("positions", part.get("positions"), config.model.max_length if learned else 2**31)
     _check_range("segment_ids", part.get("segment_ids"), 2**31)
     if config.data.mix:
         _check_range("source", part.get("source"), len(config.data.mix))
     length = part["tokens"].shape[-1] if "tokens" in part else 0
-    if learned and "positions" not in part and length > config.max_length:
+    if learned and "positions" not in part and length > config.model.max_length:
         raise ConfigError(
             f"the batch has {length} tokens in a row, more than the model has positions",
-            found=f"model.max_length={config.max_length}",
+            found=f"model.max_length={config.model.max_length}",
             fix=BATCHES,
         )
 

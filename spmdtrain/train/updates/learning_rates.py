@@ -66,7 +66,7 @@ def learning_rate(config: OptimizerConfig, steps: int, step: jax.Array) -> jax.A
     else:
         begin = warmup
         if config.schedule == "wsd":
-            falls = max(1, round(config.falling_share * steps))
+            falls = max(1, round(config.decay_share * steps))
             begin = max(warmup, steps - 1 - falls)
         share = jnp.clip((step - begin) / max(steps - 1 - begin, 1), 0, 1)
         falling = final + (peak - final) * _height(config.schedule, share)

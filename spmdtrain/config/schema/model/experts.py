@@ -1,12 +1,13 @@
 """[model.experts]: mlps of which a router chooses some for each token."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from spmdtrain.config.settings import (
     Count,
     CountOrZero,
+    Derived,
     Fraction,
     NonNegative,
     Positive,
@@ -23,7 +24,7 @@ class ExpertsConfig(Settings):
 
     count: Count = Field(description="experts of a layer")
     chosen: Count = Field(description="experts that a token goes through")
-    ffn: Count | None = Field(
+    ffn: Derived[Count] = Field(
         default=None, description="hidden width of one expert; default: model.ffn"
     )
     shared: CountOrZero = Field(
@@ -48,7 +49,7 @@ class ExpertsConfig(Settings):
         description="equal groups of experts; a token's experts are all of its groups_kept best "
         "ones, by the sum of the two best scores of a group",
     )
-    groups_kept: Count | None = Field(default=None, description="default: groups")
+    groups_kept: Derived[Count] = Field(default=None, description="default: groups")
     bias_rate: NonNegative | None = Field(
         default=None,
         description="balances without a loss (arXiv:2408.15664): a bias is added to the scores "
@@ -82,6 +83,10 @@ class ExpertsConfig(Settings):
         "all experts had as many; the rest follows in further rounds, nothing is dropped",
     )
 
+    def derived(self) -> dict[str, Any]:
+        """Returns the kept groups; `ffn` follows from another section, see TransformerConfig."""
+        return {"groups_kept": self.groups}
+
     @model_validator(mode="after")
     def _check(self):
         if self.chosen > self.count:
@@ -108,7 +113,7 @@ class ExpertsConfig(Settings):
                 f"model.experts.count={self.count} is not a multiple of "
                 f"model.experts.groups={self.groups}"
             )
-        kept = self.kept_groups
+        kept = self.groups_kept
         if kept > self.groups:
             raise ValueError(
                 f"model.experts.groups_kept={kept} is more than model.experts.groups={self.groups}"
@@ -124,8 +129,3 @@ class ExpertsConfig(Settings):
                 f"model.experts.groups_kept={kept} of {in_group} experts hold fewer than "
                 f"model.experts.chosen={self.chosen}"
             )
-
-    @property
-    def kept_groups(self) -> int:
-        """The groups among whose experts a token's are chosen: `groups_kept`, or else all."""
-        return self.groups_kept or self.groups

@@ -12,6 +12,7 @@ from spmdtrain.config.schema.model.rope_scaling import RopeScaling
 from spmdtrain.config.settings import (
     Count,
     CountOrZero,
+    Derived,
     Fraction,
     NonNegative,
     Positive,
@@ -37,17 +38,17 @@ class TransformerConfig(Settings):
     layers: Count = 4
     embed: Count = Field(default=128, description="width of the residual stream")
     heads: Count = Field(default=4, description="query heads")
-    kv_heads: Count | None = Field(
+    kv_heads: Derived[Count] = Field(
         default=None, description="key and value heads (GQA); default: heads"
     )
-    head_dim: Count | None = Field(default=None, description="default: embed / heads")
-    ffn: Count | None = Field(
+    head_dim: Derived[Count] = Field(default=None, description="default: embed / heads")
+    ffn: Derived[Count] = Field(
         default=None, description="hidden width of the mlp; default: 4 embed, if gated 8/3 embed"
     )
     vocab: Count | None = Field(
         default=None, description="rows of the embedding; default: what the tokenizer has"
     )
-    max_length: Count | None = Field(
+    max_length: Derived[Count] = Field(
         default=None, description="longest sequence; default: train.sequence_length"
     )
     positions: Literal["learned", "rope"]
@@ -57,13 +58,13 @@ class TransformerConfig(Settings):
         "swiglu_clamped is that of gpt-oss"
     )
     bias: bool = Field(description="biases in linear layers and layernorm")
-    qkv_bias: bool | None = Field(
+    qkv_bias: Derived[bool] = Field(
         default=None, description="of queries, keys and values; default: bias"
     )
-    out_bias: bool | None = Field(
+    out_bias: Derived[bool] = Field(
         default=None, description="of attention's projection back to the stream; default: bias"
     )
-    mlp_bias: bool | None = Field(default=None, description="of the mlp; default: bias")
+    mlp_bias: Derived[bool] = Field(default=None, description="of the mlp; default: bias")
     tied: bool = Field(description="one matrix for embedding and head")
     dropout: Fraction = 0.0
     attention: Attention = Field(
@@ -161,16 +162,31 @@ class TransformerConfig(Settings):
         default={}, description="settings of that model, which its class types"
     )
 
+    def derived(self) -> dict[str, Any]:
+        """Returns sizes and biases; `max_length` follows from another section, see RunConfig."""
+        latent = self.latent
+        ffn = -(-8 * self.embed // 3 // 64) * 64 if self.is_gated else 4 * self.embed
+        of_expert = self.ffn if self.is_given("ffn") and self.ffn else ffn
+        return {
+            "kv_heads": self.heads,
+            "head_dim": latent.plain_dim + latent.rope_dim if latent else self.embed // self.heads,
+            "ffn": ffn,
+            "qkv_bias": self.bias,
+            "out_bias": self.bias,
+            "mlp_bias": self.bias,
+            "experts": self.experts and self.experts.with_derived(ffn=of_expert),
+        }
+
     @model_validator(mode="after")
     def _check(self):
         if self.latent:
             self._check_latent()
-        elif self.head_dim is None and self.embed % self.heads:
+        elif not self.is_given("head_dim") and self.embed % self.heads:
             raise ValueError(
                 f"model.embed={self.embed} is not divisible by model.heads={self.heads}; "
                 "set model.head_dim"
             )
-        if self.heads % self.key_value_heads:
+        if self.heads % self.kv_heads:
             raise ValueError(
                 f"model.heads={self.heads} is not a multiple of model.kv_heads={self.kv_heads}"
             )
@@ -190,17 +206,18 @@ class TransformerConfig(Settings):
         """Refuses settings of queries, keys and values that latent attention does not read."""
         if self.positions != "rope":
             raise ValueError("model.latent needs model.positions='rope'")
-        if self.has_qkv_bias:
+        if self.qkv_bias:
             raise ValueError(
                 "model.latent has no biases of queries, keys and values; set model.qkv_bias=false"
             )
-        if self.kv_heads not in (None, self.heads):
+        if self.kv_heads != self.heads:
             raise ValueError(
                 f"model.kv_heads={self.kv_heads}: model.latent makes keys and values of each of "
                 f"model.heads={self.heads}; leave model.kv_heads out"
             )
         for name in ("head_dim", "query_norm", "rope_share", "mup_base"):
-            if getattr(self, name) != type(self).model_fields[name].default:
+            default = type(self).model_fields[name].default
+            if self.is_given(name) and getattr(self, name) != default:
                 raise ValueError(
                     f"model.{name}={getattr(self, name)!r} has no meaning with model.latent; "
                     "leave it out"
@@ -211,7 +228,7 @@ class TransformerConfig(Settings):
         if self.rope_dim % 2 or not self.rope_dim:
             share = f" and model.rope_share={self.rope_share:g}" if self.rope_share < 1 else ""
             raise ValueError(
-                f"model.head_dim={self.width_per_head}{share}: rope turns pairs, so "
+                f"model.head_dim={self.head_dim}{share}: rope turns pairs, so "
                 f"{self.rope_dim} channels must be even"
             )
         if self.rope_theta_window is not None and not any(self.windows):
@@ -251,19 +268,10 @@ class TransformerConfig(Settings):
                 "model.layers after model.experts.first_dense"
             )
 
-    # A field of None takes its default from other fields: use these, not the fields.
-
-    @property
-    def width_per_head(self) -> int:
-        """Channels of a head's queries and keys: `head_dim`, or else `embed / heads`."""
-        if self.latent:
-            return self.latent.plain_dim + self.latent.rope_dim
-        return self.head_dim or self.embed // self.heads
-
     @property
     def value_width(self) -> int:
         """Channels of a head's values."""
-        return self.latent.value_dim if self.latent else self.width_per_head
+        return self.latent.value_dim if self.latent else self.head_dim
 
     @property
     def cached(self) -> tuple[int, int, int]:
@@ -273,29 +281,7 @@ class TransformerConfig(Settings):
         """
         if self.latent:
             return 1, self.latent.rope_dim, self.latent.rank
-        return self.key_value_heads, self.width_per_head, self.value_width
-
-    @property
-    def key_value_heads(self) -> int:
-        """Heads of keys and values: `kv_heads`, or else as many as `heads`."""
-        return self.kv_heads or self.heads
-
-    @property
-    def hidden(self) -> int:
-        """The hidden width of the mlp: `ffn`, or else 4 embed.
-
-        With a gate it is 8/3 embed instead, rounded up to a multiple of 64.
-        """
-        if self.ffn:
-            return self.ffn
-        if not self.is_gated:
-            return 4 * self.embed
-        return -(-8 * self.embed // 3 // 64) * 64
-
-    @property
-    def expert_hidden(self) -> int:
-        """The hidden width of one expert: `experts.ffn`, or else that of the mlp."""
-        return (self.experts.ffn if self.experts else None) or self.hidden
+        return self.kv_heads, self.head_dim, self.value_width
 
     @property
     def has_experts(self) -> tuple[bool, ...]:
@@ -325,21 +311,6 @@ class TransformerConfig(Settings):
         return self.mlp in GATED
 
     @property
-    def has_qkv_bias(self) -> bool:
-        """`qkv_bias`, or else `bias`."""
-        return self.bias if self.qkv_bias is None else self.qkv_bias
-
-    @property
-    def has_out_bias(self) -> bool:
-        """`out_bias`, or else `bias`."""
-        return self.bias if self.out_bias is None else self.out_bias
-
-    @property
-    def has_mlp_bias(self) -> bool:
-        """`mlp_bias`, or else `bias`."""
-        return self.bias if self.mlp_bias is None else self.mlp_bias
-
-    @property
     def rope_dim(self) -> int:
         """Channels of one head that turn with the position of their token.
 
@@ -347,7 +318,7 @@ class TransformerConfig(Settings):
         """
         if self.latent:
             return self.latent.rope_dim
-        return int(self.width_per_head * self.rope_share)
+        return int(self.head_dim * self.rope_share)
 
     @property
     def embed_factor(self) -> float:
@@ -375,9 +346,9 @@ class TransformerConfig(Settings):
         Where `head_dim` is not set, heads grow with the width, and the scale of the base falls as
         1 / head_dim: queries and keys become alike, so that their products grow with it.
         """
-        if self.width_factor == 1 or self.head_dim:
+        if self.width_factor == 1 or self.is_given("head_dim"):
             return self.score_scale
-        of_base = self.score_scale or (self.width_per_head / self.width_factor) ** -0.5
+        of_base = self.score_scale or (self.head_dim / self.width_factor) ** -0.5
         return of_base / self.width_factor
 
     @property

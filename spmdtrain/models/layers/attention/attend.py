@@ -212,7 +212,7 @@ def make_attend(config: TransformerConfig, *, causal: bool = True) -> Attend:
     """Returns the attention that the settings of a model say."""
     scale = config.score_factor
     if config.latent and scale is None:
-        scale = config.width_per_head**-0.5  # also where queries are as wide as the latent
+        scale = config.head_dim**-0.5  # also where queries are as wide as the latent
     return Attend(
         windows=tuple(each.window for each in config.layer_kinds),
         scale=scale,

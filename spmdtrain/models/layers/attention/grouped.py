@@ -44,21 +44,21 @@ class Attention(nnx.Module):
         self.causal = causal
         self.rotation = make_rotation(config)
         self.attend = make_attend(config, causal=causal)
-        self.heads = config.key_value_heads
+        self.heads = config.kv_heads
         self.group = config.heads // self.heads
         # The slots of a key-value head: its group of query heads, its keys, its values.
         slots = self.group + 2
-        qkv_shape = (config.embed, self.heads, slots, config.width_per_head)
-        out_shape = (self.heads, self.group, config.width_per_head, config.embed)
+        qkv_shape = (config.embed, self.heads, slots, config.head_dim)
+        out_shape = (self.heads, self.group, config.head_dim, config.embed)
         std = hidden_std(config)
         out_std = std * (2 * config.layers) ** -0.5
         qkv_axes = ("embed", "kv_heads", None, "head_dim")
         self.qkv_eknd = matmul_weight(rngs, qkv_shape, qkv_axes, std)
         out_axes = ("kv_heads", None, "head_dim", "embed")
         self.out_kgde = matmul_weight(rngs, out_shape, out_axes, out_std)
-        qkv_width = self.heads * slots * config.width_per_head
-        self.qkv_bias = bias(qkv_width, "kv_heads") if config.has_qkv_bias else None
-        self.out_bias = bias(config.embed, "norm") if config.has_out_bias else None
+        qkv_width = self.heads * slots * config.head_dim
+        self.qkv_bias = bias(qkv_width, "kv_heads") if config.qkv_bias else None
+        self.out_bias = bias(config.embed, "norm") if config.out_bias else None
         self.query_key_norm = QueryKeyNorm(config) if config.query_norm != "none" else None
         # In the order of the heads: those of a key-value head follow each other.
         self.sinks = bias(config.heads, "kv_heads") if config.sinks else None

@@ -42,7 +42,7 @@ class LatentAttention(nnx.Module):
         self.epsilon, self.offset = config.norm_epsilon, config.norm_offset
         self.plain_dim, self.rope_dim = latent.plain_dim, latent.rope_dim
         self.rank, self.query_rank = latent.rank, latent.query_rank or 0
-        heads, width = config.heads, config.width_per_head
+        heads, width = config.heads, config.head_dim
         std = hidden_std(config)
         out_std = std * (2 * config.layers) ** -0.5
         # One matrix for all that the stream is projected to: the latent of queries, that of keys
@@ -56,7 +56,7 @@ class LatentAttention(nnx.Module):
         self.key_value_ckd = matmul_weight(rngs, key_shape, ("latent", *of_queries[1:]), std)
         out_shape = (heads, 1, latent.value_dim, config.embed)
         self.out_kgde = matmul_weight(rngs, out_shape, (*OF_HEADS, "embed"), out_std)
-        self.out_bias = bias(config.embed, "norm") if config.has_out_bias else None
+        self.out_bias = bias(config.embed, "norm") if config.out_bias else None
         has_scale = self.query_rank > 0
         self.query_scale = norm_scale(config, self.query_rank, "norm") if has_scale else None
         self.latent_scale = norm_scale(config, self.rank, "norm")
