@@ -41,7 +41,7 @@ from spmdtrain.train.gradients import grad_accumulation, reduction
 
 pytestmark = pytest.mark.long
 
-# A pipeline under two schedules, stopped under the one and resumed under the other.
+# A pipeline, stopped, and resumed on a mesh that has none.
 SEEDS = (48,)
 TWO = {"train.steps": 2}
 # Weights over an axis of the batch and an automatic one, used inside of a layer that is recomputed:
