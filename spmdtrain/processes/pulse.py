@@ -3,6 +3,10 @@
 `spmdtrain launch` starts a process with the write end of a pipe, whose file descriptor is in the
 environment. Each message is a line "PHASE STEP". A process without a launcher writes nothing.
 Writing never blocks: if the pipe is full, the message is dropped.
+
+People read a run in its events and lines (`Reporter`), which process 0 writes once and keeps. The
+pulse is for a program, which must hear each process, also one that hangs before it has a reporter,
+and forgets what it heard. It is therefore no destination of the reporter.
 """
 
 import faulthandler
