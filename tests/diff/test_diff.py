@@ -175,6 +175,14 @@ def test_every_beginning_of_the_table_is_that_of_a_setting():
             assert any(name.startswith(start) for name in names), start
 
 
+def test_of_a_run_of_an_older_version_it_says_what_was_not_recorded(capsys):
+    old = str(Path(__file__).parents[1] / "fixtures" / "run_of_0_1_0" / "run")
+    assert main(["diff", old, old, "--no-replay"]) == DONE
+    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    unknown = [what for what, said in lines if said == "not recorded"]
+    assert unknown == ["code", "devices", "data", "program"]
+
+
 def test_two_runs_without_a_step_in_common_are_refused(tmp_path):
     for name in "ab":
         (tmp_path / name).mkdir()

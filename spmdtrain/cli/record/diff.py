@@ -84,11 +84,17 @@ def _settings(found: "Compared") -> Iterator[str]:
 
 
 def _code(found: "Compared") -> Iterator[str]:
+    if None in found.hosts:  # a run of a version that did not record its starts
+        yield "not recorded"
+        return
     said = [f"{each.what} {_value(each.a)} -> {_value(each.b)}" for each in found.code]
     yield _listed(said, "; ") or "same: sources, versions and flags"
 
 
 def _devices(found: "Compared") -> Iterator[str]:
+    if None in found.hosts:
+        yield "not recorded"
+        return
     said = [f"{each.what} {_value(each.a)} -> {_value(each.b)}" for each in found.devices]
     if found.hosts[0] != found.hosts[1]:
         said.append(f"host {found.hosts[0]} -> {found.hosts[1]}")
