@@ -186,6 +186,50 @@ def test_preferences_have_the_gradients_of_torch(mesh, tmp_path):
     print(f"\nDPO, {mesh}: worst gradient {worst:.1e}")
 
 
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", ("finetune.kind=lora", "finetune.also_train=norm.*")),
+        ("qwen3", ("finetune.kind=dora", "finetune.rank_stabilised=true", "finetune.targets=q,v")),
+        ("gpt2", ("finetune.kind=lora",)),
+        ("phi3", ("finetune.kind=lora", "finetune.targets=gate,up,down,q,k,v")),
+    ],
+)
+def test_adapters_load_in_peft_and_give_the_logits_of_the_merged_model(family, settings, tmp_path):
+    import peft
+    import torch
+
+    from spmdtrain.running.loop import run
+    from spmdtrain.running.published.export_adapters import export_adapters
+
+    model = tmp_path / "model"
+    directories.write(model, CASES[family])
+    file = tmp_path / "c.toml"
+    file.write_text(
+        f'[model]\nfrom = "{model}"\n[train]\ninit_from = "{model}"\nsteps = 2\n'
+        "global_batch = 2\nsequence_length = 16\n[optimizer]\nwarmup = 0\nlearning_rate = 1e-2\n"
+        "schedule = 'constant'\n[eval]\nevery = 0\n[data]\ncorpus = 'synthetic'\n"
+    )
+    run(load(file, settings), tmp_path / "run", devices=jax.devices()[:1])
+    export_adapters(tmp_path / "run", tmp_path / "adapter")
+    export_run(tmp_path / "run", tmp_path / "merged", dtype="float32")
+    tokens = 3 * torch.arange(40)[None] % directories.VOCAB
+    base, _ = theirs(model)
+    merged, _ = theirs(tmp_path / "merged")
+    with torch.no_grad():
+        plain = base(tokens).logits.double()
+        want = merged(tokens).logits.double()
+        adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+        got = adapted.eval()(tokens).logits.double()
+
+    def apart(x: torch.Tensor) -> float:
+        return float(((x - want).square().mean() / want.square().mean()).sqrt())
+
+    print(f"\n{family}: peft {apart(got):.1e} from the merged model, the base {apart(plain):.1e}")
+    assert apart(got) < 2e-6
+    assert apart(plain) > 1e-3
+
+
 def test_three_steps_are_those_of_torch(tmp_path):
     """import -> 3 steps of AdamW -> export is what torch's AdamW makes of the same batches."""
     import torch
