@@ -81,7 +81,7 @@ from spmdtrain.config.errors import (
 )
 from spmdtrain.config.run_files import CHECKPOINTS
 from spmdtrain.pipeline.layout import StageLayout
-from spmdtrain.processes.processes import any_process
+from spmdtrain.processes.processes import any_process, this_process
 from spmdtrain.train import ema, items
 from spmdtrain.train.item import Item, Value, as_parameters
 from spmdtrain.train.setup import Setup, with_items_begun
@@ -121,6 +121,7 @@ class Checkpoints:
             preservation_policy=_Preserved(keep) if keep else None,
             cleanup_tmp_directories=keep is not None,
             read_only=keep is None,
+            multiprocessing_options=_processes(),
         )
         arrays = ["params", "state", *(item.name for item in items.TABLE if item.note is None)]
         handlers = {item: _array_handler() for item in arrays}
@@ -676,6 +677,16 @@ def _array_handler() -> ocp.PyTreeCheckpointHandler:
     arrays = type_handlers.ArrayHandler(use_replica_parallel=False)
     registry = type_handlers.create_type_handler_registry((jax.Array, arrays))
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+
+
+def _processes() -> ocp.options.MultiprocessingOptions:
+    """Returns which processes Orbax waits for: all, or this one in a block of `apart`."""
+    if this_process()[1] == jax.process_count():
+        return ocp.options.MultiprocessingOptions()
+    me = jax.process_index()
+    return ocp.options.MultiprocessingOptions(
+        primary_host=me, active_processes={me}, barrier_sync_key_prefix="apart"
+    )
 
 
 def _save_args(item: str, tree: Any, layout: StageLayout) -> Any:
