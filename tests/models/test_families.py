@@ -128,6 +128,10 @@ def scaling(family: str, **changes) -> dict:
     return {"rope_scaling": FAMILIES[family]["rope_scaling"] | changes}
 
 
+def experts(family: str, **changes) -> dict:
+    return {"experts": FAMILIES[family]["experts"] | changes}
+
+
 # Mistakes that were made in public: what an importer, or a hand, gets wrong.
 MISTAKES = [
     ("llama", {"rope_scaling": None}),
