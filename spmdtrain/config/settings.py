@@ -41,7 +41,7 @@ Strings = Annotated[tuple[str, ...], Field(strict=False)]
 
 T = TypeVar("T")
 if TYPE_CHECKING:
-    Derived = Annotated[T, "resolved"]
+    Derived = Annotated[T | Any, "resolved"]  # Any: None until it is resolved
 else:
     # A setting that may be left out, and then follows from others: `Settings.derived` says how. It
     # is None in a file and in the schema, and never where code reads it.
@@ -112,7 +112,9 @@ class Settings(BaseModel, metaclass=_InOneLine):
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Returns a copy with other settings, and with what follows from them."""
-        return super().model_copy(update=update, deep=deep)._resolve()
+        copied = super().model_copy(update=update, deep=deep)
+        copied._take(copied.derived())
+        return copied
 
     @model_validator(mode="after")
     def _resolve(self) -> Self:
@@ -123,7 +125,7 @@ class Settings(BaseModel, metaclass=_InOneLine):
         """Sets those of the values that nobody chose. `none` chooses nothing."""
         for name, value in values.items():
             if isinstance(value, Settings):
-                self.__dict__[name] = value  # frozen to everybody else
+                object.__setattr__(self, name, value)  # frozen to everybody else
             elif not self.is_given(name) or getattr(self, name) is None:
-                self.__dict__[name] = value
+                object.__setattr__(self, name, value)
                 self.__pydantic_fields_set__.discard(name)

@@ -299,7 +299,9 @@ def _turns(
     """Microbatch, schedule, chunks and remat, which only fit together."""
     for _ in range(TRIES):
         drawn: Values = {"train.microbatch": random.choice(values_of("train.microbatch"))}
-        drawn["train.remat"] = random.choice(values_of("train.remat"))
+        remat = random.choice(values_of("train.remat"))
+        is_refused = remat == "offload" and mesh["pipeline"] > 1 and not unchecked
+        drawn["train.remat"] = "full" if is_refused else remat
         if mesh["pipeline"] > 1 or random.random() < UNCHECKED:
             drawn["pipeline.schedule"] = random.choice(values_of("pipeline.schedule"))
             drawn["pipeline.chunks"] = random.choice(values_of("pipeline.chunks"))

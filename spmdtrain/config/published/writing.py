@@ -84,7 +84,7 @@ def function_of(model: TransformerConfig) -> dict[str, Any]:
 def _function_of_experts(model: TransformerConfig, experts: ExpertsConfig) -> dict[str, Any]:
     names = ("count", "chosen", "shared", "score", "normalise", "scale", "logit_bias", "groups")
     return {name: getattr(experts, name) for name in names} | {
-        "ffn": model.experts.ffn,
+        "ffn": experts.ffn,
         "layers": model.has_experts,
         "groups_kept": experts.groups_kept,
         "has_bias": experts.bias_rate is not None,

@@ -65,18 +65,18 @@ class Mlp(nnx.Module):
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, hidden: int | None = None):
         self.activation = config.mlp
-        hidden = hidden or config.ffn
+        width: int = hidden or config.ffn
         if config.is_gated:
-            self.up_shape = (2, hidden)
+            self.up_shape = (2, width)
             self.up_axes = (None, "ffn")
         else:
-            self.up_shape = (hidden,)
+            self.up_shape = (width,)
             self.up_axes = ("ffn",)
         std = hidden_std(config)
         down_std = std * (2 * config.layers) ** -0.5
         up_shape = (config.embed, *self.up_shape)
         self.up_ef = matmul_weight(rngs, up_shape, ("embed", *self.up_axes), std)
-        self.down_fe = matmul_weight(rngs, (hidden, config.embed), ("ffn", "embed"), down_std)
+        self.down_fe = matmul_weight(rngs, (width, config.embed), ("ffn", "embed"), down_std)
         if config.mlp_bias:
             self.up_bias = nnx.Param(jnp.zeros(self.up_shape), out_sharding=self.up_axes)
             self.down_bias = bias(config.embed, "norm")

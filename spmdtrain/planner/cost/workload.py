@@ -593,7 +593,7 @@ def _expert_shape(config: RunConfig) -> ExpertShape | None:
     return ExpertShape(
         count=experts.count,
         chosen=experts.chosen,
-        ffn=config.model.experts.ffn,
+        ffn=experts.ffn,
         shared=experts.shared,
         first_dense=experts.first_dense,
         every=experts.every,

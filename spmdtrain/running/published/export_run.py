@@ -148,7 +148,7 @@ def _merged_layers(
     if asked.base is None:
         return MergedLayers(first, others, first.own_shapes())
     wide = target.finetune.model_copy(update={"kind": "full", "base": "float"})
-    config = from_resolved(asked.saved)
+    config = from_resolved(dict(asked.saved))
     plain = build_model(config.model_copy(update={"finetune": wide}))
     shapes = {path: tuple(each.shape) for path, each in plain.parameters.items()}
     of_layer = {

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -49,7 +50,8 @@ class OfRun:
             one: self.layers.read(one, layer, counts=counts) for one in self._beside(path, FEW_BITS)
         }
         like = {one: self.layers.read(one, layer, counts=False) for one in self.adapters(path)}
-        return np.asarray(wide(parts | like)[path])
+        found: Any = parts | like
+        return np.asarray(wide(found)[path])
 
     def _beside(self, path: str, names: Sequence[str]) -> list[str]:
         return [
