@@ -7,7 +7,6 @@ file that it came from, or `--set`. A key without one has its default, or is *de
 from other settings, and a reader of the written config derives it anew.
 """
 
-import copy
 import difflib
 import json
 import os
@@ -25,7 +24,7 @@ from spmdtrain.config.given import as_path, as_texts, shown
 from spmdtrain.config.near import nearest, usual
 from spmdtrain.config.published.model_from import settings_of_model
 from spmdtrain.config.refusal import expectation
-from spmdtrain.config.run_files import CONFIG
+from spmdtrain.config.run_files import CONFIG, DERIVED, given_in
 from spmdtrain.config.schema import RunConfig, Settings
 from spmdtrain.config.toml_file import DEEPEST, MOST_EXTENDED, parse_toml, read_toml
 
@@ -35,7 +34,6 @@ KeyPath = tuple[str, ...]
 
 COMMAND_LINE = "--set"
 DEFAULT = "default"
-DERIVED = "derived"
 # TOML has no null. If a field may be None, this string means None, in files and in `--set`.
 NONE = "none"
 # A key of [model] that is not a setting: it stands for those of an existing model.
@@ -94,7 +92,7 @@ def from_resolved(values: dict[str, Any], overrides: Sequence[str] = ()) -> RunC
         raise ConfigError(
             "config.json is not a resolved config", found=found, fix="a new run directory"
         )
-    table = _without(values["config"], values["origin"])
+    table = given_in(values)
     origin = {k: where for k, where in values["origin"].items() if where not in (DEFAULT, DERIVED)}
     # For messages every key needs an origin, even the defaults of the version that wrote the file:
     # this version may not know the setting. So at least name the file.
@@ -191,15 +189,6 @@ def _derived(settings: Settings, prefix: str = "") -> Iterator[str]:
             yield prefix + name
         elif isinstance(value, Settings):
             yield from _derived(value, f"{prefix}{name}.")
-
-
-def _without(table: TomlTable, origin: Origin, prefix: str = "") -> TomlTable:
-    """Returns a copy of the table without the derived settings."""
-    return {
-        name: _without(value, origin, f"{prefix}{name}.") if isinstance(value, dict) else value
-        for name, value in copy.deepcopy(table).items()
-        if origin.get(prefix + name) != DERIVED
-    }
 
 
 # --- sources ----------------------------------------------------------------------------------

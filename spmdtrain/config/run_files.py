@@ -4,9 +4,11 @@ The run (running/) writes them; a resumed run, commands and the planner read the
 """
 
 import contextlib
+import copy
 import json
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,27 @@ PROFILE = "profile"  # a folder: stepN of a traced step, with the two files belo
 OPERATIONS = "operations.json"  # what each instruction of the program is
 SECONDS = "seconds.json"  # what the trace says, by sort of work and part of a step
 MOST_OF_A_LINE = 1 << 20  # bytes; a line of figures has some hundreds
+DERIVED = "derived"  # the origin of a setting that follows from others
 KEPT = "hf"  # a folder: files of the published model that a run was imported from
+
+
+def given_in(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a document of `resolved`, without those that were derived.
+
+    Versions that derived nothing wrote null in their place, so that records of both compare.
+    """
+    return _without(saved["config"], saved.get("origin", {}))
+
+
+def _without(
+    table: Mapping[str, Any], origin: Mapping[str, str], prefix: str = ""
+) -> dict[str, Any]:
+    """Returns a copy of the table without the derived settings."""
+    return {
+        name: _without(value, origin, f"{prefix}{name}.") if isinstance(value, dict) else value
+        for name, value in copy.deepcopy(table).items()
+        if origin.get(prefix + name) != DERIVED
+    }
 
 
 class RunFiles:

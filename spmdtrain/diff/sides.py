@@ -7,7 +7,7 @@ from typing import Any
 
 from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.given import as_run
-from spmdtrain.config.run_files import COMPILED, RunFiles
+from spmdtrain.config.run_files import COMPILED, RunFiles, given_in
 from spmdtrain.replay.starts import Start
 from spmdtrain.replay.written import WrittenRun, read_written
 
@@ -51,7 +51,7 @@ def side_at(written: WrittenRun, step: int) -> Side:
     """Returns a run as it was when it took `step`: a resumed run may have changed its settings."""
     files = RunFiles(written.run)
     start = written.start_of(step) or {}
-    config = start.get("config") or files.config["config"]
+    config = given_in(start if "config" in start else files.config)
     has_compiled = (written.run / COMPILED).exists()
     compiled = files.document(COMPILED) if has_compiled else {}
     found = compiled if isinstance(compiled, dict) else {}

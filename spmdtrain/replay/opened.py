@@ -18,6 +18,7 @@ from spmdtrain.checkpoints.store import Checkpoints
 from spmdtrain.config.errors import CheckpointError, ConfigError
 from spmdtrain.config.given import as_run
 from spmdtrain.config.load import as_overrides, from_resolved, resolved
+from spmdtrain.config.run_files import given_in
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.source import Data, open_data, recall_progress
 from spmdtrain.models.choose import MakeModel, check_make
@@ -179,7 +180,7 @@ def check_one_start(written: WrittenRun, first: int, last: int) -> None:
     before, after = written.start_of(first + 1), written.start_of(last)
     if before is None or after is None:
         return
-    then, now = flat(before["config"]), flat(after["config"])
+    then, now = flat(given_in(before)), flat(given_in(after))
     changed = [
         name
         for name in then | now

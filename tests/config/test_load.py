@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spmdtrain.checkpoints.identity import flat, settings_of
 from spmdtrain.config import (
     ConfigError,
     RunConfig,
@@ -20,6 +21,7 @@ from spmdtrain.config import (
     resolved,
     to_toml,
 )
+from spmdtrain.config.run_files import given_in
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 BASE = '[train]\nsteps = 50\n[optimizer]\nname = "adamw"\nbeta1 = 0.8\nlearning_rate = 0.5\n'
@@ -623,3 +625,12 @@ def test_no_number_is_taken_that_devices_cannot_count_or_hold(key, kind):
             continue
         with pytest.raises(ConfigError, match=re.escape(key)):
             from_resolved(resolved(RunConfig()), [*OWNERS.get(key, []), f"{key}={value}"])
+
+
+@pytest.mark.parametrize("overrides", [(), ("model.head_dim=32",), ("guard.policy=skip",)])
+def test_what_a_run_records_compares_with_its_settings(overrides):
+    """Also where a version that derived nothing recorded it: it wrote null."""
+    config = load(CONFIGS / "quickstart.toml", overrides)
+    then, now = flat(given_in(json.loads(json.dumps(resolved(config))))), settings_of(config)
+    assert set(then) < set(now)
+    assert {name: then.get(name) for name in now} == now

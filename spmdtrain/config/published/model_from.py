@@ -7,7 +7,7 @@ from typing import Any
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.published.reading import NAME, read_published
-from spmdtrain.config.run_files import RunFiles
+from spmdtrain.config.run_files import RunFiles, given_in
 
 
 def settings_of_model(folder: Path) -> tuple[str, dict[str, Any]]:
@@ -19,7 +19,7 @@ def settings_of_model(folder: Path) -> tuple[str, dict[str, Any]]:
     if not _is_run(folder):
         return str(folder / NAME), read_published(folder).settings
     saved = RunFiles(folder).config
-    settings = dict(saved["config"]["model"])
+    settings = given_in(saved)["model"]
     if own := settings.pop("make", None):
         raise ConfigError(
             f"model.from={str(folder)!r} uses {own}, whose code runs only if you name it",

@@ -18,6 +18,7 @@ from spmdtrain.checkpoints.identity import (
 )
 from spmdtrain.checkpoints.restore import read_document
 from spmdtrain.config.errors import CheckpointError, UnfitError
+from spmdtrain.config.run_files import given_in
 from spmdtrain.data.source import Data
 from spmdtrain.train.setup import Setup
 
@@ -41,7 +42,7 @@ def recorded(run: Path) -> dict[str, Any]:
         document, make = read_document(run)
     except CheckpointError:
         return {}
-    return flat(document["config"]) | {"model.make": make}
+    return flat(given_in(document)) | {"model.make": make}
 
 
 @contextlib.contextmanager
