@@ -41,10 +41,6 @@ class Codec:
     format: Format
     block: int
 
-    def bytes_of(self, numbers: float) -> float:
-        """Returns the bytes of so many numbers: 1 + 4 / block each."""
-        return numbers * (1 + 4 / self.block)
-
     def encode(self, rows_nc: jax.Array) -> EightBits:
         """Encodes float32 rows; `block` divides their length."""
         blocks = rows_nc.reshape(rows_nc.shape[0], -1, self.block)
