@@ -7,7 +7,7 @@ from functools import cache
 import jax
 import numpy as np
 import pytest
-from helpers import batches_of, compiled_step, mesh_of, tiny, trained
+from helpers import MESHES, batches_of, compiled_step, mesh_of, tiny, trained
 
 import spmdtrain as st
 from spmdtrain.config import ConfigError
@@ -22,13 +22,7 @@ LAYERS = ("model.layers=3", "model.tied=false")
 FROZEN = "finetune.frozen_layers=2"
 LAYOUTS = {
     "one device": (),
-    "data 2 fsdp 2 tensor 2": (
-        "mesh.data=2",
-        "mesh.fsdp=2",
-        "mesh.tensor=2",
-        "train.microbatch=1",
-        "train.zero=1",
-    ),
+    "data 2 fsdp 2 tensor 2, zero": (*MESHES["data 2 fsdp 2 tensor 2"], "train.zero=1"),
     "context 2 data 2": ("mesh.context=2", "mesh.data=2", "train.remat=full"),
 }
 OPTIMIZERS = ("adafactor", "adamw", "lamb", "lion", "muon", "schedule_free_adamw", "sgd")

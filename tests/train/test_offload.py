@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from helpers import tiny, trained
+from helpers import MESHES, tiny, trained
 
 from spmdtrain.config import ConfigError
 from spmdtrain.planner.cost.hardware import hardware
@@ -22,15 +22,7 @@ from spmdtrain.planner.remedy import cheapest_change
 
 pytestmark = pytest.mark.long
 
-LAYOUTS = {
-    "one device": (),
-    "data 2 fsdp 2 tensor 2": (
-        "mesh.data=2",
-        "mesh.fsdp=2",
-        "mesh.tensor=2",
-        "train.microbatch=1",
-    ),
-}
+LAYOUTS = {name: MESHES[name] for name in ("one device", "data 2 fsdp 2 tensor 2")}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
