@@ -214,17 +214,29 @@ def many(tmp_path, written):
 def at_most_open(more):
     """This process can have no more than `more` files open beside those that it has."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    there = os.open(os.devnull, os.O_RDONLY)  # the lowest number that is free
-    os.close(there)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (there + more, limits[1]))
+    with nulls_open(more) as free:  # the lowest numbers that are free; others may lie between
+        limit = free[-1] + 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limits[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_more_files_than_a_process_may_have_open_read_as_one(many):
-    with at_most_open(20):
+@contextlib.contextmanager
+def nulls_open(count):
+    """The null device is open `count` times; gives the descriptors."""
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(count)]
+    try:
+        yield files
+    finally:
+        for file in files:
+            os.close(file)
+
+
+@pytest.mark.parametrize("others", [0, 150])
+def test_more_files_than_a_process_may_have_open_read_as_one(others, many):
+    with nulls_open(others), at_most_open(20):
         corpus = token_corpus([many])
         want = np.repeat(np.arange(MOST_OPEN + 10), 37)
         for start in range(0, len(want), 30):

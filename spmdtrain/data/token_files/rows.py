@@ -18,9 +18,11 @@ import numpy as np
 
 from spmdtrain.config.errors import DataError
 
-# The number of files kept open, or a quarter of the process's limit (often 1024) if that is less.
-# Further rows open their file for every read.
+# The number of files kept open. Further rows open their file for every read.
 MOST_OPEN = 128
+# The share of the process's descriptors (often 1024) that may be in use when a file is kept open.
+# The rest is left to everyone else in the process.
+MOST_IN_USE = 0.75
 MOST_AT_ONCE = 2**30  # bytes; Linux reads no more than 2 GiB in one call
 
 
@@ -98,14 +100,18 @@ class StoredRow:
                 os.posix_fadvise(file, begin, size, os.POSIX_FADV_WILLNEED)
 
     def _descriptor(self) -> int | None:
-        """Returns the file descriptor, kept open; None if the limit is reached."""
+        """Returns the file descriptor, kept open; None if no more are to be kept."""
         if self._open is None and _opened.take():
             try:
-                self._open = os.open(self.path, os.O_RDONLY)
+                file = os.open(self.path, os.O_RDONLY)
             except OSError:
                 _opened.give()
                 raise
-            weakref.finalize(self, _close, self._open)
+            if not _may_be_kept(file):
+                _close(file)
+                return None
+            weakref.finalize(self, _close, file)
+            self._open = file
         return self._open
 
 
@@ -118,9 +124,8 @@ class _Opened:
 
     def take(self) -> bool:
         """Counts one more file unless the limit is reached; returns whether it did."""
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         with self._lock:
-            if self._count >= min(MOST_OPEN, soft // 4 if soft > 0 else MOST_OPEN):
+            if self._count >= MOST_OPEN:
                 return False
             self._count += 1
             return True
@@ -132,6 +137,15 @@ class _Opened:
 
 
 _opened = _Opened()
+
+
+def _may_be_kept(file: int) -> bool:
+    """Whether the process can spare this descriptor.
+
+    A descriptor is the lowest number that was free: all below it are in use, whoever opened them.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return limit == resource.RLIM_INFINITY or file < MOST_IN_USE * limit
 
 
 def _close(file: int) -> None:
