@@ -17,7 +17,7 @@ from spmdtrain.planner.cost.hardware import DEVICES, Hardware
 from spmdtrain.planner.cost.layer_time import layer_time
 from spmdtrain.planner.cost.software import fitted_on
 from spmdtrain.planner.cost.step_time import step_time
-from spmdtrain.planner.cost.workload import MeshShape, ModelShape, Workload
+from spmdtrain.planner.cost.workload import LatentShape, MeshShape, ModelShape, Workload
 
 HERE = Path(__file__).parent
 
@@ -27,6 +27,13 @@ A100 = DEVICES["a100-80"]
 H100 = DEVICES["h100"]
 # Llama 3.1 on the box that torchtitan used: 2.4 TB/s of HBM2e, 500 W.
 H100_96 = replace(H100, name="h100-96", memory=96e9, memory_bandwidth=2.4e12, power_limit=500)
+# Blackwell Ultra as NVIDIA's data sheets of HGX B300 and GB300 NVL72 have it, dense.
+ULTRA = {
+    "b300": replace(
+        DEVICES["b200"], name="b300", bfloat16=2250e12, memory=288e9, memory_bandwidth=8e12
+    ),
+    "gb300": replace(DEVICES["gb200"], name="gb300", memory=288e9),
+}
 
 ASSUMED = {
     "sc21_table1": "network 25 GB/s per device; everything else printed",
@@ -47,9 +54,13 @@ ASSUMED = {
     "175B: fused, vocabulary 50257 padded; "
     "recomputation unprinted: none for 126M, all but matmuls for 5B, full for 175B; "
     "network 25 (A100) and 50 GB/s (H100)",
-    "megatron_bridge_moe_2511": "Qwen3 and gpt-oss, on hardware that is known; sizes of the models "
-    "from their published configs; no recomputation, tokens sent once to a device, interleaving as "
-    "printed",
+    **dict.fromkeys(
+        ("megatron_bridge_moe_2511", "megatron_bridge_moe_2602", "megatron_bridge_moe_2608"),
+        "sizes of the models from their published configs; no recomputation; interleaving as "
+        "printed; how tokens travel from the recipes beside the page: `moe_software`; DeepSeek-V3 "
+        "as 62 layers with experts: the block of its second token as one, and its dense layers, "
+        "whose FLOPs are those of active experts, as well",
+    ),
 }
 
 
@@ -447,7 +458,7 @@ def jax_toolbox_pax(table: Row) -> Iterator[Case]:
         )
 
 
-# Published names -> models with experts. DeepSeek-V3 is missing: its attention is another one.
+# Published names -> models with experts.
 MOE_MODELS = {
     "Qwen3-30B-A3B": qwen3_moe(48, 2048, 32, 768),
     "Qwen3-235B-A22B": qwen3_moe(94, 4096, 64, 1536),
@@ -466,41 +477,91 @@ MOE_MODELS = {
         windows=(128, 0),
         experts=ExpertShape(128, 4, 2880, bucket_factor=1.0, logit_bias=True),
     ),
+    "DeepSeek-V3": ModelShape(
+        layers=62,
+        embed=7168,
+        heads=128,
+        kv_heads=128,
+        head_dim=192,
+        ffn=18432,
+        vocab=129280,
+        gated=True,
+        tied=False,
+        bias=False,
+        layernorm=False,
+        latent=LatentShape(rank=512, query_rank=1536, plain_dim=128, rope_dim=64, value_dim=128),
+        experts=ExpertShape(256, 8, 2048, shared=1, bucket_factor=1.0),
+    ),
 }
 
 
 def megatron_bridge_moe_2511(table: Row) -> Iterator[Case]:
-    # The page says that loads are even, by force.
+    return _megatron_bridge(table)
+
+
+def megatron_bridge_moe_2602(table: Row) -> Iterator[Case]:
+    return _megatron_bridge(table)
+
+
+def megatron_bridge_moe_2608(table: Row) -> Iterator[Case]:
+    return _megatron_bridge(table)
+
+
+def _megatron_bridge(table: Row) -> Iterator[Case]:
+    # The pages say that loads are even, by force.
+    release = int(table["id"].rsplit("_", 1)[1])
     for row in rows(table):
-        if row["model"] not in MOE_MODELS or row["hardware"] not in DEVICES:
-            continue
-        stages, experts = row["pp"], row["ep"]
-        model = MOE_MODELS[row["model"]]
-        mesh = MeshShape(
-            pipeline=stages,
-            data=row["gpus"] // stages // row["tp"] // experts,
-            expert=experts,
-            tensor=row["tp"],
-        )
-        # Embedding and head take the places of layers where they do not divide.
-        short_ends = -model.layers % (stages * row["virtual_stages"]) // 2
-        workload = Workload(
-            model=model,
-            sequence_length=row["sequence"],
-            global_batch=row["global_batch"],
-            microbatch=row["microbatch"],
-            mesh=mesh,
-            matmul="compute" if row["precision"] == "bf16" else "float8",
-            short_ends=short_ends,
-            **interleaved(row["virtual_stages"]),
-        )
+        hardware = (DEVICES | ULTRA)[row["hardware"]]
+        name = moe_software(row, release)
         yield Case(
             table["id"],
             f"{row['model']} {row['hardware']} {row['precision']}",
             row["derived_step_s"],
-            row["hardware"],
-            predictor(workload, DEVICES[row["hardware"]], "megatron-moe"),
+            f"{row['hardware']} {name}",
+            predictor(moe_workload(row), hardware, name),
         )
+
+
+def moe_workload(row: Row) -> Workload:
+    """Returns the workload of a row; `tensor` splits attention, and owns whole experts."""
+    model, stages, tensor = MOE_MODELS[row["model"]], row["pp"], row["tp"]
+    mesh = MeshShape(
+        pipeline=stages,
+        data=row["gpus"] // stages // row["ep"],
+        expert=row["ep"] // tensor,
+        tensor=tensor,
+    )
+    return Workload(
+        model=model,
+        sequence_length=row["sequence"],
+        global_batch=row["global_batch"],
+        microbatch=row["microbatch"],
+        mesh=mesh,
+        matmul="compute" if row["precision"] == "bf16" else "float8",
+        # Embedding and head take the places of layers where they do not divide.
+        short_ends=-model.layers % (stages * row["virtual_stages"]) // 2,
+        sequence_parallel=tensor > 1,
+        experts_over_tensor=tensor > 1,
+        **interleaved(row["virtual_stages"]),
+    )
+
+
+def moe_software(row: Row, release: int) -> str:
+    """Returns the name of the software of a row of the container of year and month `release`.
+
+    On hosts with x86, recipes of 2025 exchange rows by NCCL, and those of Qwen3-235B still do in
+    February 2026: beside the other direction's work where stages are interleaved. All others use
+    Hybrid-EP or DeepEP. Those since June 2026 run whole steps as CUDA graphs, with fused kernels.
+    gpt-oss clamps, which had no kernel before.
+    """
+    if release >= 2606:
+        return "megatron-moe-graphs"
+    if row["model"].startswith("GPT-OSS"):
+        return "megatron-moe-clamps"
+    by_rows = release < 2602 or row["model"].startswith("Qwen3-235B")
+    if row["hardware"].startswith("gb") or not by_rows:
+        return "megatron-moe"
+    return "megatron-moe-beside" if row["virtual_stages"] > 1 else "megatron-moe-rows"
 
 
 MAKERS: Mapping[str, Callable[[Row], Iterator[Case]]] = {
@@ -517,5 +578,7 @@ MAKERS: Mapping[str, Callable[[Row], Iterator[Case]]] = {
         torchtitan_h100_2024,
         jax_toolbox_pax,
         megatron_bridge_moe_2511,
+        megatron_bridge_moe_2602,
+        megatron_bridge_moe_2608,
     )
 }

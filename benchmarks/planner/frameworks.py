@@ -3,7 +3,7 @@
 `software_table` has them all for values of the fitted constants, which fit.py fits.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from spmdtrain.planner.cost.overlap import Overlap, saving
@@ -75,8 +75,7 @@ def software_table(
             {},
         ),
         (megatron_core, {"attention_share": 0.6}),
-        # Loads are even by force in its published runs.
-        (replace(megatron_core, name="megatron-moe", expert_imbalance=1.0), {}),
+        *((software, {}) for software in _with_experts(megatron_core, elementwise)),
         (replace(compiled, name="pax-unfused", attention_share=0.0), {}),
         (replace(compiled, name="pax"), {"attention_share": 0.6}),
         (torchtitan, {"attention_share": 0.6}),
@@ -93,3 +92,39 @@ def software_table(
         }
         for framework, there in frameworks
     }
+
+
+def _with_experts(megatron_core: Software, elementwise: float) -> Iterator[Software]:
+    """Returns Megatron as it trains models with experts, with even loads, in several versions.
+
+    Nothing here is fitted. Of an expert, 6 kernels are its matmuls, and in 8 bits 4 more make
+    arrays narrow and 12 put the scales of operands in order. That a layer has 500 others, launched
+    in 10 us each, is judged by Qwen3-30B-A3B in microbatches of 1 on B200, in which devices wait
+    for their hosts.
+    """
+    one = replace(
+        megatron_core,
+        name="megatron-moe",
+        expert_imbalance=1.0,
+        copies_per="hosts",
+        layer_kernels=500,
+        expert_kernels=6,
+        narrow_kernels=16,
+    )
+    hidden = replace(one.overlap, expert=saving(0.7))
+    by_rows = replace(one, name="megatron-moe-rows", copies_per="rows")
+    yield one
+    yield by_rows
+    # The other direction's work is launched by the same thread, which waits for counts of rows.
+    yield replace(by_rows, name="megatron-moe-beside", overlap=hidden, launches_ahead=False)
+    # A bias, two clamps, the sigmoid and three products, each reads and writes; the backward twice.
+    yield replace(one, name="megatron-moe-clamps", activation_columns=(24, 48))
+    yield replace(
+        one,
+        name="megatron-moe-graphs",
+        elementwise_factor=0.8 * elementwise,  # as `compiled`
+        overlap=hidden,
+        layer_kernels=0,
+        expert_kernels=0,
+        narrow_kernels=0,
+    )

@@ -16,7 +16,7 @@ from spmdtrain.planner.cost import memory
 from spmdtrain.planner.cost.experts import ExpertShape
 from spmdtrain.planner.cost.flops import model_flops_per_token
 from spmdtrain.planner.cost.hardware import DEVICES
-from spmdtrain.planner.cost.software import software
+from spmdtrain.planner.cost.software import Software, software
 from spmdtrain.planner.cost.step_time import step_time
 from spmdtrain.planner.cost.workload import MeshShape, ModelShape, Workload, workload_of
 from spmdtrain.planner.estimate import estimate
@@ -151,6 +151,58 @@ def test_an_uneven_load_costs_time():
     assert even.terms["matmul"] < uneven.terms["matmul"] < worst.terms["matmul"]
     assert even.terms["expert_exchange"] == uneven.terms["expert_exchange"]  # fits the buckets
     assert worst.terms["expert_exchange"] == pytest.approx(4 * even.terms["expert_exchange"])
+
+
+def test_a_token_crosses_the_network_once_for_its_experts_its_devices_or_its_hosts():
+    even = replace(FINE, experts=ExpertShape(count=128, chosen=8, ffn=768, bucket_factor=1.0))
+    found = Workload(even, 4096, 64, 1, MeshShape(expert=64))
+    ours = replace(software("spmdtrain", "h100"), expert_imbalance=1.0)
+    rows, devices, hosts = (
+        step_time(found, H100, replace(ours, copies_per=copies)).terms["expert_exchange"]
+        for copies in ("rows", "devices", "hosts")
+    )
+    assert hosts < devices < rows
+    # 8 hosts of 16 experts each: a token goes to another one unless its 8 experts are elsewhere.
+    across = 7 * 4096 * (1 - comb(112, 8) / comb(128, 8)) * 2048 * 2
+    one_way = across / (0.8 * H100.network_bandwidth)
+    one_way += 7 * H100.network_latency
+    told = found.dispatch().told_bytes * 56 / 63 / (0.8 * H100.network_bandwidth)
+    told += 2 * 56 * H100.network_latency
+    assert hosts / 48 == pytest.approx(5 * one_way + told)
+
+
+def test_kernels_that_a_host_launches_take_time_unless_the_device_is_slower():
+    ours = software("spmdtrain", "h100")
+    each = replace(ours, layer_kernels=500, expert_kernels=6, grouped_share=1.0)
+
+    def launches(tokens: int, how: Software) -> float:
+        found = Workload(FINE, tokens, 8, 1, MeshShape(expert=8))
+        return step_time(found, H100, how).terms["launches"]
+
+    assert launches(64, ours) == 0.0
+    # Too small to take time on the device, 16 experts wait for 596 launches in each of 48 layers.
+    all_launches = 48 * 596 * each.launch_wait
+    assert 0.5 * all_launches < launches(64, each) < all_launches
+    assert launches(16384, each) == 0.0
+    assert launches(16384, replace(each, launches_ahead=False)) == pytest.approx(all_launches)
+    narrow = replace(each, narrow_kernels=16, launches_ahead=False)
+    assert launches(64, narrow) == pytest.approx(all_launches)  # of 16 bits
+
+
+def test_our_experts_multiply_wide_numbers_whatever_the_other_matmuls_do():
+    ours = software("spmdtrain", "h100")
+    wide, narrow = (
+        Workload(FINE, 4096, 8, 1, MeshShape(expert=8), matmul=matmul)
+        for matmul in ("compute", "float8")
+    )
+
+    def saved(how: Software) -> float:
+        return (
+            step_time(wide, H100, how).terms["matmul"]
+            - step_time(narrow, H100, how).terms["matmul"]
+        )
+
+    assert 0 < saved(ours) < saved(replace(ours, narrow_experts=True)) / 2
 
 
 def test_a_plan_says_why_it_has_its_size_of_expert():

@@ -44,6 +44,8 @@ TRAFFIC = [
     sends("all-reduce", "pipeline", 4.0, 1.0),
     sends("all-gather", "fsdp", 5.0, 4.0),
     sends("all-reduce", "data", 6.0, 0.0),
+    sends("all-to-all", "expert", 8.0, 2.0),
+    sends("all-reduce", "expert", 7.0, 7.0),
     sends("all-reduce", "data+fsdp", 9.0, 9.0),
     sends("all-reduce", "none", 0.0, 0.0),
 ]
@@ -51,9 +53,10 @@ TRAFFIC = [
 
 def test_shares_are_of_bytes_by_what_travels():
     found = hidden_shares(TRAFFIC, pipelined=False, collective_matmul=False)
-    assert found == {"tensor": 0.75, "hops": 0.5, "vocabulary": 0.25, "fsdp": 0.8, "data": 0.0}
+    shared = {"hops": 0.5, "vocabulary": 0.25, "data": 0.0, "expert": 0.25}
+    assert found == shared | {"tensor": 0.75, "fsdp": 0.8}
     pieces = hidden_shares(TRAFFIC, pipelined=True, collective_matmul=True)
-    assert pieces == {"collective_matmul": 0.75, "hops": 0.5, "vocabulary": 0.25, "data": 0.0}
+    assert pieces == shared | {"collective_matmul": 0.75}
     assert hidden_shares([], pipelined=False, collective_matmul=False) == {}
 
 

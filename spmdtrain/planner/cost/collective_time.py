@@ -18,7 +18,7 @@ def ring_bandwidth(group: Group, hardware: Hardware, all_cards: bool = True) -> 
     A ring over several hosts uses one network card per member on a host (only one per host without
     `all_cards`).
     """
-    on_a_host = _members_on_a_host(group, hardware)
+    on_a_host = members_on_a_host(group, hardware)
     if on_a_host == group.size:
         return LINK_SHARE * hardware.link_bandwidth
     cards = on_a_host if all_cards else 1
@@ -30,7 +30,7 @@ def ring_latency(group: Group, hardware: Hardware) -> float:
 
     Of the members on a host, one sends to the next host.
     """
-    on_a_host = _members_on_a_host(group, hardware)
+    on_a_host = members_on_a_host(group, hardware)
     if on_a_host == group.size:
         across_hosts = 0
     else:
@@ -39,7 +39,8 @@ def ring_latency(group: Group, hardware: Hardware) -> float:
     return inside_hosts * hardware.link_latency + across_hosts * hardware.network_latency
 
 
-def _members_on_a_host(group: Group, hardware: Hardware) -> int:
+def members_on_a_host(group: Group, hardware: Hardware) -> int:
+    """Returns how many members of the group share a host."""
     # Hosts hold consecutive devices, so members that are far apart share no host.
     return max(1, min(group.size, hardware.per_host // group.stride))
 
@@ -73,12 +74,29 @@ def all_to_all_seconds(sent: float, group: Group, hardware: Hardware) -> float:
     """
     if group.size == 1:
         return 0.0
-    on_a_host = _members_on_a_host(group, hardware)
+    on_a_host = members_on_a_host(group, hardware)
     inside, across = on_a_host - 1, group.size - on_a_host
     each = sent / (group.size - 1)
     links = inside * (each / (LINK_SHARE * hardware.link_bandwidth) + hardware.link_latency)
     network = LINK_SHARE * hardware.network_bandwidth
     return max(links, across * (each / network + hardware.network_latency))
+
+
+def relayed_seconds(sent: float, across: float, group: Group, hardware: Hardware) -> float:
+    """Returns the seconds of an all-to-all whose messages are passed on inside their host.
+
+    A member sends `sent` bytes to members of all hosts in the end, of which only `across` cross the
+    network: once to each host. Both happen at the same time (DeepEP; Hybrid-EP of NVIDIA).
+    """
+    if group.size == 1:
+        return 0.0
+    on_a_host = members_on_a_host(group, hardware)
+    hosts = group.size // on_a_host
+    over_links = (on_a_host - 1) / on_a_host * sent * group.size / (group.size - 1)
+    links = over_links / (LINK_SHARE * hardware.link_bandwidth)
+    links += (on_a_host - 1) * hardware.link_latency
+    network = across / (LINK_SHARE * hardware.network_bandwidth)
+    return max(links, network + (hosts - 1) * hardware.network_latency)
 
 
 def all_reduce_seconds(moved: float, group: Group, hardware: Hardware) -> float:
@@ -98,7 +116,7 @@ def _tree_latency(group: Group, hardware: Hardware) -> float:
 
     The members on a host form a chain.
     """
-    on_a_host = _members_on_a_host(group, hardware)
+    on_a_host = members_on_a_host(group, hardware)
     hosts = math.ceil(group.size / on_a_host)
     levels = math.ceil(math.log2(hosts))
     return (on_a_host - 1) * hardware.link_latency + levels * hardware.network_latency

@@ -114,6 +114,20 @@ class Dispatch:
         """
         return self.rounds * (self.devices - 1) * self.bucket.messages * width * size
 
+    def row_bytes(self, width: int, size: int) -> float:
+        """Returns what a device sends if each of a token's experts gets an own copy of it."""
+        share = (self.devices - 1) / self.devices
+        return share * self.tokens * self.experts.chosen * width * size
+
+    def host_bytes(self, hosts: int, width: int, size: int) -> float:
+        """Returns what a device sends to other hosts if each gets a token once.
+
+        As `bucket_of` counts devices: all sets of experts are equally likely.
+        """
+        count, chosen = self.experts.count, self.experts.chosen
+        absent = math.comb(count - count // hosts, chosen) / math.comb(count, chosen)
+        return (hosts - 1) * self.tokens * (1 - absent) * width * size
+
     @property
     def told_bytes(self) -> float:
         """Returns what a device sends of rows beside their tokens, forward and backward."""

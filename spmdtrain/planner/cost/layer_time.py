@@ -14,6 +14,8 @@ from spmdtrain.planner.cost.collective_time import (
     all_gather_seconds,
     all_reduce_seconds,
     all_to_all_seconds,
+    members_on_a_host,
+    relayed_seconds,
 )
 from spmdtrain.planner.cost.experts import BACKWARD_EXCHANGES, FORWARD_EXCHANGES, Dispatch
 from spmdtrain.planner.cost.hardware import Hardware
@@ -24,7 +26,7 @@ from spmdtrain.planner.cost.kernel_time import (
 )
 from spmdtrain.planner.cost.memory import FLOAT32
 from spmdtrain.planner.cost.overlap import exposed, left_over
-from spmdtrain.planner.cost.software import Software
+from spmdtrain.planner.cost.software import LAUNCH_SECONDS, Software
 from spmdtrain.planner.cost.workload import Group, ModelShape, Workload, bytes_of
 
 
@@ -47,6 +49,7 @@ TERMS = (
     "expert_exchange",
     "recompute",
 )
+FORWARD_KERNELS = 1 / 3  # of those of a layer, as of its matmuls
 ROUTER_PASSES = 6  # over a router's float32 scores: softmax, choice, counts and side losses
 
 
@@ -122,7 +125,34 @@ def _layer_sizes(workload: Workload, tensor: int) -> LayerSizes:
 def _layer_time(sizes: LayerSizes, hardware: Hardware, software: Software) -> Mapping[str, Work]:
     attention = _half_time("attention", sizes, hardware, software)
     mlp = _half_time("mlp", sizes, hardware, software)
-    return {term: add_work(attention[term], mlp[term]) for term in attention}
+    layer = {term: add_work(attention[term], mlp[term]) for term in attention}
+    return layer | {"launches": _launch_wait(sizes, layer, software)}
+
+
+def _launch_wait(sizes: LayerSizes, layer: Mapping[str, Work], software: Software) -> Work:
+    """Returns the seconds in which a device waits for its host to launch a layer's kernels.
+
+    They run beside each other, and the slower one decides: a host cannot run ahead from one layer
+    to the next, since it reads from the device how many rows each expert gets.
+    """
+    if sizes.model.experts is None:
+        return NO_WORK
+    kernels = software.layer_kernels + _expert_kernels(sizes, software)
+    seconds = sizes.model.expert_share * kernels * software.launch_wait
+    beside = add_work(*layer.values()) if software.launches_ahead else NO_WORK
+    return Work(
+        forward=max(0.0, FORWARD_KERNELS * seconds - beside.forward),
+        backward=max(0.0, (1 - FORWARD_KERNELS) * seconds - beside.backward - beside.weight),
+        weight=0.0,
+    )
+
+
+def _expert_kernels(sizes: LayerSizes, software: Software) -> int:
+    """Returns the kernels of all experts of a device, if each has its own."""
+    assert sizes.model.experts is not None, "a model with experts"
+    is_narrow = sizes.matmul != "compute" and software.narrow_experts
+    each = software.expert_kernels + is_narrow * software.narrow_kernels
+    return each * max(1, sizes.model.experts.count // sizes.exchange.size)
 
 
 class _Half(NamedTuple):
@@ -309,24 +339,15 @@ def _mlp_half(sizes: LayerSizes, hardware: Hardware, software: Software) -> _Hal
 
 
 def _expert_time(sizes: LayerSizes, hardware: Hardware, software: Software) -> Mapping[str, Work]:
-    """Returns term -> work of the router and the experts of a layer that has them.
-
-    Nothing of it hides beside other work, as far as is known.
-    """
-    model, experts = sizes.model, sizes.model.experts
+    """Returns term -> work of the router and the experts of a layer that has them."""
+    experts = sizes.model.experts
     assert experts is not None, "a model with experts"
     slices = sizes.tensor if sizes.experts_over_tensor else 1
     tokens = -(-sizes.tokens // slices)
     dispatch = Dispatch(experts, tokens, sizes.exchange.size, software.expert_imbalance)
-    size = bytes_of(sizes.dtype)
-
-    def exchanged(sent: float) -> float:
-        # `sent` is that of all rounds, and each of them waits for its messages.
-        rounds = dispatch.rounds
-        return rounds * all_to_all_seconds(sent / rounds, sizes.exchange, hardware)
-
-    once = exchanged(dispatch.sent_bytes(model.embed, size))
-    told = exchanged(dispatch.told_bytes / 2)
+    once = _exchange_seconds(sizes, dispatch, hardware, software)
+    told = _in_rounds(dispatch.told_bytes / 2, dispatch, sizes, hardware)
+    once, told = (exposed(seconds, software.overlap.expert) for seconds in (once, told))
     back = FORWARD_EXCHANGES if software.keeps_dispatched else BACKWARD_EXCHANGES
     router = _router_work(sizes, hardware, software)
     elementwise = _dispatch_passes(sizes, dispatch, hardware, software)
@@ -337,6 +358,27 @@ def _expert_time(sizes: LayerSizes, hardware: Hardware, software: Software) -> M
         "expert_exchange": Work(FORWARD_EXCHANGES * once + told, back * once + told, 0.0),
         "recompute": Work(0.0, router.forward if sizes.remat == "full" else 0.0, 0.0),
     }
+
+
+def _exchange_seconds(
+    sizes: LayerSizes, dispatch: Dispatch, hardware: Hardware, software: Software
+) -> float:
+    """Returns the seconds in which all tokens travel one way."""
+    width, size = sizes.model.embed, bytes_of(sizes.dtype)
+    if software.copies_per == "rows":
+        return all_to_all_seconds(dispatch.row_bytes(width, size), sizes.exchange, hardware)
+    sent = dispatch.sent_bytes(width, size)
+    if software.copies_per == "devices":
+        return _in_rounds(sent, dispatch, sizes, hardware)
+    hosts = sizes.exchange.size // members_on_a_host(sizes.exchange, hardware)
+    across = dispatch.host_bytes(hosts, width, size)
+    return relayed_seconds(sent, across, sizes.exchange, hardware)
+
+
+def _in_rounds(sent: float, dispatch: Dispatch, sizes: LayerSizes, hardware: Hardware) -> float:
+    """Returns the seconds of sending what all rounds send; each of them waits for its messages."""
+    rounds = dispatch.rounds
+    return rounds * all_to_all_seconds(sent / rounds, sizes.exchange, hardware)
 
 
 def _router_work(sizes: LayerSizes, hardware: Hardware, software: Software) -> Work:
@@ -360,18 +402,38 @@ def _grouped_work(
     ffn = experts.ffn // (1 if sizes.experts_over_tensor else sizes.tensor)
     up_width = ffn * (2 if model.gated else 1)
     rows, embed = dispatch.rows_of_expert, model.embed
+    is_narrow = sizes.matmul != "compute" and software.narrow_experts
     seconds = partial(
         matmul_seconds,
         hardware=hardware,
         software=replace(software, matmul_share=software.grouped_share * software.matmul_share),
-        dtype=sizes.dtype if sizes.matmul == "compute" else sizes.matmul,
+        dtype=sizes.matmul if is_narrow else sizes.dtype,
         count=dispatch.own,
     )
     up, down = seconds(rows, up_width, embed), seconds(rows, embed, ffn)
     backward = seconds(rows, embed, up_width) + seconds(rows, ffn, embed)
     again = 0.0 if software.keeps_dispatched else up
     weight = seconds(embed, up_width, rows) + seconds(ffn, embed, rows)
-    return Work(up + down, backward + again, weight)
+    starts = LAUNCH_SECONDS * _expert_kernels(sizes, software)
+    work = Work(
+        forward=up + down + FORWARD_KERNELS * starts,
+        backward=backward + again + (1 - FORWARD_KERNELS) * starts,
+        weight=weight,
+    )
+    if not is_narrow:
+        return work
+    moved = _narrowing_bytes(sizes.dtype) * dispatch.own * rows
+    forward = memory_seconds(moved * (embed + ffn), hardware)
+    backward = memory_seconds(moved * (embed + up_width), hardware)
+    return add_work(work, Work(forward, backward, 0.0))
+
+
+def _narrowing_bytes(dtype: str) -> int:
+    """Returns the bytes moved for a number that is read for the largest, and again to be written.
+
+    It is written in 8 bits.
+    """
+    return 2 * bytes_of(dtype) + 1
 
 
 def _dispatch_passes(
@@ -390,6 +452,8 @@ def _dispatch_passes(
     there = 2 * token * (dispatch.messages + dispatch.padded)
     back = token * (dispatch.padded + 2 * dispatch.messages + 2 * dispatch.tokens)
     forward_columns, backward_columns = (3, 5) if model.gated else (2, 3)
+    if software.activation_columns:
+        forward_columns, backward_columns = software.activation_columns
     column = size * ffn * dispatch.rounds * dispatch.padded
     if not software.keeps_dispatched:
         backward_columns += forward_columns
@@ -434,8 +498,7 @@ def _matmul_work(
     )
     if sizes.matmul == "compute":
         return work
-    # An array is read for its largest number, and again to be written in 8 bits.
-    moved = 2 * bytes_of(sizes.dtype) + 1
+    moved = _narrowing_bytes(sizes.dtype)
     operands = sizes.tokens * inner + inner * columns
     scaling = Work(
         forward=memory_seconds(moved * operands, hardware),

@@ -28,6 +28,7 @@ class Overlap:
     tensor: float = 0.0  # activations over `tensor`, around whole matmuls
     collective_matmul: float = 1.0  # the same, around matmuls in pieces
     context: float = 0.0  # keys, values and their gradients
+    expert: float = 0.0  # tokens on their way to their experts and back
     fsdp: float | None = None  # weights and their gradients; None: of all layers but the first
     data: float = 0.0  # gradients, and with ZeRO-1 new weights
     vocabulary: float = 0.0  # sums over `pipeline`
@@ -69,6 +70,8 @@ def hidden_shares(
             kind = "collective_matmul"
         elif kind == "fsdp" and pipelined:
             continue
+        elif kind == "expert" and each["kind"] != "all-to-all":
+            continue  # gradients of weights that `expert` does not own
         if kind in kinds:
             sent[kind] += each["sent"]
             hidden[kind] += each["sent_beside_work"]

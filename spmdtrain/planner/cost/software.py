@@ -57,6 +57,20 @@ class Software:
     grouped_share: float = 0.8  # of a dense matmul's rate, of one that takes each row's expert
     expert_imbalance: float = 1.2  # rows of the fullest device over the mean
     keeps_dispatched: bool = True  # what arrived is kept, and not sent and computed again
+    # What holds the copies of a token that travel: "rows", one for each of its experts; "devices",
+    # one for each device that has some of them; "hosts", one for each host, which passes it on.
+    copies_per: str = "devices"
+    narrow_experts: bool = True  # experts' matmuls are in 8 bits where others are
+    # Kernels of a layer with experts, forward and backward, then more for each expert that a device
+    # has, and more of these in 8 bits. 0: a compiled step, of which a host launches none by itself.
+    layer_kernels: int = 0
+    expert_kernels: int = 0
+    narrow_kernels: int = 0
+    launches_ahead: bool = True  # False: a device waits for all launches, and not for late ones
+    # Columns as wide as an expert that its activation moves, forward and backward; None: in one
+    # kernel, as the mlp's.
+    activation_columns: tuple[int, int] | None = None
+    launch_wait: float = 10e-6  # s in which a host launches one of them
 
 
 # Fitted on the training tables of benchmarks/planner/split.toml: (value, standard error).
@@ -110,6 +124,7 @@ def our_software(
         host_seconds=0.002,
         grouped_share=0.6,
         keeps_dispatched=False,
+        narrow_experts=False,
     )
     on_a100 = replace(
         on_h100, matmul_share=a100_matmul, attention_share=0.6, overlap=fleet_overlap("a100")

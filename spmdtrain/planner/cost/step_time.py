@@ -45,6 +45,7 @@ BOUND_BY: Mapping[str, str] = {
     "attention": "compute",  # scores, softmax and values
     "elementwise": "memory",  # norms, residuals and activation functions
     "recompute": "compute",  # repeated by remat
+    "launches": "host",  # of kernels, where they take longer than the kernels
     "head": "compute",  # logits, loss and their gradients
     "embedding": "memory",
     "tensor_collectives": "network",  # sums of activations over `tensor`
