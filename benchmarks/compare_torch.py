@@ -95,7 +95,8 @@ def ours(config: RunConfig, chosen: argparse.Namespace) -> dict[str, Any]:
 
     from spmdtrain.models.size import train_flops_per_token
     from spmdtrain.running.report.metrics import peak_flops
-    from spmdtrain.train.setup import init_state, shard
+    from spmdtrain.train.fresh import init_state
+    from spmdtrain.train.shard import shard
 
     device = jax.devices()[0]
     if device.platform == "cpu" and not chosen.dry:

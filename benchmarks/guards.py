@@ -59,7 +59,8 @@ from spmdtrain.running.guards.replicas import ReplicaCheck
 from spmdtrain.running.guards.stragglers import Stragglers
 from spmdtrain.running.record.feed import Feed
 from spmdtrain.running.saves import Saves
-from spmdtrain.train.setup import init_state, shard
+from spmdtrain.train.fresh import init_state
+from spmdtrain.train.shard import shard
 
 DEVICES = 2
 LIMIT_MS = 1.0  # of the host, in each step

@@ -55,7 +55,8 @@ from spmdtrain.running.record.feed import Feed
 from spmdtrain.running.report.reporter import Reporter
 from spmdtrain.running.saves import Saves
 from spmdtrain.running.steps import train as train_steps
-from spmdtrain.train.setup import init_state, shard
+from spmdtrain.train.fresh import init_state
+from spmdtrain.train.shard import shard
 
 LIMIT = 1.03  # largest ratio loop / bare that we accept
 LOSS_TOLERANCE = 1e-4  # relative, float32: sums in another order, over a few hundred steps

@@ -49,7 +49,8 @@ from spmdtrain.parallel.axes import batch_shards
 from spmdtrain.parallel.mesh import build_mesh
 from spmdtrain.train.batch import batch_sharding
 from spmdtrain.train.gradients import grad_pipeline
-from spmdtrain.train.setup import parameter_specs, shard_on
+from spmdtrain.train.resting import parameter_specs
+from spmdtrain.train.shard import shard_on
 
 # Largest ratio interleaved / circular of the temporaries, full, at 32 microbatches.
 MEMORY_LIMIT = 0.5

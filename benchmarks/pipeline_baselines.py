@@ -32,7 +32,8 @@ from spmdtrain.parallel.reduce import psum_tree
 from spmdtrain.parallel.regions import MANUAL_AXES, manual_region
 from spmdtrain.parallel.specs import drop_axes, keep_axes
 from spmdtrain.train.gradients.forward import make_context, make_head_losses
-from spmdtrain.train.setup import Setup, parameter_specs
+from spmdtrain.train.resting import parameter_specs
+from spmdtrain.train.setup import Setup
 
 AXIS = "pipeline"
 

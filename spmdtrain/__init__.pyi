@@ -28,11 +28,11 @@ from .running.loop import Outcome as Outcome
 from .running.loop import run as run
 from .running.save_state import save as save
 from .train.evaluation import make_evaluate as make_evaluate
+from .train.fresh import init_state as init_state
 from .train.gradients.differentiable import make_gradients as make_gradients
 from .train.gradients.differentiable import make_loss as make_loss
 from .train.setup import Setup as Setup
-from .train.setup import init_state as init_state
-from .train.setup import shard as shard
+from .train.shard import shard as shard
 from .train.state import TrainState as TrainState
 from .train.step import make_eval_step as make_eval_step
 from .train.step import make_step as make_step

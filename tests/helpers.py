@@ -18,7 +18,9 @@ from spmdtrain.parallel.axes import AXES
 from spmdtrain.running.compile_step import lower_step
 from spmdtrain.running.device_batches import batches
 from spmdtrain.train.compared.in_order import placed_arrays, plain_arrays
-from spmdtrain.train.setup import Setup, init_state, shard
+from spmdtrain.train.fresh import init_state
+from spmdtrain.train.setup import Setup
+from spmdtrain.train.shard import shard
 from spmdtrain.train.state import TrainState
 from spmdtrain.train.step import make_gradients
 

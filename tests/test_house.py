@@ -261,8 +261,6 @@ def test_no_two_files_of_tests_share_a_name():
 MOST_FILES = 12  # in a room
 MOST_IMPORTS = 15  # of ours, in a file of the rooms where everything meets
 MEETING = ("spmdtrain.running", "spmdtrain.train")
-# Config meets devices here, once, so that it does nowhere else.
-MANY_IMPORTS = {"spmdtrain.train.setup": 23}
 
 
 def sources(root: Path) -> dict[str, Path]:
@@ -284,9 +282,8 @@ def over_budget(root: Path) -> list[str]:
         tree = ast.parse(path.read_text())
         names = {name for _, name in imported(tree, module.rpartition(".")[0])}
         ours = {name if name in files else name.rpartition(".")[0] for name in names} & set(files)
-        most = MANY_IMPORTS.get(module, MOST_IMPORTS)
-        if module.startswith(MEETING) and len(ours) > most:
-            found.append(f"{module} imports {len(ours)} files of ours, more than {most}")
+        if module.startswith(MEETING) and len(ours) > MOST_IMPORTS:
+            found.append(f"{module} imports {len(ours)} files of ours, more than {MOST_IMPORTS}")
         for node in tree.body:
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(module)

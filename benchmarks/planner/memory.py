@@ -97,7 +97,7 @@ def on_cpu(layouts: list[str]) -> None:
     """
     import jax
 
-    from spmdtrain.train.setup import shard
+    from spmdtrain.train.shard import shard
     from spmdtrain.train.step import make_step
 
     exact_ones = 0

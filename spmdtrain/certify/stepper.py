@@ -18,7 +18,9 @@ from spmdtrain.running.device_batches import batches
 from spmdtrain.train.batch import OF_SEQUENCES
 from spmdtrain.train.compared.in_order import Plain, placed_state, plain_arrays, plain_state
 from spmdtrain.train.compared.watched import make_watched_step
-from spmdtrain.train.setup import Setup, init_state, shard
+from spmdtrain.train.fresh import init_state
+from spmdtrain.train.setup import Setup
+from spmdtrain.train.shard import shard
 
 HostBatch = dict[str, np.ndarray]
 

@@ -21,7 +21,7 @@ from spmdtrain.data.source import Data, open_data
 from spmdtrain.inference.sample import make_logits
 from spmdtrain.running.device_batches import batches
 from spmdtrain.train.compared.in_order import placed_arrays, plain_arrays
-from spmdtrain.train.setup import init_state
+from spmdtrain.train.fresh import init_state
 from spmdtrain.train.step import make_step
 from spmdtrain.train.updates.kinds import Kind, kind_of
 

@@ -82,9 +82,10 @@ from spmdtrain.config.errors import (
 from spmdtrain.config.run_files import CHECKPOINTS
 from spmdtrain.pipeline.layout import StageLayout
 from spmdtrain.processes.processes import any_process, this_process
-from spmdtrain.train import ema, items
-from spmdtrain.train.item import Item, Value, as_parameters
-from spmdtrain.train.setup import Setup, with_items_begun
+from spmdtrain.train.fresh import with_items_begun
+from spmdtrain.train.items import ema, items
+from spmdtrain.train.items.item import Item, Value, as_parameters
+from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ from spmdtrain.config.schema import MeshConfig, RunConfig
 from spmdtrain.data.tokenizers.tokenizer import Tokenizer, from_spec
 from spmdtrain.models.choose import MakeModel, check_make
 from spmdtrain.parallel.axes import BATCH_AXES, batch_shards
-from spmdtrain.train.setup import Setup, shard
+from spmdtrain.train.setup import Setup
+from spmdtrain.train.shard import shard
 
 # What may be set when a run is read: what belongs to the devices, not to the run.
 OF_DEVICES = ("mesh.", "rules.", "model.attention")

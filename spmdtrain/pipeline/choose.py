@@ -1,6 +1,7 @@
 """Finds the table that a run's settings ask for: a named schedule, or one in a file."""
 
 from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.schema import RunConfig
 from spmdtrain.pipeline import file, schedule
 from spmdtrain.pipeline.schedule import Table
 
@@ -24,4 +25,17 @@ def choose_table(kind: str, stages: int, chunks: int, microbatches: int) -> Tabl
                 fix="mesh.pipeline, pipeline.chunks and "
                 "train.global_batch / train.microbatch as in the file",
             )
+    return table
+
+
+def pipeline_schedule(config: RunConfig, stages: int, accumulation: int) -> Table:
+    """Returns the schedule that the run asks for, of `accumulation` microbatches."""
+    asked = config.pipeline
+    table = choose_table(asked.schedule, stages, asked.chunks, accumulation)
+    if table.split and config.train.remat != "none":
+        raise ConfigError(
+            f"train.remat={config.train.remat!r}: "
+            f"{asked.schedule!r} takes a layer's backward apart",
+            fix="--set train.remat=none",
+        )
     return table

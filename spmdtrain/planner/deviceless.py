@@ -42,7 +42,7 @@ def executable(config: RunConfig, sizes: dict[str, int], device: Hardware) -> tu
     """Returns (the compiled step, a jax.stages.Compiled that cannot run; its mesh)."""
     import jax
 
-    from spmdtrain.train.setup import shard
+    from spmdtrain.train.shard import shard
     from spmdtrain.train.step import make_step
 
     config = config.model_copy(update={"mesh": config.mesh.model_copy(update=sizes)})

@@ -75,7 +75,7 @@ class OwnModel:
         import jax
 
         from spmdtrain.parallel.mesh import AXES
-        from spmdtrain.train.setup import lay_to_rest
+        from spmdtrain.train.resting import lay_to_rest
         from spmdtrain.train.state import bytes_per_device, resting_bytes
 
         mesh: Any = jax.sharding.AbstractMesh(tuple(mesh_shape.sizes[axis] for axis in AXES), AXES)

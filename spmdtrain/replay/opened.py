@@ -27,7 +27,9 @@ from spmdtrain.replay.written import WrittenRun, read_written
 from spmdtrain.running.compile_step import compile_step, lower_step
 from spmdtrain.running.start import kernels
 from spmdtrain.running.start.other_run import naming_settings, recorded
-from spmdtrain.train.setup import Setup, init_state, shard, shard_on
+from spmdtrain.train.fresh import init_state
+from spmdtrain.train.setup import Setup
+from spmdtrain.train.shard import shard, shard_on
 from spmdtrain.train.state import TrainState
 
 # What may be set for a replay: where it computes, and never what.

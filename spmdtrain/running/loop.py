@@ -32,7 +32,7 @@ from spmdtrain.running.start.compiling import compiled_step
 from spmdtrain.running.start.prepare import prepare
 from spmdtrain.running.start.session import open_session
 from spmdtrain.running.steps import train_with_returns
-from spmdtrain.train.setup import shard
+from spmdtrain.train.shard import shard
 
 
 def run(  # noqa: PLR0913 - one keyword for each thing that a caller may replace

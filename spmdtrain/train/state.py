@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import AbstractModel, cast_floating
 from spmdtrain.parallel.padding import Padding, Shape
-from spmdtrain.train import items
-from spmdtrain.train.item import Specs, Start
-from spmdtrain.train.items import Values, at_rest
+from spmdtrain.train.items import items
+from spmdtrain.train.items.item import Specs, Start
+from spmdtrain.train.items.items import Values, at_rest
 from spmdtrain.train.updates import optimizers
 
 
@@ -28,7 +28,7 @@ class TrainState:
     """The training state between steps, its dicts by dotted parameter path.
 
     `step`: optimizer steps done. Frozen parameters have no `opt_state`. `items`: the other values
-    that the settings ask for, by name; those items of train/items.py that begin with a value.
+    that the settings ask for, by name; those items of train/items/items.py that begin with a value.
     """
 
     step: jax.Array

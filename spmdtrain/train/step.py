@@ -14,13 +14,13 @@ import jax.numpy as jnp
 
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import matmuls
-from spmdtrain.train import items, loss_scale, spikes
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.corrupt import make_corrupt
 from spmdtrain.train.given.arrays import Checked, check_batch, check_params, check_state_here
 from spmdtrain.train.gradients import grad_accumulation, grad_pipeline
 from spmdtrain.train.gradients.sums import means, number_of
-from spmdtrain.train.item import Metrics, Taken
+from spmdtrain.train.items import items, loss_scale, spikes
+from spmdtrain.train.items.item import Metrics, Taken
 from spmdtrain.train.setup import Setup, check_setup
 from spmdtrain.train.state import TrainState
 from spmdtrain.train.updates import optimizers
@@ -72,7 +72,7 @@ def traced_step(setup: Setup, see: See | None = None) -> Callable[..., Any]:
         updates, opt_state = _update(setup, gradients, state, rate)
         if see:
             see(found_gradients, updates)
-        key = setup.rounding_key(state.step)
+        key = optimizers.rounding_key(config, state.step)
         params = optimizers.apply(setup.update_rules, state.params, updates, rate, key)
         found = means(setup, sums, gradients)
         metrics = found | {"grad_norm": norm, "learning_rate": rate}

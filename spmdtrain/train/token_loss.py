@@ -15,8 +15,9 @@ from pallas_kernels.loss import linear_cross_entropy, linear_token_loss
 from spmdtrain.compiled.parts import part
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig, TrainConfig
+from spmdtrain.models.abstract import AbstractModel
 from spmdtrain.models.logits import logit_shape
-from spmdtrain.train import items
+from spmdtrain.train.items import items
 
 Losses = dict[str, jax.Array]  # by name, float32
 # What a user may give: (logits [b, t, v], targets [b, t]) -> losses [b, t], one array of them or
@@ -75,6 +76,24 @@ def check(config: TrainConfig, own: TokenLoss, vocab: int) -> None:
         raise ConfigError(
             what, fix=f"only jax.numpy, and jnp.where instead of if: {TAKES}"
         ) from None
+
+
+def check_multi_token(config: RunConfig, model: AbstractModel, stages: int) -> None:
+    """Refuses runs in which no further tokens can be predicted."""
+    if config.model.multi_token is None:
+        return
+    if stages > 1:
+        why = f"on mesh.pipeline={stages}: each of its stages would run the further blocks"
+    elif config.train.learns_pairs:
+        why = f"with train.preference={config.train.preference!r}, a loss of whole answers"
+    elif model.corrupt is not None:
+        why = "with a model that restores tokens"
+    elif not hasattr(model.bind({}), "predict_further"):
+        why = "with a model that has no predict_further"
+    else:
+        return
+    fix = "--set model.multi_token=none"
+    raise ConfigError(f"model.multi_token does not go {why}", fix=fix)
 
 
 @part("head")

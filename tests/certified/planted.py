@@ -142,7 +142,7 @@ ANEW = (
     ),
     Breakage(
         "what stages share is summed over all axes but theirs",
-        "train/setup.py",
+        "train/exchange.py",
         "reduced = [axis for axis in MANUAL_AXES if mesh.shape[axis] > 1]",
         'reduced = [axis for axis in MANUAL_AXES if mesh.shape[axis] > 1 and axis != "pipeline"]',
         NONE,

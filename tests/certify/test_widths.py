@@ -25,7 +25,7 @@ from spmdtrain.cli import main
 from spmdtrain.config import REFUSED, ConfigError, RunConfig
 from spmdtrain.config.schema import AdamW, Lion, Muon, TransformerConfig
 from spmdtrain.models.abstract import Parameter
-from spmdtrain.train.setup import shard
+from spmdtrain.train.shard import shard
 from spmdtrain.train.updates import shipped_optimizers
 from spmdtrain.train.updates.kinds import kind_of, width_rate
 

@@ -24,7 +24,8 @@ from spmdtrain.cli import main
 from spmdtrain.config.errors import CheckpointError, DamagedError
 from spmdtrain.config.schema import CheckpointConfig
 from spmdtrain.running import loop
-from spmdtrain.train.setup import Setup, shard
+from spmdtrain.train.setup import Setup
+from spmdtrain.train.shard import shard
 
 pytestmark = pytest.mark.long
 

@@ -18,7 +18,7 @@ from spmdtrain.checkpoints import restore
 from spmdtrain.checkpoints.store import Checkpoints
 from spmdtrain.config.errors import UserError
 from spmdtrain.running import loop
-from spmdtrain.train.setup import shard
+from spmdtrain.train.shard import shard
 
 pytestmark = pytest.mark.long
 

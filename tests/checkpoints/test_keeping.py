@@ -22,7 +22,8 @@ from spmdtrain.inference import tasks
 from spmdtrain.launch.launch import going_on
 from spmdtrain.running import loop
 from spmdtrain.running.save_state import save
-from spmdtrain.train.setup import init_state, shard
+from spmdtrain.train.fresh import init_state
+from spmdtrain.train.shard import shard
 
 SETTINGS = (
     "train.steps=8",

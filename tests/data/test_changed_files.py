@@ -20,7 +20,7 @@ from spmdtrain.data.prepare.token_writer import TokenWriter
 from spmdtrain.data.source import CorpusData, open_data
 from spmdtrain.data.token_files.blocks import BLOCK_BYTES, BLOCKS, COVERED, hash_of_blocks
 from spmdtrain.data.tokenizers.tokenizer import open_tokenizer
-from spmdtrain.train.setup import shard
+from spmdtrain.train.shard import shard
 
 TOKENS = 5000
 

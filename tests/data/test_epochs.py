@@ -16,7 +16,8 @@ from spmdtrain.data.batches import batch_ids
 from spmdtrain.data.epochs import counted_in_steps
 from spmdtrain.data.source import CorpusData, Source, open_data
 from spmdtrain.running.loop import run
-from spmdtrain.train.setup import init_state, shard
+from spmdtrain.train.fresh import init_state
+from spmdtrain.train.shard import shard
 
 
 class Data:

@@ -25,7 +25,7 @@ from spmdtrain.checkpoints.store import Checkpoints
 from spmdtrain.config import CheckpointError
 from spmdtrain.config.schema import CheckpointConfig
 from spmdtrain.running import loop
-from spmdtrain.train.setup import shard
+from spmdtrain.train.shard import shard
 
 SAVED = ("train.steps=3", "checkpoint.every=1", "checkpoint.keep=3", *SMALLEST)
 NEWEST = 3

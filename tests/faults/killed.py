@@ -35,7 +35,7 @@ from spmdtrain.data.source import open_data
 from spmdtrain.launch.launch import EXIT_SECONDS
 from spmdtrain.launch.ranks import TERM_SECONDS
 from spmdtrain.running import loop
-from spmdtrain.train.setup import shard
+from spmdtrain.train.shard import shard
 
 EACH_STEP = (ENDLESS, "checkpoint.every=1", *SMALLEST)
 PAIR = 2  # processes

@@ -21,7 +21,8 @@ from faults.two_processes import STEP
 from spmdtrain.config import CorruptedError
 from spmdtrain.running import loop
 from spmdtrain.running.guards.replicas import ReplicaCheck
-from spmdtrain.train.setup import init_state, shard
+from spmdtrain.train.fresh import init_state
+from spmdtrain.train.shard import shard
 
 
 def bad_steps(folder: Path, turns: Turns) -> Figures:

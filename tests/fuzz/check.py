@@ -31,7 +31,7 @@ from fuzz.runs import Run, Stop, lines_of, run
 from fuzz.settings import BASE_FILE, Values, overrides
 from spmdtrain.config import RunConfig, UserError, load
 from spmdtrain.data.source import open_data
-from spmdtrain.train.setup import shard
+from spmdtrain.train.shard import shard
 
 ADVICE = re.compile(
     r"--set ((?:rules|pipeline|train\.microbatch|train\.remat|model\.attention)[\w.]*)=([\w,]*)"

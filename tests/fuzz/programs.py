@@ -20,7 +20,9 @@ from spmdtrain.running import loop
 from spmdtrain.running.compile_step import compile_step, lower_step
 from spmdtrain.running.start import begin, compiling, session
 from spmdtrain.train import evaluation
-from spmdtrain.train.setup import Setup, init_state, shard
+from spmdtrain.train.fresh import init_state
+from spmdtrain.train.setup import Setup
+from spmdtrain.train.shard import shard
 
 WITHOUT = ("checkpoint", "log", "eval")  # sections that no program depends on
 KEPT = 24  # the layouts of a few neighbouring draws, and of their changed settings

@@ -28,7 +28,7 @@ from spmdtrain.running.published.as_run import model_config
 from spmdtrain.running.published.export_run import export_run
 from spmdtrain.running.published.import_model import import_model
 from spmdtrain.running.published.read_weights import read_weights
-from spmdtrain.train.setup import shard
+from spmdtrain.train.shard import shard
 
 MESHES = {
     "fsdp 2 tensor 2 data 2": ("mesh.fsdp=2", "mesh.tensor=2", "mesh.data=2", "train.zero=1"),

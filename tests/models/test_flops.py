@@ -24,7 +24,7 @@ from spmdtrain.models.transformer import Transformer
 from spmdtrain.planner.cost.flops import model_flops_per_token
 from spmdtrain.planner.cost.workload import model_shape, trained_part
 from spmdtrain.running.report import metrics
-from spmdtrain.train.setup import shard
+from spmdtrain.train.shard import shard
 from spmdtrain.train.step import make_gradients
 
 

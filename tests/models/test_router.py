@@ -11,7 +11,8 @@ from helpers import batches_of, initial_weights, prepared
 from spmdtrain.config.schema import ExpertsConfig
 from spmdtrain.models.layers.router import best_experts
 from spmdtrain.train.compared.in_order import placed_arrays
-from spmdtrain.train.setup import Setup, init_state
+from spmdtrain.train.fresh import init_state
+from spmdtrain.train.setup import Setup
 from spmdtrain.train.step import make_gradients, make_step
 from spmdtrain.train.updates.router_load import deviation_sign
 

@@ -349,7 +349,7 @@ BREAKAGES = [
     ),
     Breakage(
         "a weight has one gradient for all parts of the tokens",
-        "train/setup.py",
+        "train/exchange.py",
         "        return copies_of(rules, specs[path], parameter.stacked)\n",
         "        return Copies()\n",
         f"{LAYOUTS} -k gradients_of_matmuls",
@@ -450,8 +450,8 @@ BREAKAGES = [
     ),
     Breakage(
         "a gathered weight is summed over a second time",
-        "train/setup.py",
-        "scattered = gathered[path] if table is None else ()",
+        "train/exchange.py",
+        "scattered = by_layers.get(path, ())",
         "scattered = ()",
         f"{LAYOUTS} -k every_gradient",
     ),
@@ -471,7 +471,7 @@ BREAKAGES = [
     ),
     Breakage(
         "ZeRO-1 splits nothing",
-        "train/setup.py",
+        "train/resting.py",
         "if zero and data > 1:",
         "if zero and data > 99:",
         f"{LAYOUTS} -k zero_halves",
@@ -494,7 +494,7 @@ BREAKAGES = [
     ),
     Breakage(
         "all seeds begin with the same weights",
-        "train/setup.py",
+        "train/fresh.py",
         'random_key(setup.config.train.seed, "init")',
         'random_key(0, "init")',
         NOISE,
@@ -579,7 +579,7 @@ BREAKAGES = [
     ),
     Breakage(
         "good steps before an overflow count on after it",
-        "train/loss_scale.py",
+        "train/items/loss_scale.py",
         "good_steps = jnp.where(jnp.isfinite(grad_norm), loss_scale.good_steps + 1, 0)",
         "good_steps = loss_scale.good_steps + 1",
         f"{LOSS_SCALE} -k count_anew",
@@ -628,14 +628,14 @@ BREAKAGES = [
     ),
     Breakage(
         "the average of narrow weights is narrow",
-        "train/ema.py",
+        "train/items/ema.py",
         "return average + (1 - decay) * (x.astype(jnp.float32) - average)",
         "return (average + (1 - decay) * (x - average)).astype(x.dtype)",
         f"{EMA} -k float32",
     ),
     Breakage(
         "a skipped step moves the average of the weights",
-        "train/items.py",
+        "train/items/items.py",
         'if taken.good is not None and item.when_skipped == "keep":',
         'if taken.good is not None and item.when_skipped != "keep":',
         "tests/running/guards/test_guard.py",
@@ -649,7 +649,7 @@ BREAKAGES = [
     ),
     Breakage(
         "every device holds what is of one shard of the data",
-        "train/item.py",
+        "train/items/item.py",
         'return P("data", *drop_axes(("data",), start.specs[name]))',
         "return P()",
         "tests/train/test_items.py -k holds_its_own",
@@ -912,21 +912,21 @@ BREAKAGES = [
     ),
     Breakage(
         "a skipped step changes the state of the optimizer",
-        "train/items.py",
+        "train/items/items.py",
         "lambda new, old: jnp.where(good, new, old),",
         "lambda new, old: jnp.where(good | (new.ndim == 0), new, old),",
         "tests/running/guards/test_guard.py",
     ),
     Breakage(
         "a bad step is remembered among the good ones",
-        "train/spikes.py",
+        "train/items/spikes.py",
         "return jnp.where(good, jnp.concatenate([recent[1:], figures[None]]), recent)",
         "return jnp.concatenate([recent[1:], figures[None]])",
         "tests/running/guards/test_spikes.py",
     ),
     Breakage(
         "the figures of the last good steps do not survive a resume",
-        "train/spikes.py",
+        "train/items/spikes.py",
         "recent[-len(newest) :] = newest",
         "recent[: len(newest)] = newest",
         "tests/running/guards/test_spikes.py -k resumed",

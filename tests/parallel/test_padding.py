@@ -16,7 +16,8 @@ from spmdtrain.inference.sample import Choice
 from spmdtrain.parallel.axes import make_rules
 from spmdtrain.parallel.mesh import AXES
 from spmdtrain.parallel.padding import Padding, pad_vocabulary
-from spmdtrain.train.setup import init_state, shard_on
+from spmdtrain.train.fresh import init_state
+from spmdtrain.train.shard import shard_on
 
 SHAPES = some.lists(some.tuples(some.integers(1, 5), some.integers(0, 3)), min_size=1, max_size=4)
 

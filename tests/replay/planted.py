@@ -29,7 +29,8 @@ from spmdtrain.config.errors import DivergedError
 from spmdtrain.replay.explain import Explained, explain
 from spmdtrain.running import loop
 from spmdtrain.running.start import compiling
-from spmdtrain.train.setup import init_state, shard
+from spmdtrain.train.fresh import init_state
+from spmdtrain.train.shard import shard
 
 CAUSES = ("data", "rate", "precision", "machine")
 BATCH, BAD, SAVED, STEPS = 16, 44, 40, 46

@@ -28,7 +28,8 @@ from spmdtrain.running.report.metrics import OneLate, StepClock, peak_flops, ste
 from spmdtrain.running.report.progress import Progress, duration, quantity, tell
 from spmdtrain.running.report.reporter import Reporter
 from spmdtrain.running.saves import Saves
-from spmdtrain.train.setup import init_state, shard
+from spmdtrain.train.fresh import init_state
+from spmdtrain.train.shard import shard
 
 ONE = {"devices": jax.devices()[:1]}
 SETTINGS = (

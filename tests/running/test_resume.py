@@ -27,7 +27,7 @@ from spmdtrain.running import loop
 from spmdtrain.running.report.json_lines import forget_after
 from spmdtrain.running.report.metrics import OneLate
 from spmdtrain.running.start.directory import only_run
-from spmdtrain.train.setup import shard
+from spmdtrain.train.shard import shard
 
 pytestmark = pytest.mark.long
 

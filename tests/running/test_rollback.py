@@ -15,7 +15,7 @@ from helpers import assert_same_bits, tiny
 from spmdtrain.checkpoints import restore
 from spmdtrain.config.errors import ConfigError, DivergedError
 from spmdtrain.running import loop, rollback
-from spmdtrain.train.setup import shard
+from spmdtrain.train.shard import shard
 
 pytestmark = pytest.mark.long
 

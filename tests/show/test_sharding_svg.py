@@ -9,7 +9,7 @@ from helpers import mesh_of, tiny
 from spmdtrain.cli import main
 from spmdtrain.config import ConfigError, StorageError
 from spmdtrain.show.sharding_svg import Panel, draw_panel, svg
-from spmdtrain.train.setup import shard
+from spmdtrain.train.shard import shard
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 

@@ -19,7 +19,7 @@ from spmdtrain.models.transformer import Transformer
 from spmdtrain.parallel.context.ways import ContextWay, zigzag_order
 from spmdtrain.train.compared.in_order import placed_arrays
 from spmdtrain.train.given.arrays import check_batch
-from spmdtrain.train.setup import shard
+from spmdtrain.train.shard import shard
 from spmdtrain.train.step import make_losses
 
 pytestmark = pytest.mark.long

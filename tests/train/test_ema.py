@@ -24,9 +24,9 @@ from helpers import (
 import spmdtrain as st
 from spmdtrain.cli import main
 from spmdtrain.config import CheckpointError
-from spmdtrain.train import ema
 from spmdtrain.train.compared.in_order import plain_arrays
-from spmdtrain.train.setup import init_state
+from spmdtrain.train.fresh import init_state
+from spmdtrain.train.items import ema
 from spmdtrain.train.state import TrainState
 
 pytestmark = pytest.mark.long

@@ -16,7 +16,9 @@ from spmdtrain.train.compared.in_order import (
     plain_state,
 )
 from spmdtrain.train.compared.watched import make_watched_step
-from spmdtrain.train.setup import Setup, init_state, shard
+from spmdtrain.train.fresh import init_state
+from spmdtrain.train.setup import Setup
+from spmdtrain.train.shard import shard
 
 # A vocabulary and layers that no mesh divides, a factored optimizer, an average, limits of spikes.
 UNEVEN = (

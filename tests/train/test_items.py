@@ -15,8 +15,8 @@ import pytest
 from helpers import assert_same_bits, batches_of, prepared, tiny
 
 import spmdtrain as st
-from spmdtrain.train import items
-from spmdtrain.train.item import Item, Start, Taken, per_data_shard
+from spmdtrain.train.items import items
+from spmdtrain.train.items.item import Item, Start, Taken, per_data_shard
 from spmdtrain.train.state import TrainState, bytes_per_device
 
 pytestmark = pytest.mark.long

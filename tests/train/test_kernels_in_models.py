@@ -15,7 +15,9 @@ from helpers import batches_of, mesh_of, tiny
 
 from spmdtrain.config import ConfigError
 from spmdtrain.running.compile_step import lower_step
-from spmdtrain.train.setup import Setup, init_state, shard
+from spmdtrain.train.fresh import init_state
+from spmdtrain.train.setup import Setup
+from spmdtrain.train.shard import shard
 from spmdtrain.train.step import make_gradients
 
 pytestmark = pytest.mark.long
@@ -97,7 +99,7 @@ RunConfig, TrainConfig
 from spmdtrain.planner import deviceless
 from spmdtrain.planner.cost.hardware import hardware
 from spmdtrain.train.step import make_gradients
-from spmdtrain.train.setup import shard
+from spmdtrain.train.shard import shard
 from spmdtrain.compiled import hlo
 attention, stages = sys.argv[1], int(sys.argv[2])
 config = RunConfig(

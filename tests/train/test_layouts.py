@@ -12,7 +12,7 @@ from pallas_kernels.partition import axes_of
 from spmdtrain.compiled import hlo
 from spmdtrain.compiled.memory import memory_of
 from spmdtrain.parallel.axes import BATCH_AXES
-from spmdtrain.train.setup import init_state
+from spmdtrain.train.fresh import init_state
 from spmdtrain.train.step import make_losses
 from spmdtrain.train.updates.learning_rates import learning_rate
 

@@ -13,7 +13,9 @@ from spmdtrain.data.batches import batch_ids
 from spmdtrain.data.source import open_data
 from spmdtrain.running.compile_step import lower_step
 from spmdtrain.running.report.metrics import make_figures
-from spmdtrain.train.setup import Setup, init_state, shard
+from spmdtrain.train.fresh import init_state
+from spmdtrain.train.setup import Setup
+from spmdtrain.train.shard import shard
 from spmdtrain.train.step import make_eval_step, make_step
 
 pytestmark = pytest.mark.long

@@ -19,9 +19,10 @@ import spmdtrain as st
 from examples.seams.side_losses import CalmTransformer
 from spmdtrain.checkpoints.leaves.items import from_note
 from spmdtrain.config import ConfigError
-from spmdtrain.train import loss_scale
-from spmdtrain.train.loss_scale import LossScale
-from spmdtrain.train.setup import init_state, shard, with_items_begun
+from spmdtrain.train.fresh import init_state, with_items_begun
+from spmdtrain.train.items import loss_scale
+from spmdtrain.train.items.loss_scale import LossScale
+from spmdtrain.train.shard import shard
 from spmdtrain.train.state import TrainState
 from spmdtrain.train.step import make_gradients
 

@@ -9,7 +9,7 @@ from helpers import prepared
 
 from spmdtrain.inference import sample
 from spmdtrain.running.compile_step import lower_step
-from spmdtrain.train.setup import init_state
+from spmdtrain.train.fresh import init_state
 from spmdtrain.train.step import make_eval_step
 
 MESHES = {

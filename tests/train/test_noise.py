@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import batches_of, prepared
 
-from spmdtrain.train.setup import init_state
+from spmdtrain.train.fresh import init_state
 from spmdtrain.train.step import make_gradients
 
 LAYOUTS = {"one device": (), "pipeline": ("mesh.pipeline=2", "train.microbatch=4")}

@@ -14,7 +14,8 @@ from helpers import batches_of, prepared, tiny, trained
 from spmdtrain.config import AdamW, ConfigError, Sgd
 from spmdtrain.config.schema import Adafactor, Lamb, Lion, Muon, ParameterGroup
 from spmdtrain.models.abstract import Parameter
-from spmdtrain.train.setup import init_state, shard
+from spmdtrain.train.fresh import init_state
+from spmdtrain.train.shard import shard
 from spmdtrain.train.step import make_step
 from spmdtrain.train.updates import optimizers
 from spmdtrain.train.updates.learning_rates import learning_rate

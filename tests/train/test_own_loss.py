@@ -9,7 +9,8 @@ import pytest
 from helpers import batches_of, mesh_of, tiny
 
 from spmdtrain.config import ConfigError
-from spmdtrain.train.setup import init_state, shard
+from spmdtrain.train.fresh import init_state
+from spmdtrain.train.shard import shard
 from spmdtrain.train.step import make_eval_step, make_step
 
 pytestmark = pytest.mark.long

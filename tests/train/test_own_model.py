@@ -23,7 +23,8 @@ from spmdtrain.models.transformer import Block, Transformer
 from spmdtrain.running.compile_step import lower_step
 from spmdtrain.running.loop import run
 from spmdtrain.train.compared.in_order import plain_arrays
-from spmdtrain.train.setup import init_state, shard
+from spmdtrain.train.fresh import init_state
+from spmdtrain.train.shard import shard
 from spmdtrain.train.step import make_gradients, make_losses
 
 pytestmark = pytest.mark.long

@@ -30,7 +30,9 @@ from spmdtrain.models.stack import Stack
 from spmdtrain.models.transformer import Block, Transformer
 from spmdtrain.running import loop
 from spmdtrain.running.compile_step import lower_step
-from spmdtrain.train.setup import init_state, parameter_specs, shard
+from spmdtrain.train.fresh import init_state
+from spmdtrain.train.resting import parameter_specs
+from spmdtrain.train.shard import shard
 from spmdtrain.train.step import make_step
 
 pytestmark = pytest.mark.long

@@ -22,7 +22,8 @@ from spmdtrain.data.source import open_data
 from spmdtrain.models.abstract import Parameter
 from spmdtrain.planner.cost.memory import step_memory
 from spmdtrain.planner.cost.workload import MeshShape, workload_of
-from spmdtrain.train.setup import init_state, shard
+from spmdtrain.train.fresh import init_state
+from spmdtrain.train.shard import shard
 from spmdtrain.train.step import make_gradients
 from spmdtrain.train.updates import optimizers
 from spmdtrain.train.updates.kinds import is_matrix

@@ -1,4 +1,4 @@
-"""How the items of a training state (train/items.py) are stored in a checkpoint and read back.
+"""How items of a training state (train/items/items.py) are stored in a checkpoint and read.
 
 Each item of arrays has its own folder; an item of a few numbers is in the meta, under its name.
 Items sharded like the parameters are read and laid out again like the parameters. The others come
@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding
 
 from spmdtrain.checkpoints.leaves.relayout import evenly
 from spmdtrain.checkpoints.meta import Meta, describe, has_item, named_leaves, of_items
-from spmdtrain.train import items
-from spmdtrain.train.item import Item, Value, as_parameters
+from spmdtrain.train.items import items
+from spmdtrain.train.items.item import Item, Value, as_parameters
 from spmdtrain.train.state import TrainState
 
 WEIGHTS = "params"

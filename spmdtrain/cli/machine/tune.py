@@ -80,7 +80,7 @@ def _calls(config: RunConfig, count: int) -> "list[Call]":
 
     from spmdtrain.planner.estimate import with_vocab
     from spmdtrain.running.start.kernels import calls_of_step
-    from spmdtrain.train.setup import shard
+    from spmdtrain.train.shard import shard
 
     setup = shard(with_vocab(config), devices=jax.devices()[:count])
     return calls_of_step(setup)

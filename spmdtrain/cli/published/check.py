@@ -10,7 +10,8 @@ import numpy as np
 from spmdtrain.config import ConfigError
 from spmdtrain.inference.sample import make_logits
 from spmdtrain.models.abstract import cast
-from spmdtrain.train.setup import Setup, shard_on
+from spmdtrain.train.setup import Setup
+from spmdtrain.train.shard import shard_on
 
 TOKENS = 64
 TOLERANCE = 2e-6  # of the root mean square, relative: the noise of float32, several times over

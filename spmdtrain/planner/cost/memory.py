@@ -90,7 +90,7 @@ def exact_state(
     import jax
 
     from spmdtrain.parallel.mesh import AXES
-    from spmdtrain.train.setup import shard_on
+    from spmdtrain.train.shard import shard_on
     from spmdtrain.train.state import resting_bytes
 
     # An abstract mesh has all that is needed here: sizes by axis.

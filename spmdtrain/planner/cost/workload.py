@@ -704,8 +704,8 @@ def _item_bytes(config: RunConfig) -> int:
     from jax.sharding import PartitionSpec
 
     from spmdtrain.parallel.mesh import AXES
-    from spmdtrain.train import items
-    from spmdtrain.train.item import Start
+    from spmdtrain.train.items import items
+    from spmdtrain.train.items.item import Start
 
     weight: dict[str, Any] = {"weight": jax.ShapeDtypeStruct((1,), config.precision.params)}
     where = {"weight": PartitionSpec()}

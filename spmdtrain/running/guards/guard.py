@@ -1,9 +1,9 @@
 """Responds to a bad step: the run ends, continues without it, or goes back to a checkpoint.
 
 If a bad step must not touch the weights, the step itself decides on the devices whether it is bad
-(train/spikes.py). The guard sees the verdict one step later, with the other figures. Going back
-leaves out the samples from the checkpoint to the last bad step. Every checkpoint keeps the ranges
-that were left out; all other samples are consumed in order.
+(train/items/spikes.py). The guard sees the verdict one step later, with the other figures. Going
+back leaves out the samples from the checkpoint to the last bad step. Every checkpoint keeps the
+ranges that were left out; all other samples are consumed in order.
 """
 
 from collections.abc import Mapping

@@ -22,7 +22,8 @@ from spmdtrain.config.errors import ConfigError, CorruptedError
 from spmdtrain.running.guards.replicas import begin_sums, read_sums
 from spmdtrain.running.report.reporter import Reporter
 from spmdtrain.train.batch import Batch
-from spmdtrain.train.setup import Setup, shard_on
+from spmdtrain.train.setup import Setup
+from spmdtrain.train.shard import shard_on
 from spmdtrain.train.state import TrainState
 from spmdtrain.train.step import make_step
 

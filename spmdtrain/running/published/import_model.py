@@ -20,7 +20,8 @@ from spmdtrain.interop.weights import bytes_of
 from spmdtrain.running.published.as_run import described, model_config
 from spmdtrain.running.published.read_weights import read_weights
 from spmdtrain.running.published.save_step_0 import save_step_0
-from spmdtrain.train.setup import Setup, shard
+from spmdtrain.train.setup import Setup
+from spmdtrain.train.shard import shard
 
 
 @dataclass(frozen=True)

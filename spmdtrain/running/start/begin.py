@@ -15,8 +15,8 @@ from spmdtrain.running.rollback import set_aside_damaged
 from spmdtrain.running.start.chosen_step import set_aside_later
 from spmdtrain.running.start.init_from import weights_of
 from spmdtrain.running.start.session import Session
+from spmdtrain.train.fresh import init_state
 from spmdtrain.train.given.weights import with_weights
-from spmdtrain.train.setup import init_state
 from spmdtrain.train.state import TrainState
 
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from spmdtrain.train import items
-from spmdtrain.train.item import as_parameters
+from spmdtrain.train.items import items
+from spmdtrain.train.items.item import as_parameters
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
 

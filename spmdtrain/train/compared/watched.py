@@ -10,7 +10,7 @@ import jax
 
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.given.arrays import Checked
-from spmdtrain.train.item import Metrics
+from spmdtrain.train.items.item import Metrics
 from spmdtrain.train.setup import Setup, check_setup
 from spmdtrain.train.state import TrainState
 from spmdtrain.train.step import checked_step, out_shardings, traced_step

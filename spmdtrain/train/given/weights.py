@@ -6,7 +6,9 @@ from dataclasses import replace
 import jax
 
 from spmdtrain.models.adapters.by_path import magnitude_paths, with_few_bits, with_magnitudes
-from spmdtrain.train.setup import Setup, fresh_but_for, shard_on, with_items_begun
+from spmdtrain.train.fresh import fresh_but_for, with_items_begun
+from spmdtrain.train.setup import Setup
+from spmdtrain.train.shard import shard_on
 from spmdtrain.train.state import TrainState
 from spmdtrain.train.updates import optimizers
 

@@ -38,6 +38,17 @@ def with_update_rules(
     return model.freezing_all_but(update_rules), update_rules
 
 
+def check_frozen(config: RunConfig, model: AbstractModel) -> None:
+    """Refuses a dtype of frozen weights if there are none."""
+    dtype = config.precision.frozen
+    is_asked = config.precision.is_given("frozen")
+    if is_asked and not any(each.is_frozen for each in model.parameters.values()):
+        raise ConfigError(
+            f"precision.frozen={dtype!r}: no weight of this run is frozen",
+            fix="--set finetune.kind=lora, or --set precision.frozen=none",
+        )
+
+
 def _below_the_stack(config: RunConfig, model: AbstractModel) -> set[str]:
     """Returns the parameters outside the stack that the head does not read: they only embed."""
 

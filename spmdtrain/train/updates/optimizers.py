@@ -19,7 +19,9 @@ import optax
 from spmdtrain.compiled.parts import part
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.given import as_number, shown
+from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import Parameter
+from spmdtrain.models.context import random_key
 from spmdtrain.pipeline.layout import StageLayout
 from spmdtrain.train.updates.rounding import key_of, stochastic_bfloat16
 from spmdtrain.train.updates.unfit import refuse_unfit
@@ -256,6 +258,13 @@ def scaled(rule: Rule, update: jax.Array, rate: jax.Array) -> jax.Array:
 
 
 @part("optimizer")
+def rounding_key(config: RunConfig, step: jax.Array) -> jax.Array | None:
+    """Returns the key from which weights are rounded after a step; None: to nearest."""
+    if config.precision.rounding == "nearest":
+        return None
+    return jax.random.fold_in(random_key(config.train.seed, "rounding"), step)
+
+
 def apply(
     rules: UpdateRules,
     params: Mapping[str, jax.Array],

@@ -15,7 +15,7 @@ from spmdtrain.checkpoints import restore
 from spmdtrain.config.errors import DivergedError
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.running import loop
-from spmdtrain.train.setup import shard
+from spmdtrain.train.shard import shard
 
 pytestmark = pytest.mark.long
 

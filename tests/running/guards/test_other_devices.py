@@ -11,7 +11,8 @@ from helpers import mesh_of, prepared, tiny
 from spmdtrain.config.errors import ConfigError, CorruptedError
 from spmdtrain.running import loop
 from spmdtrain.running.guards.other_devices import OtherDevices
-from spmdtrain.train.setup import Setup, init_state
+from spmdtrain.train.fresh import init_state
+from spmdtrain.train.setup import Setup
 
 SETTINGS = ("model.layers=1", "model.embed=16", "train.global_batch=8", "train.steps=4")
 MESH = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")

@@ -20,7 +20,7 @@ from spmdtrain.running.guards import stragglers
 from spmdtrain.running.guards.replicas import ReplicaCheck
 from spmdtrain.running.guards.stragglers import Stragglers, slowest
 from spmdtrain.running.start import compiling
-from spmdtrain.train.setup import init_state
+from spmdtrain.train.fresh import init_state
 
 SETTINGS = (
     "model.layers=1",

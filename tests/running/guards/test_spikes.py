@@ -15,8 +15,8 @@ from helpers import assert_same_bits, mesh_of, tiny
 from spmdtrain.checkpoints import restore
 from spmdtrain.config.errors import DivergedError
 from spmdtrain.running import loop
-from spmdtrain.train import spikes
-from spmdtrain.train.setup import shard
+from spmdtrain.train.items import spikes
+from spmdtrain.train.shard import shard
 
 WINDOW, BATCH, STEPS = 8, 4, 12
 POISON = 63  # a token id

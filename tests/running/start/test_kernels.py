@@ -14,7 +14,7 @@ from spmdtrain.config import CheckpointError, ConfigError
 from spmdtrain.running import loop
 from spmdtrain.running.compile_step import lower_step
 from spmdtrain.running.start import kernels
-from spmdtrain.train.setup import shard
+from spmdtrain.train.shard import shard
 
 SETTINGS = (
     "model.layers=1",

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmdtrain.train import ema, loss_scale, spikes
-from spmdtrain.train.item import Item, Metrics, Start, Taken, Value, as_parameters
+from spmdtrain.train.items import ema, loss_scale, spikes
+from spmdtrain.train.items.item import Item, Metrics, Start, Taken, Value, as_parameters
 
 TABLE: tuple[Item, ...] = (ema.ITEM, spikes.ITEM, loss_scale.ITEM)
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from spmdtrain.config.errors import CheckpointError
-from spmdtrain.train.item import Item, Start, Taken, as_parameters
+from spmdtrain.train.items.item import Item, Start, Taken, as_parameters
 
 Ema = dict[str, jax.Array]  # by dotted path of the parameters that are trained, as they rest
 

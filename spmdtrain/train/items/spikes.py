@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmdtrain.config.schema import GuardConfig
-from spmdtrain.train.item import Item, Note, Start, Taken, whole
+from spmdtrain.train.items.item import Item, Note, Start, Taken, whole
 
 
 def no_figures(guard: GuardConfig) -> np.ndarray | None:

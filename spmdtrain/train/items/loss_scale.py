@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from spmdtrain.config.schema import PrecisionConfig, RunConfig
-from spmdtrain.train.item import Item, Note, Start, Taken, whole
+from spmdtrain.train.items.item import Item, Note, Start, Taken, whole
 
 LEAST = 1.0
 MOST = 2.0**32

@@ -1,0 +1,70 @@
+"""Fresh values of the training state: the state at step 0, or some items of a later one."""
+
+from collections.abc import Collection
+from dataclasses import replace
+
+import jax
+
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.models.context import random_key
+from spmdtrain.train.items import items
+from spmdtrain.train.items.item import Start
+from spmdtrain.train.setup import Setup, check_setup
+from spmdtrain.train.state import TrainState, fresh_state
+from spmdtrain.train.updates import optimizers
+
+
+def init_state(setup: Setup) -> TrainState:
+    """Returns the state at step 0, each leaf born in its shards; values depend only on the seed.
+
+    Raises ConfigError if `train.epochs` has not been converted to steps, which the learning rate
+    needs.
+    """
+    check_setup(setup)
+    return fresh_but_for(setup, ())
+
+
+def fresh_but_for(setup: Setup, given: Collection[str]) -> TrainState:
+    """Returns `init_state` without the parameters at the paths `given`: they never exist."""
+    epochs = setup.config.train.epochs
+    if epochs is not None:
+        raise ConfigError(
+            f"train.epochs={epochs:g} has not been counted in steps yet",
+            fix="config, data = open_data(config), and then shard(config)",
+        )
+
+    def lacking(state: TrainState) -> TrainState:
+        left = {path: x for path, x in state.params.items() if path not in given}
+        return replace(state, params=left)
+
+    def fresh(key: jax.Array) -> TrainState:
+        whole = fresh_state(
+            setup.model,
+            setup.update_rules,
+            setup.config,
+            key,
+            setup.mesh,
+            setup.specs,
+            setup.padding,
+        )
+        return lacking(whole)
+
+    shardings = jax.tree.map(lambda x: x.sharding, lacking(setup.state))
+    return jax.jit(fresh, out_shardings=shardings)(random_key(setup.config.train.seed, "init"))
+
+
+def with_items_begun(setup: Setup, state: TrainState, names: Collection[str]) -> TrainState:
+    """Returns the state with these items begun from its weights."""
+    if not names:
+        return state
+    asked = {name: setup.state.items[name] for name in names}
+    shardings = jax.tree.map(lambda x: x.sharding, asked)
+
+    def begin(params: dict[str, jax.Array]) -> items.Values:
+        learned = optimizers.learned(setup.update_rules)
+        start = Start(setup.config, params, learned, setup.specs, setup.mesh.shape)
+        begun = items.begin(start)
+        return {name: begun[name] for name in asked}
+
+    begun = jax.jit(begin, out_shardings=shardings)(state.params)
+    return replace(state, items=state.items | begun)
