@@ -36,7 +36,7 @@ from spmdtrain.config import load
 from spmdtrain.parallel import reduce
 from spmdtrain.pipeline.choose import choose_table
 from spmdtrain.running.record import feed
-from spmdtrain.train import setup
+from spmdtrain.train import exchange
 from spmdtrain.train.gradients import grad_accumulation, reduction
 
 pytestmark = pytest.mark.long
@@ -251,13 +251,13 @@ def one_forgotten(gradients, ways, *rest):
 
 def test_a_planted_scatter_in_the_wrong_order_is_found(monkeypatch, oracles, room):
     """Two axes of one dim, each handing out what belongs to the other."""
-    right = setup.reduction
+    right = exchange.reduction
 
     def wrong(*arguments):
         found = right(*arguments)
         return reduce.Reduction(found.sum, found.scatter[::-1])
 
-    monkeypatch.setattr(setup, "reduction", wrong)
+    monkeypatch.setattr(exchange, "reduction", wrong)
     mesh = {"mesh.pipeline": 2, "mesh.fsdp": 2, "mesh.expert": 2}
     each = Draw(0, TWO, mesh | {"rules.parameters.embed": ("expert", "fsdp")})
     report = examine(each, oracles, room)
