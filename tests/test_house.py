@@ -32,7 +32,8 @@ FLOORS = [
     ],
     ["spmdtrain.replay", "spmdtrain.certify"],
     ["spmdtrain.diff", "spmdtrain.profile"],
-    ["spmdtrain.cli", "spmdtrain.__main__"],
+    ["spmdtrain.cli"],
+    ["spmdtrain.__main__"],
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 HOUSES = {room.partition(".")[0] for room in FLOOR}
