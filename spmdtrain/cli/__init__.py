@@ -1,7 +1,7 @@
 """The command line: arguments in, exit code out.
 
 `--help` and a typo must not wait for jax, so each command imports what it needs once it has its
-settings. Nothing else is imported until Ctrl-C is answered with one line.
+settings. This file imports nothing else until Ctrl-C is sure to be answered with one line.
 """
 
 from collections.abc import Sequence

@@ -77,9 +77,9 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _takes_output() -> bool:
-    """Returns False if standard output does not even take the end of a line.
+    """Returns False if standard output does not accept even a line break.
 
-    What it has failed to write may be gone from its buffer: a flush alone finds nothing.
+    Output that could not be written may be gone from the buffer, so a flush alone finds nothing.
     """
     try:
         print(flush=True)

@@ -1,4 +1,4 @@
-"""Settles what must be settled before jax looks for devices."""
+"""Starts jax: settles what must be settled before it looks for devices."""
 
 import argparse
 import contextlib
@@ -18,7 +18,7 @@ def start_jax(
 ) -> None:
     """Imports jax for a command that computes, with its devices, and joins other processes.
 
-    alone: join other processes only if the arguments name them, regardless of a scheduler.
+    alone: join other processes only if the arguments name them, even under a scheduler.
     find_devices: refuse a machine on which jax finds none. Compiled programs are kept between runs,
     in the user's cache folder. Raises ConfigError if the environment makes no sense to jax, XLA or
     a scheduler.

@@ -1,4 +1,4 @@
-"""Writes the files that a command is asked for."""
+"""Writes the files that a command was asked for."""
 
 import os
 from pathlib import Path

@@ -33,7 +33,7 @@ from spmdtrain.config.near import did_you_mean
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argparse parser that raises our error: a usage error ends like a config error."""
+    """An argparse parser whose usage errors are ConfigErrors."""
 
     def error(self, message: str):
         raise ConfigError(message + self._meant(message), fix=f"{self.prog} --help")
@@ -49,7 +49,7 @@ class _Parser(argparse.ArgumentParser):
         return parsed, unknown
 
     def _meant(self, message: str) -> str:
-        """Suggests a meaning for the first word that argparse does not know."""
+        """Returns a suggestion for the first word that argparse does not know."""
         if unknown := re.match(r"unrecognized arguments: (.*)", message, re.S):
             words = [word.partition("=")[0] for word in unknown[1].split()]
             flags = [word for word in words if word.startswith("-")]
@@ -67,7 +67,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """Prints the version, which is looked up only when asked for."""
+    """The action of --version, which looks the version up only when asked for."""
 
     def __call__(self, parser, *_: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         from importlib.metadata import version

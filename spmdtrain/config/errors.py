@@ -102,9 +102,9 @@ class CorruptedError(UserError):
 DONE = 0
 # Not an error: the run was asked to stop, saved, and can be resumed.
 PREEMPTED = 3
-# Not an error either: a replay came out otherwise than the run that it repeats, or a run otherwise
-# than the one that it is compared with.
+# Not an error either: a replay differs from the run that it repeats, or a run from the one that it
+# is compared with.
 UNEQUAL = 12
-# Nor is this: a certificate was refused, because a layout trains something else; or widths were,
-# because one trains otherwise than another.
+# Nor is this: a certificate was refused, because a layout trains something else, or because two
+# widths do not train alike.
 REFUSED = 13

@@ -78,7 +78,7 @@ def as_texts(value: Any, name: str, example: str) -> tuple[str, ...]:
 def as_whole(value: Any, name: str, least: int, most: int = LARGEST) -> int:
     """Returns a whole number from `least` to `most` as an int.
 
-    It may be a scalar of numpy or jax. Raises ConfigError for anything else, including a bool.
+    It may be a numpy or jax scalar. Raises ConfigError for anything else, including a bool.
     """
     try:
         number = None if _is_bool(value) else operator.index(value)
@@ -109,7 +109,9 @@ def as_step(value: Any) -> int | None:
 
 
 def as_number(value: Any, name: str, least: float) -> float:
-    """Returns a finite number of at least `least`, also of numpy or jax; else a ConfigError."""
+    """Returns a finite number of at least `least`, which may be a numpy or jax scalar. Raises
+    ConfigError for anything else.
+    """
     is_scalar = getattr(value, "shape", ()) == () and hasattr(type(value), "__float__")
     try:
         number = float(value) if is_scalar and not _is_bool(value) else math.nan
@@ -121,14 +123,16 @@ def as_number(value: Any, name: str, least: float) -> float:
 
 
 def as_flag(value: Any, name: str) -> bool:
-    """Returns a bool, also of numpy. Raises ConfigError otherwise: "no" would count as true."""
+    """Returns a bool, which may be numpy's. Raises ConfigError for others: "no" would count as
+    true.
+    """
     if not _is_bool(value) or getattr(value, "shape", ()) != ():
         raise ConfigError(f"{name}={shown(value)} is neither True nor False")
     return bool(value)
 
 
 def check_kind(value: Any, kind: type[T] | tuple[type, ...], name: str, fix: str) -> None:
-    """Raises ConfigError if a value is not of a kind. `fix`: how to get one that is."""
+    """Raises ConfigError if a value is not an instance of `kind`. `fix` says how to get one."""
     if not isinstance(value, kind):
         kinds = kind if isinstance(kind, tuple) else (kind,)
         wanted = " or ".join(each.__name__ for each in kinds)

@@ -36,7 +36,7 @@ COMMAND_LINE = "--set"
 DEFAULT = "default"
 # TOML has no null. If a field may be None, this string means None, in files and in `--set`.
 NONE = "none"
-# A key of [model] that is not a setting: it stands for those of an existing model.
+# A key of [model] that is not a setting: it stands for the settings of an existing model.
 FROM = "from"
 MOST_NAMED = 24  # settings of a section listed in a refusal
 # What users of other trainers look for first. Dotted key -> the missing feature.
@@ -533,7 +533,9 @@ def _build(table: TomlTable, origin: Origin) -> RunConfig:
 
 
 def _shorten_warmup(table: TomlTable, origin: Origin) -> str:
-    """Cuts a file's warm-up to the typed steps, for trials of a few steps; returns a note of it."""
+    """Cuts a file's warm-up to the typed steps, for trials of a few steps. Returns a note that says
+    so.
+    """
     optimizer = table.get("optimizer")
     if origin.get("train.steps") != COMMAND_LINE or not isinstance(optimizer, dict):
         return ""

@@ -13,7 +13,7 @@ from spmdtrain.config.near import did_you_mean
 def refusal_in_python(kind: str, fields: Collection[str], error: ValidationError) -> ConfigError:
     """Returns the error for the first wrong keyword of a class of settings.
 
-    `kind` is the name of the class, and `fields` are those that it has.
+    `kind` is the name of the class, and `fields` are its fields.
     """
     first = error.errors(include_url=False)[0]
     cause = first.get("ctx", {}).get("error")

@@ -1,4 +1,4 @@
-"""Reads the files of a run directory with care: a kill may have cut them, a stranger made them.
+"""Reads the files of a run directory, which a kill may have cut short or a stranger may have made.
 
 The run (running/) writes them; a resumed run, commands and the planner read them.
 """
@@ -29,16 +29,16 @@ START = "start.json"
 CHECKPOINTS = "checkpoints"  # a folder
 PROFILE = "profile"  # a folder: stepN of a traced step, with the two files below
 OPERATIONS = "operations.json"  # what each instruction of the program is
-SECONDS = "seconds.json"  # what the trace says, by sort of work and part of a step
+SECONDS = "seconds.json"  # the seconds in the trace, by sort of work and part of a step
 MOST_OF_A_LINE = 1 << 20  # bytes; a line of figures has some hundreds
 DERIVED = "derived"  # the origin of a setting that follows from others
 KEPT = "hf"  # a folder: files of the published model that a run was imported from
 
 
 def given_in(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a document of `resolved`, without those that were derived.
+    """Returns the settings in a document of `resolved`, with null for those that were derived.
 
-    Versions that derived nothing wrote null in their place, so that records of both compare.
+    Older versions, which derived nothing, wrote null as well, so records of both compare equal.
     """
     return _without(saved["config"], saved.get("origin", {}))
 

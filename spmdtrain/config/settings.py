@@ -49,7 +49,7 @@ else:
 
 
 class _InOneLine(type(BaseModel)):
-    """Makes `TrainConfig(steps=0)` in Python a ConfigError of one line, as in a file."""
+    """The metaclass that makes `TrainConfig(steps=0)` a ConfigError of one line, as in a file."""
 
     if not TYPE_CHECKING:
 
@@ -63,7 +63,7 @@ class _InOneLine(type(BaseModel)):
 
 
 class Settings(BaseModel, metaclass=_InOneLine):
-    """Base of all sections: frozen; refuses unknown keys, and does not convert TOML's types.
+    """The base of all sections: frozen, refuses unknown keys, and does not convert TOML's types.
 
     A setting that was left out and follows from others is resolved here, once: before the checks of
     a section, and again in a copy with other settings.
@@ -74,16 +74,16 @@ class Settings(BaseModel, metaclass=_InOneLine):
     def derived(self) -> dict[str, Any]:
         """Returns the settings that follow from others unless they are given, with their values.
 
-        A section among them is one that has such settings itself; it replaces that of this name.
+        A section among them replaces the section of this name; it has derived settings itself.
         """
         return {}
 
     def is_given(self, name: str) -> bool:
-        """True if somebody chose this value: it is neither a default nor derived."""
+        """Returns True if somebody chose this value: it is neither a default nor derived."""
         return name in self.__pydantic_fields_set__
 
     def is_derived(self, name: str) -> bool:
-        """True if this value follows from other settings."""
+        """Returns True if this value follows from other settings."""
         field = type(self).model_fields[name]
         was_left_out = field.default is None and not self.is_given(name)
         return was_left_out and getattr(self, name) is not None
@@ -98,9 +98,10 @@ class Settings(BaseModel, metaclass=_InOneLine):
         return copied
 
     def as_given(self) -> dict[str, Any]:
-        """Returns the settings as JSON values, None in place of each that is derived.
+        """Returns the settings as JSON values, with None for each derived one.
 
-        Records of a run are compared in this form: what follows from a setting is no setting more.
+        Records of a run are compared in this form: what follows from a setting is not a choice of
+        its own.
         """
         values = self.model_dump(mode="json")
         for name in type(self).model_fields:
@@ -111,7 +112,7 @@ class Settings(BaseModel, metaclass=_InOneLine):
         return values
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Returns a copy with other settings, and with what follows from them."""
+        """Returns a copy with other settings, and derives anew what follows from them."""
         copied = super().model_copy(update=update, deep=deep)
         copied._take(copied.derived())
         return copied
@@ -122,7 +123,7 @@ class Settings(BaseModel, metaclass=_InOneLine):
         return self
 
     def _take(self, values: Mapping[str, Any]) -> None:
-        """Sets those of the values that nobody chose. `none` chooses nothing."""
+        """Sets those of the values that nobody chose. A value of `none` is not a choice."""
         for name, value in values.items():
             if isinstance(value, Settings):
                 object.__setattr__(self, name, value)  # frozen to everybody else

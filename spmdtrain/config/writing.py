@@ -1,4 +1,4 @@
-"""Work on files that may fail for lack of space or permission."""
+"""Turns failures to write files into errors of one line."""
 
 import contextlib
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The step of a run, traced and compiled."""
+"""Traces and compiles the step of a run."""
 
 import contextlib
 import time

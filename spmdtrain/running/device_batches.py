@@ -1,4 +1,4 @@
-"""The batches of a run on their devices, made ahead of the steps."""
+"""Puts the batches of a run on their devices, ahead of the steps."""
 
 from collections.abc import Callable, Mapping
 

@@ -1,4 +1,4 @@
-"""The arguments of a run, checked before anything is read or written."""
+"""Checks the arguments of a run, before anything is read or written."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from spmdtrain.running.report.summary import Prediction
 
 
 class Where(NamedTuple):
-    """Where a run takes place: its directory, its starting step and its devices."""
+    """The place of a run: its directory, its starting step and its devices."""
 
     directory: Path
     fresh: bool
@@ -33,7 +33,7 @@ def check_arguments(  # noqa: PLR0913 - those of `run`
     sinks: Sequence[Any],
     hooks: Sequence[Any],
 ) -> Where:
-    """Returns where a run takes place. Raises ConfigError if an argument of `run` is unusable."""
+    """Returns the place of a run. Raises ConfigError if an argument of `run` is unusable."""
     check_config(config)
     check_make(make)
     check_kind(prediction, (Prediction, NoneType), "prediction", "None")

@@ -1,4 +1,4 @@
-"""A run from its first line to its last.
+"""Runs a training run from its first line to its last.
 
 `run` is five verbs: prepare, shard, open, resume or begin, train. The loop itself is in steps.py.
 """

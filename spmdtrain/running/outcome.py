@@ -17,7 +17,7 @@ Status = Literal["finished", "preempted", "stopped", "stopped_early", "nothing t
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended, and after how many steps in total.
+    """The outcome of a run: how it ended, and after how many steps in total.
 
     A signal leaves a run preempted, a hook leaves it stopped, and `eval.patience` stopped_early;
     each time it is saved and can be resumed. `step_seconds` is the median of the steps taken in
@@ -30,12 +30,12 @@ class Outcome:
 
     @property
     def exit_code(self) -> int:
-        """The code with which a command that ended so exits."""
+        """The exit code of a command that ended this way."""
         return PREEMPTED if self.status == "preempted" else DONE
 
 
 def nothing_to_do(session: Session, start: StartingPoint) -> Outcome | None:
-    """Returns the outcome of a run that ended earlier, and says so; None if steps are left."""
+    """Returns the outcome of a run that has already ended, and says so; None if steps are left."""
     directory = session.prepared.directory
     early_stop = start.early_stop
     if start.step >= session.setup.config.train.steps:
@@ -82,6 +82,8 @@ def _ending(session: Session, outcome: Outcome, early_stop: EarlyStop) -> str:
 
 
 def _again(prepared: Prepared) -> str:
-    """Names the command that resumes the run: the same, less what would restart or rewind it."""
+    """Returns the command that resumes the run: the same, without what would restart or rewind
+    it.
+    """
     without = "--fresh" if prepared.fresh else "--step" if prepared.step else ""
     return f"the same command without {without}" if without else "the same command"

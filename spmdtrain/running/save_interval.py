@@ -11,7 +11,7 @@ FIRST_AUTO = 10  # steps until the first save, from which `auto` measures the co
 
 
 class SaveInterval:
-    """Decides after which steps to save. `every` is `checkpoint.every`; the run starts at `first`.
+    """The interval between saves. `every` is `checkpoint.every`; the run starts at `first`.
 
     A number means its multiples; 0 means never. "auto" means the interval that loses the least time
     to saves and to work redone after failures (intervals.py), given the measured times of steps and

@@ -42,8 +42,8 @@ def save(
       sample: the global index of the first sample of the next step; default: the number of samples
         that this many steps of `train.global_batch` read.
 
-    Raises ConfigError if the state does not belong to this setup, CheckpointError if the directory
-    holds this step or a later one.
+    Raises ConfigError if the state does not belong to this setup, and CheckpointError if the
+    directory holds this step or a later one.
     """
     directory = as_run(directory, "directory")
     if sample is not None:
@@ -53,7 +53,7 @@ def save(
     there = newest_step(directory)
     if there is not None and there >= step:
         raise CheckpointError(
-            f"{directory} holds step {there} already", asked=f"step {step}", fix="another directory"
+            f"{directory} already holds step {there}", asked=f"step {step}", fix="another directory"
         )
     _, opened = open_data(setup.config, data)
     if sample is None:

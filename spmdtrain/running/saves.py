@@ -46,7 +46,7 @@ class Saves:
         self._kept = kept
         self._exports = Exports(reporter, setup.config.checkpoint.export)
         self._newest = first if first else None
-        self._held: dict[int, dict[str, float]] = {}  # what `saved` tells of each step
+        self._held: dict[int, dict[str, float]] = {}  # what `saved` reports about each step
 
     def save(self, step: int, state: TrainState) -> None:
         """Starts saving `state` as the checkpoint of `step`."""
@@ -72,7 +72,9 @@ class Saves:
             self.checkpoints.retention.evaluated(step, figures)
 
     def wants(self, step: int) -> bool:
-        """Returns True if `step` must be saved because it is among the best, due or not."""
+        """Returns True if `step` must be saved because it is among the best, even if no save is
+        due.
+        """
         retention = self.checkpoints.retention
         if not retention or not retention.keeps_best:
             return False

@@ -83,7 +83,9 @@ def train(
 
 
 def _evaluates_first(setup: Setup) -> bool:
-    """Returns True if the weights are evaluated before the first step: those of others always."""
+    """Returns True if the weights are evaluated before the first step, as weights from elsewhere
+    always are.
+    """
     config = setup.config
     return config.eval.at_start or bool(config.train.init_from and config.eval.every)
 

@@ -26,12 +26,12 @@ from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
 
 Evaluate = Callable[[TrainState], dict[str, float]]
-# Of the loss of a guess among all tokens: above this, weights from elsewhere do not fit the data.
+# A share of the loss of a uniform guess: above it, weights from elsewhere do not fit the data.
 MOST_OF_A_GUESS = 0.7
 
 
 class Watch:
-    """Takes the steps of a run after `first`, and checks each. Use it as a context.
+    """The watch over a run: it takes the steps after `first`, and checks each. Use it as a context.
 
     The figures of a step are read once the next one has been dispatched, so the devices never wait
     for the host. `evaluate(state)` returns the figures of an evaluation. A method that checks a
@@ -105,7 +105,9 @@ class Watch:
                 self._say(number, line)
 
     def _of_no_use(self, figures: Mapping[str, Any]) -> str:
-        """Returns a line if weights from elsewhere predict hardly better than a guess; else ""."""
+        """Returns a line if weights from elsewhere predict hardly better than a guess, otherwise
+        "".
+        """
         source = self._config.train.init_from
         guess = math.log(self._config.vocab)
         loss = figures.get("eval_loss")
@@ -113,7 +115,7 @@ class Watch:
             return ""
         return (
             f"the weights of {source} predict hardly better than a guess, whose loss is "
-            f"{guess:.2f}: are the tokens those of its tokenizer?"
+            f"{guess:.2f}: do the tokens come from its tokenizer?"
         )
 
     def ending(self, number: int) -> Status | None:

@@ -32,7 +32,7 @@ def llama(*overrides: str) -> RunConfig:
         ([*YARN, "model.rope_scaling.low_factor=2"], "low_factor is of kind 'llama3', not 'yarn'"),
         ([*YARN, "model.rope_scaling.factor=0.5"], "factor=0.5 is below 1"),
         ([*YARN, "model.rope_scaling.beta_fast=1"], "beta_fast=1 is not above beta_slow=1"),
-        ([*YARN, "model.rope_theta=1"], "yarn needs frequencies that fall"),
+        ([*YARN, "model.rope_theta=1"], "yarn needs falling frequencies"),
         (
             [
                 "model.rope_scaling.kind=longrope",

@@ -259,7 +259,7 @@ def test_a_mix_is_written_out_and_read_back():
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ('name = "b"', 'name = "a"', "data.mix has two sources of one name: a, a"),
+        ('name = "b"', 'name = "a"', "data.mix has two sources with the same name: a, a"),
         (
             "validation_fraction",
             'path = "a.bin"\nvalidation_fraction',

@@ -188,9 +188,9 @@ def test_validation_files_are_evaluated_whole(folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"validation_fraction": 0.1}, "the end is not known"),
-        ({"packing": "best_fit"}, "is read as it comes"),
-        ({"tokenizer": "characters"}, "is made of a whole corpus"),
+        ({"validation_fraction": 0.1}, "is not known"),
+        ({"packing": "best_fit"}, "is streamed"),
+        ({"tokenizer": "characters"}, "is built from a whole corpus"),
     ],
 )
 def test_what_a_stream_cannot_do_is_refused(folder, settings, said):

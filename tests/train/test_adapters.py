@@ -243,7 +243,7 @@ def test_a_run_begins_with_one_that_is_quantised_alike(tmp_path):
     assert found.keys() == want.keys()
     for path, x in want.items():
         assert np.allclose(found[path], x, rtol=0, atol=1e-20), path
-    line = f"{first}' holds weights of few bits.*found finetune.base='int8'; try --set finetune.ba"
+    line = f"{first}' holds quantised weights.*found finetune.base='int8'; try --set finetune.ba"
     for other in ("finetune.base=nf4", "finetune.base=float"):
         with pytest.raises(st.UserError, match=line):
             begun_with_it("other", other)

@@ -419,7 +419,7 @@ def test_what_is_no_side_loss_costs_one_line(given, said):
         ),
         (
             ("mesh.pipeline=2", "pipeline.schedule=zero_bubble", "train.remat=full"),
-            "zero_bubble takes a layer",
+            "zero_bubble splits a layer",
         ),
         (("pipeline.schedule=2f2b",), "'2f2b' is none of gpipe, 1f1b, interleaved, zero_bubble"),
         (

@@ -30,7 +30,7 @@ def add_prepare(commands) -> None:
         "--chat",
         action="store_true",
         help="documents are conversations (messages, ShareGPT, or prompt and completion); only "
-        "the answers have a loss",
+        "the answers count in the loss",
     )
     prepare.add_argument(
         "--chat-template",
@@ -53,7 +53,7 @@ def add_prepare(commands) -> None:
     prepare.add_argument(
         "--last-answer-only",
         action="store_true",
-        help="learn only the last answer of each conversation and drop what follows it",
+        help="train only on the last answer of each conversation and drop what follows it",
     )
     prepare.add_argument(
         "--pairs",
@@ -71,7 +71,7 @@ def add_prepare(commands) -> None:
         type=positive_int,
         default=1,
         metavar="N",
-        help="processes that tokenize (default: 1)",
+        help="number of processes that tokenize (default: 1)",
     )
     prepare.add_argument(
         "--shard-tokens",

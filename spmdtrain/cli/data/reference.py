@@ -1,4 +1,4 @@
-"""`spmdtrain data reference`: the log-probabilities of pairs by a reference model."""
+"""`spmdtrain data reference`: writes a reference model's log-probabilities of pairs of answers."""
 
 import argparse
 
@@ -10,7 +10,7 @@ from spmdtrain.config import DONE
 def add_reference(commands) -> None:
     """Adds the command `data reference` and its arguments."""
     reference = commands.add_parser(
-        "reference", help="the log-probabilities of pairs by a reference model, for DPO"
+        "reference", help="write a reference model's log-probabilities of pairs of answers, for DPO"
     )
     reference.add_argument("path", metavar="FILE", help="a token file of pairs")
     reference.add_argument("run", metavar="RUN", help="run directory of the reference model")
@@ -19,7 +19,7 @@ def add_reference(commands) -> None:
     add_step(reference)
     add_set(
         reference,
-        "train.sequence_length=4096, say, or mesh.tensor=2 (the default is one device)",
+        "e.g. train.sequence_length=4096 or mesh.tensor=2 (default: one device)",
     )
     add_devices(reference)
     reference.set_defaults(command=run_reference)
@@ -42,6 +42,6 @@ def run_reference(parsed: argparse.Namespace) -> int:
     share = 100 * (numbers[:, 0] > numbers[:, 1]).mean()
     print(
         f"{parsed.path}: {len(numbers):,} pairs; log-probabilities {chosen:.1f} (chosen) and "
-        f"{rejected:.1f} (rejected) on average, the chosen one higher in {share:.0f} %"
+        f"{rejected:.1f} (rejected) on average; the chosen answer is likelier in {share:.0f} %"
     )
     return DONE

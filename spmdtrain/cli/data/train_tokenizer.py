@@ -23,7 +23,7 @@ def add_train_tokenizer(commands) -> None:
         action="append",
         default=[],
         metavar="TOKEN",
-        help="another token that is never split, besides <|endoftext|>; may be repeated",
+        help="a further token that is never split, in addition to <|endoftext|>; may be repeated",
     )
     train.set_defaults(command=run_train_tokenizer)
 

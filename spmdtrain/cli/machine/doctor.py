@@ -1,4 +1,4 @@
-"""`spmdtrain doctor`: examines the machine as a run would, and says what is wrong."""
+"""`spmdtrain doctor`: examines the machine as a run would, and reports what is wrong."""
 
 import argparse
 import importlib.metadata
@@ -117,7 +117,7 @@ def gather(parsed: argparse.Namespace) -> Facts:
 
 
 class _Listener(logging.Handler):
-    """Keeps the errors that jax logs while it starts."""
+    """A log handler that keeps the errors that jax logs while it starts."""
 
     def __init__(self, said: list[str]):
         super().__init__(logging.ERROR)
@@ -145,7 +145,7 @@ def _cuda_wheels() -> dict[str, str]:
 
 
 def describe(facts: Facts) -> str:
-    """Describes the facts, one line each."""
+    """Yields a line for each fact."""
     from pallas_kernels import gpus
     from spmdtrain.processes import xla_flags
 

@@ -1,4 +1,4 @@
-"""Has the kernels of a run measured that this machine does not know, before `train` opens a GPU."""
+"""Measures kernels of a run that are new to this machine, before `train` opens a GPU."""
 
 import argparse
 import contextlib
@@ -20,10 +20,10 @@ OTHER_SECTIONS = ("optimizer", "eval", "checkpoint", "guard", "log", "kernels")
 
 
 def before_training(parsed: argparse.Namespace, config: RunConfig) -> None:
-    """Measures the kernels of a run that this machine does not know, before it opens a GPU.
+    """Measures the kernels of a run that are new to this machine, before it opens a GPU.
 
-    The first process of a machine measures, and the others wait for it. Whatever goes wrong costs a
-    line: the run goes on, with the fixed order.
+    The first process of a machine measures, and the others wait for it. If anything goes wrong, one
+    line says so and the run continues with the fixed order.
     """
     hidden = os.environ.get("JAX_PLATFORMS") == "cpu" or parsed.simulate_devices is not None
     if config.kernels.tune == "off" or hidden or not has_nvidia_driver():
@@ -62,11 +62,11 @@ def _run(command: list[str]) -> None:
         child.wait()
     if why:
         with stages.aside():
-            print(f"kernels: not measured: {why}; a fixed order is taken", file=sys.stderr)
+            print(f"kernels: not measured: {why}; using the fixed order", file=sys.stderr)
 
 
 def device_count(config: RunConfig, given: int | None) -> int:
-    """Returns the number of devices of a run: as given, as its mesh says, or as are here."""
+    """Returns the number of devices of a run: as given, as its mesh says, or all that are here."""
     from pallas_kernels.tuning.table import gpu_models
 
     sizes = config.mesh.sizes.values()
@@ -78,7 +78,7 @@ def device_count(config: RunConfig, given: int | None) -> int:
 
 
 def program(config: RunConfig, count: int) -> str:
-    """Returns a digest of all that decides which calls a step has, and on which GPUs."""
+    """Returns a digest of everything that decides which calls a step has, and on which GPUs."""
     from pallas_kernels.tuning.table import gpu_models
 
     settings = config.model_dump(mode="json")

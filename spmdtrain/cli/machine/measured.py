@@ -17,7 +17,7 @@ DISK_BYTES = 2**27
 DISK_SECONDS = 3.0  # after which a slow disk is measured well enough
 CHUNK = 2**23
 LINK_BYTES = {"gpu": 2**26, "cpu": 2**20}
-# Shares below which a figure is named: of the median of its like, and of the data sheet's.
+# A figure is named as slow below these shares: of the median of its kind, and of the data sheet.
 OF_OTHERS = {"matmul": 0.9, "copy": 0.9, "to_device": 0.7, "from_device": 0.7}
 OF_SHEET = {"matmul": 0.6, "copy": 0.75}
 PAIR_OF_OTHERS = 0.7
@@ -34,7 +34,7 @@ Figures = dict[str, Any]
 
 
 def rate(name: str, value: float) -> str:
-    """Returns a figure with its unit: FLOP/s of matmuls, bytes/s of all else."""
+    """Returns a figure with its unit: FLOP/s for matmuls, bytes/s for everything else."""
     return f"{value / 1e12:.4g} TFLOP/s" if name == "matmul" else f"{value / 1e9:.4g} GB/s"
 
 
@@ -97,7 +97,7 @@ def _disk(folder: str) -> Figures:
             written += file.write(block)
         os.fsync(file.fileno())
         seconds = time.perf_counter() - start
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # else memory is read
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # else the page cache is read
         file.seek(0)
         start = time.perf_counter()
         while file.read(CHUNK):
@@ -136,7 +136,7 @@ def slow(found: Figures) -> Iterator[tuple[str, str]]:
 
 
 def share_of_sheet(device: Figures, name: str) -> float | None:
-    """Returns the figure over the data sheet's; None if that is not known."""
+    """Returns the figure as a share of the data sheet's; None if that is not known."""
     listed = gpus.find(device["kind"])
     if listed is None or name not in OF_SHEET:
         return None
@@ -144,7 +144,7 @@ def share_of_sheet(device: Figures, name: str) -> float | None:
 
 
 def describe(found: Figures) -> list[str]:
-    """Returns the figures for a person, a line each."""
+    """Returns the figures in words, a line each."""
     lines = []
     for each in found["devices"]:
         parts = []

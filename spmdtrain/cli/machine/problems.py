@@ -6,14 +6,14 @@ from typing import Any
 
 OLDEST_JAX = (0, 10)
 FIRST_JAX_BEYOND = (0, 13)
-FEWEST_FILES = 1024  # open at once: token files, checkpoints and sockets
+FEWEST_FILES = 1024  # files open at once: token files, checkpoints and sockets
 LEAST_DISK = 10e9  # bytes
 
 Facts = dict[str, Any]
 
 
 def problems(facts: Facts) -> list[tuple[str, str]]:
-    """Lists (what is wrong, how to fix it), the gravest first."""
+    """Returns pairs (what is wrong, how to fix it), the most serious first."""
     return [*_of_versions(facts), *_of_devices(facts), *_of_machine(facts)]
 
 

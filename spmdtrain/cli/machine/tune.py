@@ -34,21 +34,23 @@ def add_tune(commands) -> None:
         metavar="N",
         help="devices of the run (default: the GPUs of this machine)",
     )
-    tune.add_argument("--again", action="store_true", help="measure also what is known")
+    tune.add_argument("--again", action="store_true", help="measure again what is already known")
     tune.add_argument(
         "--interpreted",
         action="store_true",
         help="interpret kernels on the CPU, for tests of tiny configs; nothing is remembered",
     )
     tune.add_argument(
-        "--export", metavar="FILE", help="write what is known of this GPU, for other machines"
+        "--export",
+        metavar="FILE",
+        help="write what is known about this GPU to a file, for other machines",
     )
     tune.add_argument("--json", action="store_true", help="print JSON")
     tune.set_defaults(command=run_tune)
 
 
 def run_tune(parsed: argparse.Namespace) -> int:
-    """Measures what is not known yet of the calls of a config's step, and prints it all."""
+    """Measures the calls of a config's step that are not known yet, and prints all of them."""
     environment = dict(os.environ)  # of the process that measures: this one opens no GPU
     config = load(parsed.config, parsed.set)
     if parsed.export is not None:
@@ -73,7 +75,7 @@ def run_tune(parsed: argparse.Namespace) -> int:
 
 def _calls(config: RunConfig, count: int) -> "list[Call]":
     """Returns the calls of the step, traced on as many devices as the run has, all simulated."""
-    if "jax" not in sys.modules:  # else they were simulated by whoever started it
+    if "jax" not in sys.modules:  # otherwise the caller has simulated them
         simulate_devices(count)
     without_devices()
     import jax
@@ -88,7 +90,7 @@ def _calls(config: RunConfig, count: int) -> "list[Call]":
 
 @contextlib.contextmanager
 def _table(interpreted: bool):
-    """Yields the table of this user; times of interpreted kernels go into one that is dropped."""
+    """Yields the user's table of timings, or for interpreted kernels one that is thrown away."""
     from pallas_kernels.tuning import Table
 
     if not interpreted:
@@ -99,7 +101,7 @@ def _table(interpreted: bool):
 
 
 def _measure(parsed, config, calls, table, environment) -> str | None:
-    """Returns jax's name of the GPU; None if it could not be found out."""
+    """Returns jax's name of the GPU, or None if it could not be determined."""
     from pallas_kernels.tuning import tune as tune_calls
     from pallas_kernels.tuning.measure import WORKER, Limits, Process
     from pallas_kernels.tuning.table import gpu_models
@@ -127,7 +129,7 @@ def _measure(parsed, config, calls, table, environment) -> str | None:
 
 
 def describe(gpu: str, table: "Table", known: "list[tuple[Call, dict[str, Any]]]") -> str:
-    """Returns the table for a person: each call, and its implementations, the fastest first."""
+    """Returns the table in words: each call, and its implementations, fastest first."""
     from pallas_kernels.tuning.work import share_of_sheet
 
     machine = ", ".join(f"{name} {value}" for name, value in table.machine.items())

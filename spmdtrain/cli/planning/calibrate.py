@@ -25,7 +25,7 @@ def add_calibrate(commands) -> None:
 
 
 def run_calibrate(parsed: argparse.Namespace) -> int:
-    """Measures this machine, and writes a file that --hardware reads."""
+    """Measures this machine and writes a file that --hardware reads."""
     if not parsed.out.endswith(".toml"):
         raise ConfigError(
             f"--out {parsed.out}: --hardware reads .toml files", fix=f"--out {parsed.out}.toml"

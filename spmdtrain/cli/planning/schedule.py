@@ -16,7 +16,7 @@ from spmdtrain.config.near import did_you_mean
 if TYPE_CHECKING:
     from spmdtrain.pipeline.schedule import Table
 
-# Ticks x stages: takes seconds here, and is more than anybody looks at.
+# Ticks x stages. This many take seconds to print, and nobody reads more.
 LARGEST_SCHEDULE = 1_000_000
 
 
@@ -105,7 +105,7 @@ def run_schedule(parsed: argparse.Namespace) -> int:
 
 
 def _given(parsed: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Returns those of the named arguments that were typed."""
+    """Returns the named arguments that were typed."""
     values = {name: getattr(parsed, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 

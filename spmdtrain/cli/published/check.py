@@ -14,13 +14,14 @@ from spmdtrain.train.setup import Setup
 from spmdtrain.train.shard import shard_on
 
 TOKENS = 64
-TOLERANCE = 2e-6  # of the root mean square, relative: the noise of float32, several times over
+TOLERANCE = 2e-6  # relative error of the root mean square: several times the noise of float32
 
 
 def check_logits(folder: str | Path, setup: Setup, params: Mapping[str, jax.Array]) -> str:
-    """Returns a line with the difference of the logits of 64 random tokens, both in float32.
+    """Returns a line with the difference between the two models' logits of 64 random tokens, both
+    in float32.
 
-    Raises ConfigError where torch or transformers is missing, or the difference is beyond what the
+    Raises ConfigError if torch or transformers is missing, or if the difference is larger than the
     order of sums explains.
     """
     config = setup.config
@@ -53,7 +54,7 @@ def _theirs(folder: str | Path, tokens: np.ndarray) -> np.ndarray:
         folder,
         local_files_only=True,
         trust_remote_code=False,
-        attn_implementation="eager",  # other ones leave caps of scores out, in transformers 4
+        attn_implementation="eager",  # other ones leave out score caps in transformers 4
     )
     with torch.no_grad():
         return model.float().eval()(torch.tensor(tokens)).logits.double().numpy()

@@ -13,7 +13,7 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 def add_export(commands) -> None:
     """Adds the command `export` and its arguments."""
     parser = commands.add_parser(
-        "export", help="a trained run as a directory that transformers, vLLM and llama.cpp load"
+        "export", help="write a trained run as a directory for transformers, vLLM and llama.cpp"
     )
     parser.add_argument("run", metavar="RUN", help="run directory")
     parser.add_argument(
@@ -22,25 +22,25 @@ def add_export(commands) -> None:
         required=True,
         help="hf: Hugging Face, with adapters merged; peft: the adapters alone",
     )
-    parser.add_argument("out", metavar="DIR", help="folder that is made")
+    parser.add_argument("out", metavar="DIR", help="folder to create")
     parser.add_argument(
         "--step",
         type=whole,
         metavar="N",
-        help="of the checkpoint (default: the newest that is not damaged)",
+        help="step of the checkpoint (default: the newest that is not damaged)",
     )
     add_ema(parser)
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="of the files (default: as imported, or bfloat16; peft: float32)",
+        help="dtype of the files (default: as imported, or bfloat16; peft: float32)",
     )
     parser.add_argument(
         "--base",
         metavar="NAME",
-        help="hf: the published folder whose frozen weights the adapters are merged with (default: "
-        "those that the run holds); peft: the model that the adapters are of (default: "
-        "train.init_from of the run)",
+        help="hf: the published folder whose frozen weights the adapters are merged with "
+        "(default: those that the run holds); peft: the name of the model that the adapters "
+        "belong to (default: train.init_from of the run)",
     )
     parser.add_argument(
         "--with",
@@ -48,13 +48,13 @@ def add_export(commands) -> None:
         action="append",
         default=[],
         metavar="RUN",
-        help="hf: merges the adapters of another run of the same base too; may be repeated",
+        help="hf: also merge the adapters of another run with the same base; may be repeated",
     )
     parser.add_argument(
         "--part",
         type=_bytes,
         metavar="SIZE",
-        help="of a file at most, 5GB or 500MB say (default: 5GB)",
+        help="largest file, e.g. 5GB or 500MB (default: 5GB)",
     )
     add_processes(parser)
     parser.set_defaults(command=run_export)
@@ -69,7 +69,7 @@ def _bytes(text: str) -> int:
 
 
 def run_export(parsed: argparse.Namespace) -> int:
-    """Writes a run as a directory of Hugging Face, or its adapters as one of peft."""
+    """Writes a run as a Hugging Face directory, or its adapters as a peft directory."""
     if parsed.to == "peft":
         without_devices()
         print(*_export_adapters(parsed), sep="\n")

@@ -13,31 +13,31 @@ from spmdtrain.processes.scheduler import is_first
 def add_import(commands) -> None:
     """Adds the command `import` and its arguments."""
     parser = commands.add_parser(
-        "import", help="a published model of Hugging Face as a run: settings, tokenizer, weights"
+        "import", help="turn a Hugging Face model into a run: settings, tokenizer, weights"
     )
     parser.add_argument(
         "folder", metavar="DIR", help="the folder with config.json and *.safetensors"
     )
-    parser.add_argument("--out", metavar="RUN", help="run directory that is made")
+    parser.add_argument("--out", metavar="RUN", help="run directory to create")
     parser.add_argument(
         "--print-config",
         action="store_true",
-        help="print the settings of the model as TOML, and end",
+        help="print the settings of the model as TOML, and exit",
     )
     parser.add_argument(
         "--check",
         action="store_true",
-        help="compares the logits with those of transformers, where that is installed",
+        help="compare the logits with those of transformers, which must be installed",
     )
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
-        help="of the weights in the run (default: as in the files)",
+        help="dtype of the weights in the run (default: as in the files)",
     )
     parser.add_argument(
         "--untie",
         action="store_true",
-        help="gives a separate head to a model that shares the embedding",
+        help="give a separate head to a model that shares its embedding",
     )
     parser.add_argument(
         "--max-length", type=positive_int, metavar="N", help="longest sequence of the run"
@@ -47,9 +47,9 @@ def add_import(commands) -> None:
         action="append",
         default=[],
         metavar="NAMES",
-        help="tensors that are left out, * for any part of a name; may be repeated",
+        help="tensors to leave out; * stands for any part of a name; may be repeated",
     )
-    add_set(parser, "a setting on top of the model's, or mesh.*; may be repeated")
+    add_set(parser, "override a setting of the model, or mesh.*; may be repeated")
     add_devices(parser)
     parser.set_defaults(command=run_import)
 

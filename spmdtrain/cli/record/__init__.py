@@ -1,1 +1,1 @@
-"""Commands that ask what a run has recorded: is it right, why is it odd, what has changed."""
+"""Commands that examine what a run has recorded: is it correct, why is it odd, what has changed."""

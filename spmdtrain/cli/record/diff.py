@@ -22,10 +22,10 @@ LONGEST = 40  # characters of a value
 def add_diff(commands) -> None:
     """Adds the command `diff` and its arguments."""
     diff = commands.add_parser(
-        "diff", help="what differs between two runs, by rounding or by a cause, likeliest first"
+        "diff", help="say what differs between two runs, by rounding or by a cause, likeliest first"
     )
     diff.add_argument("a", metavar="A", help="run directory")
-    diff.add_argument("b", metavar="B", help="run directory that is compared with it")
+    diff.add_argument("b", metavar="B", help="run directory to compare it with")
     diff.add_argument(
         "--steps",
         type=positive_int,
@@ -36,7 +36,7 @@ def add_diff(commands) -> None:
     diff.add_argument(
         "--no-replay",
         action="store_true",
-        help="compare the files alone: what is rounding then stays unclear",
+        help="compare only the files, so what is due to rounding stays unclear",
     )
     add_make(diff)
     diff.add_argument("--json", action="store_true", help="print JSON")
@@ -45,7 +45,7 @@ def add_diff(commands) -> None:
 
 
 def run_diff(parsed: argparse.Namespace) -> int:
-    """Prints what differs. Returns UNEQUAL if it is more than rounding, or may be."""
+    """Prints what differs. Returns UNEQUAL if that is, or may be, more than rounding."""
     if not parsed.no_replay:
         take_flags(Path(parsed.a), 1)
     with waiting(parsed, f"comparing {parsed.a} with {parsed.b}"):
@@ -63,7 +63,7 @@ def run_diff(parsed: argparse.Namespace) -> int:
 
 
 def describe(found: "Compared") -> str:
-    """Returns the comparison in words: a line for each sort of difference, the cause at the end."""
+    """Returns the comparison in words: a line for each sort of difference, and the cause last."""
     parts = (_settings, _code, _devices, _data, _program, _loss, _speed, _cause)
     return "\n".join(f"{part.__name__[1:]:11} {line}" for part in parts for line in part(found))
 
@@ -84,7 +84,7 @@ def _settings(found: "Compared") -> Iterator[str]:
 
 
 def _code(found: "Compared") -> Iterator[str]:
-    if None in found.hosts:  # a run of a version that did not record its starts
+    if None in found.hosts:  # a run of an older version, which did not record its starts
         yield "not recorded"
         return
     said = [f"{each.what} {_value(each.a)} -> {_value(each.b)}" for each in found.code]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def add_explain(commands) -> None:
     """Adds the command `explain` and its arguments."""
     explain = commands.add_parser(
-        "explain", help="why a step of a run stands out: data, rate, precision or machine"
+        "explain", help="say why a step of a run stands out: data, rate, precision or machine"
     )
     explain.add_argument("run", metavar="RUN", help="run directory, or a bundle in it")
     explain.add_argument(
@@ -33,7 +33,7 @@ def add_explain(commands) -> None:
 
 
 def run_explain(parsed: argparse.Namespace) -> int:
-    """Prints the likeliest cause. Returns UNEQUAL if a replay shows that it is the machine."""
+    """Prints the likeliest cause. Returns UNEQUAL if a replay blames the machine."""
     take_flags(Path(parsed.run), parsed.step or 1)
     with waiting(parsed, f"replaying {parsed.run}"):
         from spmdtrain.replay.explain import explain

@@ -1,4 +1,4 @@
-"""`spmdtrain profile`: the seconds of a step in words."""
+"""`spmdtrain profile`: prints where the seconds of a step go."""
 
 import argparse
 import json
@@ -21,15 +21,15 @@ NEWEST = 2**31 - 1
 def add_profile(commands) -> None:
     """Adds the command `profile` and its arguments."""
     profile = commands.add_parser(
-        "profile", help="where the seconds of a step go, by sort of work and part of the model"
+        "profile", help="say where the seconds of a step go, by sort of work and part of the model"
     )
     profile.add_argument("run", metavar="RUN", help="run directory")
     profile.add_argument(
         "--steps",
         type=positive_int,
         metavar="N",
-        help="take steps of the run again and trace N of them (default: read what log.profile "
-        "has traced)",
+        help="repeat steps of the run and trace N of them (default: read what log.profile has "
+        "traced)",
     )
     add_make(profile)
     profile.add_argument("--json", action="store_true", help="print JSON")
@@ -62,7 +62,7 @@ def run_profile(parsed: argparse.Namespace) -> int:
 
 
 def middle_of(found: list["StepProfile"]) -> "StepProfile":
-    """Returns the step of middle length: a step that somebody disturbed does not speak."""
+    """Returns the step of median length, which ignores a step that was disturbed."""
     return sorted(found, key=lambda each: each.seconds)[len(found) // 2]
 
 
@@ -105,7 +105,9 @@ def _others(found: list["StepProfile"]) -> list[str]:
 
 
 def _slower(run: Path) -> dict[str, Any] | None:
-    """Returns what has left the band of the run's windows; the component that a trace names."""
+    """Returns lines about a step time outside the run's usual range, and the component that a trace
+    blames.
+    """
     from spmdtrain.page.cost.alarm import alarm
     from spmdtrain.page.cost.waterfall import farthest_bound
     from spmdtrain.page.read import RunReader

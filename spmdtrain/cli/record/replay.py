@@ -1,4 +1,4 @@
-"""`spmdtrain replay`: steps of a run again, equal to the bit or what differs first."""
+"""`spmdtrain replay`: repeats steps of a run, and reports the first difference, if any."""
 
 import argparse
 import json
@@ -19,28 +19,30 @@ if TYPE_CHECKING:
 def add_replay(commands) -> None:
     """Adds the command `replay` and its arguments."""
     replay = commands.add_parser(
-        "replay", help="take steps of a run again: equal to the bit, or what differs first"
+        "replay", help="repeat steps of a run: bit-equal, or what differs first"
     )
     replay.add_argument("run", metavar="RUN", help="run directory, or a bundle in it")
     replay.add_argument(
         "--step",
         type=positive_int,
         metavar="N",
-        help="the step in question: the replay begins at the checkpoint before it (default: the "
+        help="the step in question; the replay starts at the checkpoint before it (default: the "
         "bad step of a bundle)",
     )
     replay.add_argument(
-        "--to", type=positive_int, metavar="M", help="go on up to step M (default: N)"
+        "--to", type=positive_int, metavar="M", help="continue up to step M (default: N)"
     )
     add_make(replay)
-    add_set(replay, "e.g. mesh.tensor=2, another mesh: then equal but for rounding")
+    add_set(replay, "e.g. mesh.tensor=2: on another mesh, the steps are equal except for rounding")
     replay.add_argument("--json", action="store_true", help="print JSON")
     add_devices(replay)
     replay.set_defaults(command=run_replay)
 
 
 def run_replay(parsed: argparse.Namespace) -> int:
-    """Prints whether the steps come out as the run wrote them. Returns UNEQUAL if not."""
+    """Prints whether the repeated steps equal those that the run recorded. Returns UNEQUAL if
+    not.
+    """
     take_flags(Path(parsed.run), parsed.step or 1)
     with waiting(parsed, f"replaying {parsed.run}"):
         from spmdtrain.replay.replay import replay
@@ -74,7 +76,7 @@ def take_flags(run: Path, step: int) -> None:
 
 
 def describe(found: "Replayed") -> str:
-    """Returns the verdict of a replay in words, a line or two."""
+    """Returns the verdict of a replay in words, one or two lines."""
     count = found.last - found.start
     first, last = found.samples
     steps = "1 step" if count == 1 else f"{count} steps"

@@ -1,4 +1,6 @@
-"""`spmdtrain certify`: every layout trains what one device trains, or which one does not."""
+"""`spmdtrain certify`: proves that every layout trains what one device trains, or names one that
+does not.
+"""
 
 import argparse
 import hashlib
@@ -40,15 +42,19 @@ def add_certify(commands) -> None:
     add_config(certify)
     add_make(certify)
     certify.add_argument(
-        "--only-asked", action="store_true", help="only layouts of the axes that the config uses"
+        "--only-asked",
+        action="store_true",
+        help="only lay the model out over axes that the config uses",
     )
     certify.add_argument(
-        "--layouts", metavar="FILE", help="layouts to compare in their place, settings a line"
+        "--layouts",
+        metavar="FILE",
+        help="file of layouts to compare instead, each a line of settings",
     )
     certify.add_argument(
         "--draw", type=positive_int, metavar="N", help="add N layouts drawn at random"
     )
-    certify.add_argument("--seed", type=whole, default=0, metavar="S", help="of --draw")
+    certify.add_argument("--seed", type=whole, default=0, metavar="S", help="seed of --draw")
     certify.add_argument(
         "--steps", type=positive_int, default=3, metavar="N", help="steps to compare, at least 2"
     )
@@ -56,25 +62,30 @@ def add_certify(commands) -> None:
         "--precision",
         choices=("float32", "asked"),
         default="float32",
-        help="asked: the layouts as configured in the run's own precision too",
+        help="asked: also run the layouts in the precision of the config",
     )
     certify.add_argument("--no-resume", action="store_true", help="leave out the resumed run")
     certify.add_argument(
         "--as-is", action="store_true", help="keep the model and the sequences as they are"
     )
     certify.add_argument(
-        "--budget", type=duration, metavar="SECONDS", help="no layout begins later than that"
+        "--budget",
+        type=duration,
+        metavar="SECONDS",
+        help="time after which no further layout is begun",
     )
-    certify.add_argument("--first", action="store_true", help="stop at what is wrong first")
     certify.add_argument(
-        "--hardware", metavar="NAME", help="compile the real size for --devices of these GPUs too"
+        "--first", action="store_true", help="stop at the first layout that is wrong"
+    )
+    certify.add_argument(
+        "--hardware", metavar="NAME", help="also compile the real size for --devices of these GPUs"
     )
     certify.add_argument("--devices", type=positive_int, metavar="N", help="number of such GPUs")
     certify.add_argument(
-        "--against", metavar="FILE", help="an older certificate (.json) that must say the same"
+        "--against", metavar="FILE", help="older certificate (.json) to compare the verdicts with"
     )
     certify.add_argument(
-        "--out", metavar="DIR", default="certificates", help="folder of the page and the JSON"
+        "--out", metavar="DIR", default="certificates", help="folder for the page and the JSON"
     )
     certify.add_argument("--json", action="store_true", help="print JSON")
     certify.set_defaults(command=run_certify)

@@ -1,4 +1,4 @@
-"""`spmdtrain coordcheck`: whether a model learns at the same pace in every width."""
+"""`spmdtrain coordcheck`: checks whether a model learns at the same pace in every width."""
 
 import argparse
 import json
@@ -39,12 +39,12 @@ def add_coordcheck(commands) -> None:
 
 
 def _widths(text: str) -> tuple[int, ...]:
-    """Reads widths apart by commas."""
+    """Reads widths separated by commas."""
     return tuple(positive_int(each) for each in text.split(","))
 
 
 def run_coordcheck(parsed: argparse.Namespace) -> int:
-    """Prints what some steps do in each width. Returns REFUSED if that depends on the width."""
+    """Prints what some steps change in each width. Returns REFUSED if that depends on the width."""
     config = load(parsed.config, parsed.set)
     base = config.model.mup_base or config.model.embed
     widths = parsed.widths or tuple(base * times for times in TIMES)
@@ -72,7 +72,7 @@ def run_coordcheck(parsed: argparse.Namespace) -> int:
 
 
 def _values(found: "CoordinateCheck") -> dict[str, Any]:
-    """Returns what is printed as JSON; a spread that is no number is null."""
+    """Returns the values printed as JSON; a spread that is not finite is null."""
     from spmdtrain.certify.widths import BOUND, BOUND_OF_KIND
 
     return {

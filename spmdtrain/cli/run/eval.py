@@ -1,4 +1,4 @@
-"""`spmdtrain eval`: the loss of a trained run on any text, or its scores at tasks."""
+"""`spmdtrain eval`: measures the loss of a trained run on any text, or its scores at tasks."""
 
 import argparse
 import json
@@ -33,7 +33,7 @@ def add_eval(commands) -> None:
         "--field",
         default="text",
         metavar="NAME",
-        help="of the text in JSON lines and tables (default: text)",
+        help="field of the text in JSON lines and tables (default: text)",
     )
     evaluate.add_argument(
         "--tasks",

@@ -15,7 +15,7 @@ from spmdtrain.running.report.json_lines import write_document
 def add_launch(commands, make_parser: Callable[[], argparse.ArgumentParser]) -> None:
     """Adds the command `launch` and its arguments.
 
-    `make_parser` makes the parser of all commands, which reads those of the launched one.
+    `make_parser` returns the parser of all commands, which parses the launched one.
     """
     launch = commands.add_parser(
         "launch", help="train in processes that are watched, and restarted when they fail"
@@ -35,12 +35,12 @@ def add_launch(commands, make_parser: Callable[[], argparse.ArgumentParser]) -> 
         help="seconds, or 5 times the longest step so far, after which a step counts as a hang "
         "(default: %(default)s)",
     )
-    launch.add_argument("--report", metavar="FILE", help="write an account of the time, as JSON")
+    launch.add_argument("--report", metavar="FILE", help="write an account of the time as JSON")
     launch.add_argument(
         "command_line",
         nargs=argparse.REMAINDER,
         metavar="train ...",
-        help="the run, with the arguments it has without launch",
+        help="the run, with the arguments that it has without launch",
     )
     launch.set_defaults(command=run_launch, make_parser=make_parser)
 

@@ -11,7 +11,7 @@ from typing import Any
 from spmdtrain.config import ConfigError
 from spmdtrain.config.named_file import read_named
 
-# In the place of the text of --chat: a conversation whose questions are lines of standard input.
+# Stands for the text of --chat: a conversation whose questions are lines of standard input.
 TALK = object()
 MARK = "> "  # on a terminal, where a question is typed
 LINES_OF_JSON = (".jsonl", ".ndjson")

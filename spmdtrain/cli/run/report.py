@@ -1,4 +1,4 @@
-"""`spmdtrain report`: a run on one page, or several over each other."""
+"""`spmdtrain report`: writes a run on one page, or compares several."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ FOLLOW_SECONDS = 10
 def add_report(commands) -> None:
     """Adds the command `report` and its arguments."""
     report = commands.add_parser(
-        "report", help="write a run on one page, RUN/report.html; several runs over each other"
+        "report", help="write a run on one page, RUN/report.html; several runs share their charts"
     )
     report.add_argument("runs", nargs="+", metavar="RUN", help="run directory")
     report.add_argument(
@@ -23,7 +23,7 @@ def add_report(commands) -> None:
     report.add_argument(
         "--follow",
         action="store_true",
-        help=f"write it again every {FOLLOW_SECONDS} s while a run lives; the page reloads itself",
+        help=f"rewrite it every {FOLLOW_SECONDS} s while a run lives; the page reloads itself",
     )
     report.add_argument("--json", action="store_true", help="print the figures as JSON instead")
     report.set_defaults(command=run_report)

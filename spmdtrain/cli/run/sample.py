@@ -44,8 +44,9 @@ def add_sample(commands) -> None:
         const=TALK,
         type=typed,
         metavar="TEXT",
-        help="ask a run that was trained on conversations, in its template; print the answer; "
-        "without TEXT, hold a conversation: a question on each line until the input ends",
+        help="ask a run that was trained on conversations, in its template, and print the "
+        "answer; without TEXT, hold a conversation: one question per line until the input "
+        "ends",
     )
     sample.add_argument(
         "--parse-special",
@@ -85,7 +86,7 @@ def add_sample(commands) -> None:
         "--seed",
         type=_seed_number,
         default=0,
-        help="another seed, another text",
+        help="a different seed gives a different text",
     )
     add_set(
         sample,

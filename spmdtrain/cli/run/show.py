@@ -1,4 +1,4 @@
-"""`spmdtrain show`: the resolved config, the mesh and every parameter."""
+"""`spmdtrain show`: prints the resolved config, the mesh and every parameter."""
 
 import argparse
 import json

@@ -1,6 +1,6 @@
-"""The config.json of a published model as settings of [model], and such settings as a config.json.
+"""Converts the config.json of a published model to settings of [model], and back.
 
-`keys` reads a table of JSON and refuses what is not known, `families` has a record of each
-model_type, `rope` the rotary positions in both shapes that transformers writes, `reading` and
-`writing` the whole. No code of a directory is ever run: its `model_type` decides.
+`keys` reads a JSON table and refuses unknown keys, `families` has a record of each model_type,
+`rope` converts rotary positions in both forms that transformers writes, and `reading` and `writing`
+convert the whole file. No code of a directory is ever run: its `model_type` decides.
 """

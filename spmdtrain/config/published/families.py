@@ -1,7 +1,7 @@
 """The families of published models: what each computes, and the keys that only it has.
 
-A family has the defaults of absent keys (those of its class in transformers, not ours), the
-settings that all of its models have, and two functions that read and write its own keys.
+A family has the defaults for absent keys (those of its class in transformers, not ours), the
+settings shared by all of its models, and two functions that read and write its own keys.
 """
 
 import math
@@ -31,7 +31,7 @@ def _no_keys(model: TransformerConfig) -> dict[str, Any]:  # noqa: ARG001 - as t
 
 @dataclass(frozen=True)
 class Family:
-    """A family: `read` and `write` are of the keys that not all families have."""
+    """A family of models. `read` and `write` handle the keys that not all families have."""
 
     architecture: str  # the class of transformers
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Family:
 
 
 def shortest(pattern: Sequence) -> list:
-    """Returns the shortest list whose repetition gives the pattern."""
+    """Returns the shortest list that gives the pattern when repeated."""
     for size in range(1, len(pattern) + 1):
         if all(pattern[at] == pattern[at % size] for at in range(len(pattern))):
             return list(pattern[:size])
@@ -56,7 +56,7 @@ def shortest(pattern: Sequence) -> list:
 
 
 def _windows(keys: Keys, has_window: Sequence[bool]) -> ModelSettings:
-    """Returns `windows`: by `layer_types`, else as `has_window` says of each layer."""
+    """Returns `windows`: by `layer_types` if there is one, else by `has_window` of each layer."""
     window = keys.whole("sliding_window")
     layers = keys.count("num_hidden_layers")
     kinds = keys.take("layer_types")
@@ -80,7 +80,7 @@ def _all_layers(keys: Keys) -> list[bool]:
 
 
 def _every(keys: Keys, pattern: int) -> list[bool]:
-    """Windows in all layers but each `pattern`-th."""
+    """Gives every layer a window, except each `pattern`-th."""
     return [(number + 1) % pattern != 0 for number in range(keys.count("num_hidden_layers"))]
 
 
@@ -96,7 +96,7 @@ def _layer_types(model: TransformerConfig) -> list[str]:
 
 
 def _biases(keys: Keys) -> ModelSettings:
-    """Returns the biases that there are: Llama's default is none."""
+    """Returns the settings for the biases of a model; Llama's default is none."""
     attention = keys.flag("attention_bias")
     asked = {"qkv_bias": attention, "out_bias": attention, "mlp_bias": keys.flag("mlp_bias")}
     return {name: True for name, has in asked.items() if has}
@@ -119,7 +119,9 @@ def _write_mistral(model: TransformerConfig) -> dict[str, Any]:
 
 
 def _qwen_windows(keys: Keys) -> ModelSettings:
-    """`sliding_window` counts only with `use_sliding_window`, from `max_window_layers` on."""
+    """Reads `sliding_window`, which counts only with `use_sliding_window`, from layer
+    `max_window_layers` on.
+    """
     first = keys.whole("max_window_layers") or 0
     kinds = [number >= first for number in range(keys.count("num_hidden_layers"))]
     found = _windows(keys, kinds)
@@ -216,7 +218,7 @@ def _write_olmo3(model: TransformerConfig) -> dict[str, Any]:
 
 
 def _smollm3(keys: Keys) -> ModelSettings:
-    """`no_rope_layers` is 1 where a layer HAS rotary positions."""
+    """Reads `no_rope_layers`, which is 1 for a layer that HAS rotary positions."""
     layers = keys.count("num_hidden_layers")
     interval = keys.whole("no_rope_layer_interval") or layers + 1
     listed = keys.take("no_rope_layers")
@@ -326,7 +328,7 @@ def _write_gpt_oss(model: TransformerConfig) -> dict[str, Any]:
 def _deepseek_v3(keys: Keys) -> ModelSettings:
     keys.take("quantization_config")  # read with the weights
     keys.must_be("attention_bias", False, None)
-    keys.must_be("rms_norm_eps", 1e-6)  # the norms of latents have no other one
+    keys.must_be("rms_norm_eps", 1e-6)  # the norms of latents have a fixed one
     keys.must_be("rope_interleave", True)
     keys.must_be("moe_layer_freq", 1)
     keys.must_be("scoring_func", "sigmoid")
@@ -363,7 +365,7 @@ def _deepseek_v3(keys: Keys) -> ModelSettings:
 
 
 def _latent_scale(keys: Keys, width: int) -> float | None:
-    """Returns the scale of scores, which grows with the length that yarn stretches to."""
+    """Returns the scale of attention scores, which grows with the length that yarn extends to."""
     scaling = dict(keys.table("rope_scaling") or {}) | dict(keys.table("rope_parameters") or {})
     times = scaling.get("mscale_all_dim")
     if not isinstance(times, int | float) or not times:
@@ -605,5 +607,5 @@ def read_positions(family: Family, keys: Keys) -> ModelSettings:
 
 
 def write_positions(family: Family, model: TransformerConfig) -> dict[str, Any]:
-    """Returns the keys of rotary positions, in both shapes."""
+    """Returns the keys of rotary positions, in both forms."""
     return write_rope(model, by_kind=family.rope_by_kind)

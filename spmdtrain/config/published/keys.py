@@ -1,4 +1,4 @@
-"""The keys of a config.json: each is taken once, and what is left over is refused."""
+"""Takes the keys of a config.json, each once, and refuses what is left over."""
 
 import re
 from collections.abc import Mapping
@@ -6,8 +6,8 @@ from typing import Any
 
 from spmdtrain.config.errors import ConfigError
 
-# Keys that change nothing that a model computes. `pretraining_tp` and what transformers writes of
-# generation are among them.
+# Keys that do not change what a model computes, such as `pretraining_tp` and the settings of
+# generation that transformers writes.
 HARMLESS = re.compile(
     "|".join(
         (
@@ -41,19 +41,19 @@ class Keys:
         return name in self.values
 
     def take(self, name: str, default: Any = None) -> Any:
-        """Returns the value of a key: of the file, else the family's default, else `default`."""
+        """Returns the value of a key: from the file, else the family's default, else `default`."""
         self._taken.add(name)
         return self.values.get(name, self._defaults.get(name, default))
 
     def number(self, name: str, default: Any = None) -> float | None:
-        """Returns a number, or None where it is null."""
+        """Returns a number, or None if it is null."""
         value = self.take(name, default)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise self.refused(name, value, "a number")
         return value
 
     def whole(self, name: str, default: Any = None) -> int | None:
-        """Returns a whole number of at least 0, or None where it is null."""
+        """Returns a whole number of at least 0, or None if it is null."""
         value = self.number(name, default)
         if value is None:
             return None
@@ -62,7 +62,7 @@ class Keys:
         return int(value)
 
     def count(self, name: str) -> int:
-        """Returns a whole number of at least 1. ConfigError where there is none."""
+        """Returns a whole number of at least 1. Raises ConfigError if there is none."""
         value = self.whole(name)
         if not value:
             raise ConfigError(
@@ -80,20 +80,20 @@ class Keys:
         return bool(value)
 
     def table(self, name: str) -> Mapping[str, Any] | None:
-        """Returns a table, or None where it is null."""
+        """Returns a table, or None if it is null."""
         value = self.take(name)
         if value is not None and not isinstance(value, dict):
             raise self.refused(name, value, "a table")
         return value
 
     def must_be(self, name: str, *allowed: Any) -> None:
-        """Refuses a key whose value changes the model to one that there are no settings for."""
+        """Refuses any value of a key but those that our settings can express."""
         value = self.take(name, allowed[0])
         if value not in allowed:
             raise self.unknown(name, value)
 
     def check_all_taken(self) -> None:
-        """Raises ConfigError for a key that says something and that nobody has read."""
+        """Raises ConfigError if a key that may change the model has not been read."""
         for name, value in self.values.items():
             says_nothing = value is None or value is False or value == [] or value == {}
             if name in self._taken or says_nothing or HARMLESS.fullmatch(name):
@@ -101,12 +101,12 @@ class Keys:
             raise self.unknown(name, value)
 
     def unknown(self, name: str, value: Any) -> ConfigError:
-        """Makes the error for a key that changes the model and is not known."""
+        """Returns the error for an unknown key that may change the model."""
         return ConfigError(
             f"{self.where}: {name}={value!r:.80} has no setting here",
             fix="another model, or an issue that names it",
         )
 
     def refused(self, name: str, value: Any, wanted: str) -> ConfigError:
-        """Makes the error for a value of another type."""
+        """Returns the error for a value of the wrong type."""
         return ConfigError(f"{self.where}: {name}={value!r:.80} must be {wanted}")

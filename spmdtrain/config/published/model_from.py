@@ -1,4 +1,4 @@
-"""Settings of an existing model: of a run, or of a Hugging Face directory."""
+"""Reads the model settings of an existing run or Hugging Face directory."""
 
 import json
 import os
@@ -11,9 +11,10 @@ from spmdtrain.config.run_files import RunFiles, given_in
 
 
 def settings_of_model(folder: Path) -> tuple[str, dict[str, Any]]:
-    """Returns which file says it, and the settings of [model], `name` among them.
+    """Returns (the file that was read, the settings of [model], including `name`).
 
-    Raises ConfigError if it is neither, or a run of a custom model.
+    Raises ConfigError if `folder` is neither a run nor a Hugging Face directory, or is a run of a
+    custom model.
     """
     folder = Path(os.path.expanduser(folder))
     if not _is_run(folder):

@@ -21,7 +21,7 @@ from spmdtrain.config.published.rope import FULL
 NAME = "config.json"
 LARGEST = 16 * 2**20  # bytes
 DTYPES = ("float32", "bfloat16", "float16")
-# Keys of a model with a vision tower, of which the text part is read.
+# Keys of a model with a vision tower; only its text part is read.
 OF_VISION = "gemma3"
 KNOWN = (
     "gpt2, llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, olmo2, olmo3, smollm3, granite, "
@@ -33,7 +33,7 @@ KNOWN = (
 class Published:
     """A published model as its config.json describes it.
 
-    `keys` are those of the model alone: of one with a vision tower, those of its text part.
+    `keys` are those of the language model alone, even if the file also describes a vision tower.
     """
 
     folder: Path
@@ -50,7 +50,7 @@ class Published:
 
 
 def is_published(folder: Path) -> bool:
-    """Returns True for a directory that holds a model of Hugging Face, and no run."""
+    """Returns True for a directory that holds a Hugging Face model and is not a run."""
     try:
         found = json.loads((folder / NAME).read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -61,16 +61,17 @@ def is_published(folder: Path) -> bool:
 
 
 def read_published(folder: Path) -> Published:
-    """Returns the model that a directory of Hugging Face holds. Nothing but JSON is read.
+    """Returns the model in a Hugging Face directory. Only JSON is read.
 
-    Raises ConfigError where it is no such directory, of a family that is not known, or computes
-    something that there are no settings for; CheckpointError where it is quantised.
+    Raises ConfigError if it is not such a directory, if its family is unknown, or if the model
+    computes something that has no settings here. Raises CheckpointError if it is quantised in a way
+    that cannot be read.
     """
     return as_published(folder, _read(folder))
 
 
 def as_published(folder: Path, values: dict[str, Any]) -> Published:
-    """Returns what `read_published` does, of the values of a config.json."""
+    """Returns what `read_published` does, given the values of a config.json."""
     where = str(folder / NAME)
     remarks = []
     name = values.get("model_type")
@@ -130,13 +131,13 @@ def _text_part(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _method(values: Mapping[str, Any]) -> Any:
-    """Returns the name of the method by which a model is quantised, if it has one."""
+    """Returns the name of the method by which a model is quantised, if any."""
     quantised = values.get("quantization_config")
     return quantised.get("quant_method") if isinstance(quantised, dict) else None
 
 
 def _check_squares(folder: Path, quantised: Mapping[str, Any]) -> None:
-    """Refuses matrices of 8 bits whose scales are not those of squares of 128 x 128."""
+    """Refuses 8-bit matrices unless they have one scale for each square of 128 x 128."""
     for name, known in (("weight_block_size", [128, 128]), ("fmt", "e4m3")):
         if quantised.get(name) != known:
             raise CheckpointError(
@@ -194,7 +195,7 @@ def _read_gpt2(family: Family, keys: Keys) -> ModelSettings:
 
 
 def _read_llama(family: Family, keys: Keys) -> ModelSettings:
-    """Returns the settings of all families but GPT-2, whose keys have the names of Llama's."""
+    """Returns the settings of a model whose keys have Llama's names: of any family but GPT-2."""
     heads = keys.count("num_attention_heads")
     embed = keys.count("hidden_size")
     settings = {

@@ -1,8 +1,9 @@
-"""Rotary positions in a config.json: the keys of transformers 4, and those of transformers 5.
+"""Converts rotary positions in a config.json: the keys of transformers 4, and those of transformers
+5.
 
-transformers 4 writes `rope_theta` and `rope_scaling`, transformers 5 one table `rope_parameters`,
-or one for each kind of layer; 4 ignores that table without a word. Both are read here, the table
-first, and both are written.
+transformers 4 writes `rope_theta` and `rope_scaling`. transformers 5 writes one table
+`rope_parameters`, or one for each kind of layer, which transformers 4 silently ignores. Both are
+read here, the table first, and both are written.
 """
 
 import math
@@ -19,9 +20,9 @@ ANOTHER = "a model with linear, llama3, yarn or longrope"
 
 
 def read_rope(keys: Keys, *, by_kind: bool = False) -> dict[str, Any]:
-    """Returns the settings of [model] about rotary positions.
+    """Returns the settings of [model] for rotary positions.
 
-    `by_kind`: layers with a window have another theta, and are not scaled.
+    `by_kind`: layers with a window have a theta of their own, and are not scaled.
     """
     theta = keys.number("rope_theta", 10_000.0)
     window_theta = keys.number("rope_local_base_freq", theta)
@@ -59,7 +60,7 @@ def _kind(table: Table) -> str:
 
 
 def _read_scaling(keys: Keys, kind: str, length: int | None) -> dict[str, Any] | None:
-    """Returns [model.rope_scaling]; None where positions are as they are."""
+    """Returns [model.rope_scaling], or None if positions are not scaled."""
     keys.take("rope_type")
     keys.take("type")
     original = keys.whole("original_max_position_embeddings")
@@ -97,7 +98,7 @@ def _read_scaling(keys: Keys, kind: str, length: int | None) -> dict[str, Any] |
 
 
 def _read_longrope(keys: Keys, length: int, original: int) -> dict[str, Any]:
-    """Returns the divisors of each frequency, and which of the two the run has."""
+    """Returns the divisors of the frequencies, and which of the two lists the run uses."""
     keys.take("short_mscale")
     keys.take("long_mscale")
     found = {}
@@ -110,12 +111,12 @@ def _read_longrope(keys: Keys, length: int, original: int) -> dict[str, Any]:
 
 
 def yarn_scale(factor: float, times: float) -> float:
-    """Returns what yarn of this factor multiplies by, if its logarithm is taken `times` times."""
+    """Returns yarn's multiplier for this factor, with its logarithm weighted by `times`."""
     return 0.1 * times * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def write_rope(model: TransformerConfig, *, by_kind: bool = False) -> dict[str, Any]:
-    """Returns the keys of both shapes. `by_kind` as in `read_rope`."""
+    """Returns the keys in both forms. `by_kind` is as in `read_rope`."""
     scaling = _write_scaling(model)
     share = {} if model.rope_share == 1 else {"partial_rotary_factor": model.rope_share}
     full = {"rope_theta": model.rope_theta, **share, **(scaling or {"rope_type": "default"})}

@@ -1,4 +1,4 @@
-"""The settings of a published model as TOML, to look at before anything is read."""
+"""Prints the settings of a published model as TOML, for a look before any weights are read."""
 
 import json
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from spmdtrain.config.published.reading import NAME, read_published
 
 
 def model_toml(folder: str | Path, overrides: Sequence[str] = ()) -> str:
-    """Returns the section [model] of a published model, with `a.b=c` strings on top."""
+    """Returns the [model] section of a published model, with `a.b=c` strings applied on top."""
     published = read_published(Path(folder))
     sections = {"model": published.settings, "train": {"sequence_length": 1}}
     config = from_resolved({"config": sections, "origin": {}}, overrides)

@@ -1,6 +1,6 @@
 """Writes the config.json of a run, for transformers 4 and 5, vLLM and llama.cpp alike.
 
-What is written is read again, and must give the model that the run has: no setting is lost.
+What is written is read back, and must give the model of the run: no setting is lost.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from spmdtrain.config.published.families import FAMILIES, GATED, PLAIN, Family, 
 from spmdtrain.config.published.reading import Published, as_published
 from spmdtrain.config.schema import GPT, ExpertsConfig, Llama, TransformerConfig
 
-# What a file of an import says of where it lay, or of code that came with it.
+# Keys of an imported file that name its origin, or code that came with it.
 DROPPED = ("quantization_config", "auto_map", "_name_or_path")
 OF_ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq")
 
@@ -27,9 +27,10 @@ def write_config(
 ) -> tuple[str, dict[str, Any]]:
     """Returns the family of a model, and its config.json.
 
-    `base` is what the model was imported from: then only what has changed is changed. `dtype` is
-    that of the files; `tokens` are the ids of special tokens, for a model that was never imported.
-    Raises ConfigError where no family computes what the model does; `run` names it.
+    `base` is the config.json that the model was imported from; its keys are kept unless the run
+    changed them. `dtype` is that of the files; `tokens` are the ids of special tokens, for a model
+    that was never imported. Raises ConfigError, which names `run`, if no family computes what the
+    model does.
     """
     wanted = function_of(model)
     dtypes = {"dtype": dtype, "torch_dtype": dtype}
@@ -38,7 +39,7 @@ def write_config(
         family = FAMILIES[base.family]
         made = _written(family, base.family, model)
         rope = {name: made[name] for name in OF_ROPE if kept.get(name) is None and name in made}
-        # As it was, with the other shape of the rotary keys; else with all keys written anew.
+        # Unchanged but for the other form of the rotary keys; else with all keys rewritten.
         for keys in (kept | rope, kept | made):
             keys = keys | dtypes | {"architectures": [family.architecture]}
             if _reads_as(keys) == wanted:
@@ -54,7 +55,9 @@ def write_config(
 
 
 def function_of(model: TransformerConfig) -> dict[str, Any]:
-    """Returns what a model computes: equal for two settings that spell the same in two ways."""
+    """Returns a canonical form of what a model computes, equal for settings that say the same in
+    two ways.
+    """
     scaling = None
     if model.rope_scaling and any(kind.is_scaled for kind in model.layer_kinds):
         scaling = model.rope_scaling.model_dump()
@@ -92,12 +95,12 @@ def _function_of_experts(model: TransformerConfig, experts: ExpertsConfig) -> di
 
 
 def as_model(settings: Mapping[str, Any]) -> TransformerConfig:
-    """Returns settings of [model] as an object. Raises ConfigError where they do not fit."""
+    """Returns settings of [model] as an object. Raises ConfigError if they are not valid."""
     return (GPT if settings["name"] == "gpt" else Llama)(**settings)
 
 
 def _reads_as(keys: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns what the model of a config.json computes; None where it cannot be read."""
+    """Returns what the model of a config.json computes, or None if it cannot be read."""
     try:
         return function_of(as_model(as_published(Path(), keys).settings))
     except UserError:
@@ -105,7 +108,9 @@ def _reads_as(keys: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _written(family: Family, name: str, model: TransformerConfig) -> dict[str, Any]:
-    """Returns the keys that a family has for a model. Whether they say all is for others to see."""
+    """Returns the keys that a family has for a model. The caller checks whether they describe it
+    fully.
+    """
     common = {
         "architectures": [family.architecture],
         "model_type": name,

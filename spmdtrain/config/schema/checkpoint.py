@@ -24,7 +24,7 @@ class CheckpointConfig(Settings):
     keep_best: CountOrZero = Field(
         default=0,
         description="checkpoints with the lowest eval_loss that are also kept; a step whose "
-        "evaluation is among the best is then saved, due or not",
+        "evaluation is among the best is saved even if no checkpoint is due",
     )
     keep_every: CountOrZero = Field(
         default=0,
@@ -32,7 +32,7 @@ class CheckpointConfig(Settings):
     )
     export: CountOrZero = Field(
         default=0,
-        description="checkpoints from one that is also written as a directory of Hugging Face, "
-        "RUN/exports/STEP, to the next, counted from where the run begins or resumes; the last one "
-        "always is; 0: none",
+        description="checkpoints from one export to the next, a Hugging Face directory "
+        "RUN/exports/STEP; counted from where the run starts or resumes; the last "
+        "checkpoint is always exported; 0: none",
     )

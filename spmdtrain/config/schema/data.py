@@ -35,7 +35,7 @@ class DataConfig(Settings):
     )
     path: str | Strings | None = Field(
         default=None,
-        description="files or globs (text), .bin (tokens); of a stream also gs://, s3:// and "
+        description="files or globs (text), .bin (tokens); streams also take gs://, s3:// and "
         "https:// addresses",
     )
     validation_path: str | Strings | None = Field(
@@ -56,8 +56,8 @@ class DataConfig(Settings):
     )
     validation_fraction: Fraction = Field(
         default=0.1,
-        description="tail of the token stream kept for evaluation; default for jsonl and parquet: "
-        "0, for their end is not known",
+        description="share at the end of the token stream that is kept for evaluation; default "
+        "for jsonl and parquet: 0, because their end is not known",
     )
     shuffle: bool = True
     packing: Literal["stream", "documents", "best_fit"] = Field(
@@ -71,14 +71,17 @@ class DataConfig(Settings):
     )
 
     field: str = Field(
-        default="text", min_length=1, description="the texts of jsonl and parquet: a key, a column"
+        default="text",
+        min_length=1,
+        description="key (jsonl) or column (parquet) that holds the text",
     )
     workers: Count = Field(
-        default=1, description="processes that tokenize jsonl and parquet; 1: threads of the run"
+        default=1,
+        description="processes that tokenize jsonl and parquet; 1: threads of the run itself",
     )
     shuffle_buffer: Count = Field(
         default=4096,
-        description="sequences of jsonl and parquet that are held and shuffled together",
+        description="sequences of jsonl and parquet that are held in memory and shuffled together",
     )
     cache: str | None = Field(
         default=None,
@@ -144,18 +147,18 @@ class DataConfig(Settings):
         asked = f"data.corpus={self.corpus!r}"
         if self.validation_fraction:
             raise ValueError(
-                f"data.validation_fraction={self.validation_fraction:g} is the tail of a corpus, "
-                f"and of {asked} the end is not known; set data.validation_path"
+                f"data.validation_fraction={self.validation_fraction:g} takes the tail of a "
+                f"corpus, and the end of {asked} is not known; set data.validation_path"
             )
         if self.packing == "best_fit":
             raise ValueError(
-                f"data.packing='best_fit' fits all documents of a corpus, and {asked} is read as "
-                "it comes; set data.packing='documents'"
+                f"data.packing='best_fit' packs all documents of a corpus together, and {asked} "
+                "is streamed; set data.packing='documents'"
             )
         if self.tokenizer == "characters":
             raise ValueError(
-                f"data.tokenizer='characters' is made of a whole corpus, and {asked} is read as it "
-                "comes; set data.tokenizer='bytes'"
+                f"data.tokenizer='characters' is built from a whole corpus, and {asked} is "
+                "streamed; set data.tokenizer='bytes'"
             )
 
     def _check_mix(self):
@@ -171,4 +174,4 @@ class DataConfig(Settings):
             )
         names = [source.name for source in self.mix]
         if len(set(names)) < len(names):
-            raise ValueError(f"data.mix has two sources of one name: {', '.join(names)}")
+            raise ValueError(f"data.mix has two sources with the same name: {', '.join(names)}")

@@ -22,16 +22,17 @@ class EvalConfig(Settings):
         "default: it never does",
     )
     min_delta: NonNegative = Field(
-        default=0.0, description="nats by which a better eval_loss must be below the best one"
+        default=0.0,
+        description="nats by which an eval_loss must be below the best one to count as better",
     )
 
     tasks: Strings = Field(
         default=(),
-        description="tasks of lm-evaluation-harness that are run too, with the weights as they "
-        "are; their figures are task/TASK/METRIC",
+        description="tasks of lm-evaluation-harness to run as well, with the current weights; "
+        "their figures are called task/TASK/METRIC",
     )
     tasks_every: Count = Field(
-        default=1, description="evaluations from one that runs the tasks to the next"
+        default=1, description="evaluations from one run of the tasks to the next"
     )
     task_examples: Count | None = Field(
         default=None, description="examples of each task; default: all"
@@ -40,7 +41,9 @@ class EvalConfig(Settings):
     @model_validator(mode="after")
     def _check(self):
         if not self.tasks and (self.tasks_every > 1 or self.task_examples):
-            raise ValueError("eval.tasks_every and eval.task_examples are of eval.tasks; set it")
+            raise ValueError(
+                "eval.tasks_every and eval.task_examples have no effect without eval.tasks; set it"
+            )
         for name in ("at_start", "patience", "tasks"):
             if getattr(self, name) and not self.every:
                 raise ValueError(

@@ -8,7 +8,7 @@ from spmdtrain.config.settings import Count, CountOrZero, Derived, NonNegative, 
 
 
 class GuardConfig(Settings):
-    """The response to a bad step: one whose loss or gradient is not finite, or too large."""
+    """The response to a bad step: one whose loss or gradient is too large or not finite."""
 
     policy: Literal["abort", "skip", "rollback"] = Field(
         default="abort",
@@ -19,14 +19,14 @@ class GuardConfig(Settings):
     )
     grad_norm: Positive | None = Field(
         default=None,
-        description="largest gradient norm, before clipping, of a good step; none: any finite norm "
-        "is good",
+        description="largest gradient norm of a good step, before clipping; none: any finite "
+        "norm is good",
     )
     expert_load: Positive | None = Field(
         default=None,
-        description="largest number of tokens of an expert, over the mean of its layer; with more "
-        "its router has collapsed, and the run ends with exit code 9 under any policy; "
-        "none: any number",
+        description="largest number of tokens of an expert, as a multiple of its layer's mean; "
+        "above it the router has collapsed, and the run ends with exit code 9 under "
+        "any policy; none: no limit",
     )
     sigmas: Derived[NonNegative] = Field(
         default=None,
@@ -35,8 +35,8 @@ class GuardConfig(Settings):
     )
     window: Derived[Annotated[int, Field(ge=2, lt=2**20)]] = Field(
         default=None,
-        description="number of last good steps from which sigmas counts, once half of them have "
-        "been taken; default: 128",
+        description="number of last good steps that give the mean and deviation for sigmas, "
+        "which takes effect once half of them have been taken; default: 128",
     )
     replica_check: CountOrZero = Field(
         default=0,
@@ -46,9 +46,9 @@ class GuardConfig(Settings):
     )
     replay_check: CountOrZero = Field(
         default=0,
-        description="steps between repetitions of a step with its shards on other devices, from a "
-        "copy of the state; a device that computes otherwise than the others is named, and the run "
-        "ends with exit code 11; needs room for two more states; 0: never",
+        description="steps between checks that repeat a step with its shards on other devices, "
+        "from a copy of the state; a device that computes something else is named, "
+        "and the run ends with exit code 11; needs room for two more states; 0: never",
     )
     most_skipped: Count = Field(
         default=10,
@@ -57,7 +57,7 @@ class GuardConfig(Settings):
     )
 
     def derived(self) -> dict[str, Any]:
-        """Returns what judges spikes, by the policy."""
+        """Returns the settings that judge spikes, which depend on the policy."""
         sigmas = self.sigmas if self.is_given("sigmas") else None
         if sigmas is None:
             sigmas = 0.0 if self.policy == "abort" else 6.0

@@ -17,8 +17,8 @@ class LogConfig(Settings):
     profile: Steps = Field(default=(), description="steps traced by the profiler into RUN/profile")
     report: Literal["never", "end", "live"] = Field(
         default="end",
-        description="when the run writes RUN/report.html, a page of itself: at its end; live: also "
-        "every 30 s",
+        description="when the run writes its page, RUN/report.html: at its end; live: also every "
+        "30 s",
     )
     sinks: Sinks = Field(
         default=(),
@@ -40,7 +40,7 @@ class LogConfig(Settings):
     def _check(self):
         if self.fingerprints and self.record == "none":
             raise ValueError(
-                f"log.fingerprints={self.fingerprints} stand in the record of a step, and "
+                f"log.fingerprints={self.fingerprints} are part of a step's record, and "
                 "log.record='none' keeps none; set log.record='hashes'"
             )
         return self

@@ -1,5 +1,5 @@
-"""[mesh], [rules] and [compression]: devices along each axis, what is split over them, and in what
-bytes gradients cross them.
+"""[mesh], [rules] and [compression]: devices along each axis, what is split over them, and how
+gradients are compressed.
 """
 
 from typing import Annotated, Literal
@@ -13,7 +13,8 @@ MESH_AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 
 
 class MeshConfig(Settings):
-    """Devices along each mesh axis, slowest link first; their product is the device count.
+    """The number of devices along each mesh axis, slowest link first. Their product is the device
+    count.
 
     1 switches an axis off. One axis may be -1: it takes all remaining devices.
     """
@@ -69,13 +70,13 @@ class RulesConfig(Settings):
 
 
 class CompressionConfig(Settings):
-    """How gradients of matrices are sent when they are reduced over `data`."""
+    """The compression of gradients of matrices when they are reduced over `data`."""
 
     codec: Literal["none", "int8", "float8"] = Field(
         default="none",
-        description="as precision.accumulate says | 8-bit integers, or e4m3 floats, with a float32 "
-        "scale for each block (arXiv:2306.10209); vectors, and what `fsdp` gathers by layer, stay "
-        "wide",
+        description="as precision.accumulate says | 8-bit integers, or e4m3 floats, with a "
+        "float32 scale for each block (arXiv:2306.10209); vectors, and what `fsdp` "
+        "gathers by layer, are not compressed",
     )
     block: Annotated[int, Field(ge=16, le=65536)] = Field(
         default=256, description="numbers that share a scale"

@@ -19,7 +19,7 @@ BFLOAT16_SPACING = 2.0**-8  # half of that between two numbers, as a share of th
 
 
 class ParameterGroup(Settings):
-    """Parameters that are trained differently from the rest."""
+    """A group of parameters that are trained differently from the rest."""
 
     match: str = Field(description="pattern of their paths, as printed by `show`: tokens.*, *_bias")
     rate: Positive = Field(default=1.0, description="factor of the learning rate")
@@ -62,18 +62,20 @@ class OptimizerConfig(Settings):
     )
     weight_decay: NonNegative = Field(
         default=0.0,
-        description="of tensors with two or more dims (per layer), not of norms and biases",
+        description="weight decay of tensors with two or more dims (per layer), not of norms and "
+        "biases",
     )
     ema: Decay | None = Field(
         default=None,
-        description="decay of an exponential moving average of the weights, which is kept with "
-        "them; it has a half-life of 0.69 / (1 - ema) steps (0.999: 693); none: no average",
+        description="decay of an exponential moving average of the weights, which is kept "
+        "alongside them; it has a half-life of 0.69 / (1 - ema) steps (0.999: 693); "
+        "none: no average",
     )
     moment_dtype: Literal["params", "bfloat16", "8bit"] = Field(
         default="params",
-        description="in which the moments rest: as precision.params | bfloat16 | 8 bits with a "
-        "scale for each 256 (arXiv:2110.02861), squares by logarithm, rounded such that they are "
-        "right on average",
+        description="how the moments are stored: as precision.params | bfloat16 | 8 bits with a "
+        "scale for each 256 (arXiv:2110.02861), squares by their logarithm, with "
+        "unbiased stochastic rounding",
     )
     groups: Groups = Field(
         default=(),
@@ -91,8 +93,8 @@ class OptimizerConfig(Settings):
         name = getattr(self, "name", "")
         if not self.moments or not self.gradients_at_weights:
             raise ValueError(
-                f"optimizer.moment_dtype={self.moment_dtype!r}: {name} keeps no moments beside "
-                "its weights; set optimizer.name='adamw'"
+                f"optimizer.moment_dtype={self.moment_dtype!r}: {name} keeps no separate "
+                "moments; set optimizer.name='adamw'"
             )
         beta2 = getattr(self, "beta2", 0.0)
         if self.moment_dtype == "bfloat16" and 1 - beta2 < BFLOAT16_SPACING:
@@ -123,7 +125,7 @@ class AdamW(OptimizerConfig):
 
 
 class Lion(OptimizerConfig):
-    """arXiv:2302.06675: needs a third to a tenth of AdamW's learning rate."""
+    """Lion (arXiv:2302.06675), which needs a third to a tenth of AdamW's learning rate."""
 
     moments: ClassVar[int] = 1
     has_width_rule: ClassVar[bool] = True
@@ -134,7 +136,8 @@ class Lion(OptimizerConfig):
 
 
 class Adafactor(OptimizerConfig):
-    """arXiv:1804.04235: squares of large matrices by row and column, and no momentum.
+    """Adafactor (arXiv:1804.04235), which keeps the squares of large matrices by row and column,
+    and no momentum.
 
     An update is scaled by the root mean square of its parameter: try a learning rate of 1e-2.
     """
@@ -143,13 +146,16 @@ class Adafactor(OptimizerConfig):
 
     name: Literal["adafactor"] = "adafactor"
     decay_rate: Fraction = Field(
-        default=0.8, description="at step n the older squares have weight 1 - n^-decay_rate"
+        default=0.8,
+        description="at step n, the squares of earlier steps have weight 1 - n^-decay_rate",
     )
     clip_update: Positive = Field(default=1.0, description="largest root mean square of an update")
 
 
 class Lamb(OptimizerConfig):
-    """arXiv:1904.00962, for large batches: AdamW, each update scaled to the norm of its matrix."""
+    """LAMB (arXiv:1904.00962), for large batches: AdamW with each update scaled to the norm of its
+    matrix.
+    """
 
     moments: ClassVar[int] = 2
 
@@ -160,7 +166,7 @@ class Lamb(OptimizerConfig):
 
 
 class Muon(OptimizerConfig):
-    """Orthogonalised momentum for the matrices of layers, AdamW for tables, norms and biases.
+    """Muon: orthogonalised momentum for the matrices of layers, AdamW for tables, norms and biases.
 
     Updates of both have the same size (arXiv:2502.16982), so AdamW's learning rate suits both.
     """
@@ -176,10 +182,11 @@ class Muon(OptimizerConfig):
 
 
 class ScheduleFreeAdamW(OptimizerConfig):
-    """arXiv:2405.15682: AdamW whose weights are an average, instead of a falling rate.
+    """Schedule-free AdamW (arXiv:2405.15682): an average of the weights replaces a falling rate.
+    Evaluations, samples and checkpoints use the average.
 
-    Evaluations, samples and checkpoints use the average. The training loss is that of a point near
-    it, where gradients are taken. As with AdamW a warm-up is needed; the rate stays constant.
+    The training loss is that of a point near it, where gradients are taken. It needs a warm-up,
+    like AdamW; then the rate stays constant.
     """
 
     moments: ClassVar[int] = 2

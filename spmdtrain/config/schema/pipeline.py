@@ -20,8 +20,8 @@ class PipelineConfig(Settings):
     )
     chunks: Count = Field(
         default=1,
-        description="runs of layers per stage, each with 1 / chunks of the stage's layers "
-        "(interleaved, zero_bubble)",
+        description="separate blocks of layers per stage, each with 1 / chunks of the stage's "
+        "layers (interleaved, zero_bubble)",
     )
 
     @model_validator(mode="after")

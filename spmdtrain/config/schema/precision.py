@@ -1,4 +1,6 @@
-"""[precision] and [kernels]: the dtypes of a step, float16 loss scale, and choice of kernels."""
+"""[precision] and [kernels]: the dtypes of a step, the loss scale of float16, and the choice of
+kernels.
+"""
 
 from typing import Annotated, Any, Literal
 
@@ -19,9 +21,10 @@ class PrecisionConfig(Settings):
     )
     matmul: Literal["compute", "float8"] = Field(
         default="compute",
-        description="numbers of the matmuls of layers, and of their gradients: as compute says | "
-        "8-bit floats, e4m3 and e5m2 for gradients, scaled by each array's largest number "
-        "(arXiv:2209.05433); attention, embeddings, norms and the head stay as compute says",
+        description="dtype of the operands of layers' matmuls and of their gradients: as compute "
+        "says | 8-bit floats, e4m3, and e5m2 for gradients, scaled by each array's "
+        "largest magnitude (arXiv:2209.05433); attention, embeddings, norms and the "
+        "head stay as compute says",
     )
     wide: Strings = Field(
         default=(),
@@ -33,19 +36,20 @@ class PrecisionConfig(Settings):
     )
     rounding: Literal["nearest", "stochastic"] = Field(
         default="nearest",
-        description="of weights in bfloat16 after an update; stochastic: right on average, so that "
+        description="rounding of bfloat16 weights after an update; stochastic: unbiased, so that "
         "updates below their spacing are not lost",
     )
     frozen: Derived[Float] = Field(
-        default=None, description="dtype of weights that are not trained, at rest; default: params"
+        default=None,
+        description="dtype in which weights that are not trained are stored; default: params",
     )
     accumulate: Float = Field(
         default="float32", description="dtype of gradients over microbatches and across devices"
     )
     loss_scale: Derived[Annotated[float, Field(ge=1, le=2**32)]] = Field(
         default=None,
-        description="float16 only: first factor of the loss for the backward pass; it halves when "
-        "a gradient overflows, and that step changes no weight; default: 65536",
+        description="float16 only: initial factor of the loss for the backward pass; it halves "
+        "when a gradient overflows, and that step changes no weight; default: 65536",
     )
     loss_scale_steps: Derived[Count] = Field(
         default=None,
@@ -85,11 +89,12 @@ class PrecisionConfig(Settings):
 
 
 class KernelsConfig(Settings):
-    """Who chooses among the implementations of attention and norms."""
+    """The choice among the implementations of attention and norms."""
 
     tune: Literal["auto", "off", "again"] = Field(
         default="auto",
-        description="auto: the fastest right ones, which `train` measures on the GPU once and "
-        "remembers, and a resumed run keeps its own; off: a fixed order, nothing is measured; "
-        "again: measured once more, also for a resumed run, whose last bits then differ",
+        description="auto: the fastest correct ones, which `train` measures on the GPU once and "
+        "remembers; a resumed run keeps its choice; off: a fixed order, and nothing "
+        "is measured; again: they are measured once more, even for a resumed run, "
+        "whose last bits then differ",
     )

@@ -30,7 +30,7 @@ from spmdtrain.config.settings import Settings
 
 
 class RunConfig(Settings):
-    """All settings of one run."""
+    """The settings of one run."""
 
     model: Annotated[GPT | Llama, Field(discriminator="name")] = GPT()
     mesh: MeshConfig = MeshConfig()
@@ -59,7 +59,7 @@ class RunConfig(Settings):
         def __init__(self, **sections: Settings | Mapping[str, Any]) -> None: ...
 
     def derived(self) -> dict[str, Any]:
-        """Returns the model, whose longest sequence is that of training unless it is given."""
+        """Returns the model section, in which `max_length` is that of training unless given."""
         return {"model": self.model.with_derived(max_length=self.train.sequence_length)}
 
     @property
@@ -108,7 +108,9 @@ class RunConfig(Settings):
 
     @property
     def eval_windows(self) -> int | None:
-        """The number of windows of each validation split in an evaluation; None: all of them."""
+        """The number of windows of each validation split that an evaluation uses; None: all of
+        them.
+        """
         batches = self.eval.batches
         return None if batches is None else batches * self.train.global_batch
 
@@ -120,8 +122,8 @@ class RunConfig(Settings):
         splits_backward = self.mesh.pipeline != 1 and self.pipeline.schedule == "zero_bubble"
         if splits_backward and self.train.remat != "none":
             raise ValueError(
-                f"train.remat={self.train.remat!r}: zero_bubble takes a layer's backward apart, "
-                "which needs remat 'none'; or set pipeline.schedule='interleaved'"
+                f"train.remat={self.train.remat!r}: zero_bubble splits a layer's backward in "
+                "two, which needs remat 'none'; or set pipeline.schedule='interleaved'"
             )
         if self.train.remat == "offload" and self.mesh.pipeline != 1:
             raise ValueError(
@@ -140,7 +142,7 @@ class RunConfig(Settings):
             )
         if self.guard.expert_load is not None and not self.model.experts and not self.model.make:
             raise ValueError(
-                f"guard.expert_load={self.guard.expert_load:g} is of routers, and there is no "
+                f"guard.expert_load={self.guard.expert_load:g} limits routers, and there is no "
                 "[model.experts]"
             )
         if self.finetune.frozen_layers:
@@ -167,12 +169,14 @@ class RunConfig(Settings):
 
     @property
     def frozen_in_stack(self) -> int:
-        """The layers of the stack that stay as they are: `finetune.frozen_layers` but the dense."""
+        """The number of frozen layers in the stack: `finetune.frozen_layers` without the dense
+        ones.
+        """
         dense = self.model.layers - self.model.stack_layers
         return max(0, self.finetune.frozen_layers - dense)
 
     def _check_frozen_layers(self) -> None:
-        """Refuses a number of frozen layers that leaves nothing to train, or that has no way."""
+        """Refuses a number of frozen layers that leaves nothing to train or cannot be frozen."""
         model = self.model
         dense = model.layers - model.stack_layers
         asked = f"finetune.frozen_layers={self.finetune.frozen_layers}"
@@ -193,7 +197,7 @@ class RunConfig(Settings):
             )
 
     def _check_pairs(self) -> None:
-        """Refuses settings that pairs of answers do not have."""
+        """Refuses settings that do not go with pairs of answers."""
         asked = f"train.preference={self.train.preference!r}"
         if self.data.corpus != "tokens" or self.data.mix or self.data.packing != "best_fit":
             raise ValueError(
@@ -204,7 +208,9 @@ class RunConfig(Settings):
             raise ValueError(f"{asked} has no train.label_smoothing and no train.z_loss")
 
     def _too_long(self, length: int) -> str:
-        """Says that sequences are longer than the model, and how rotary positions are stretched."""
+        """Returns the text that sequences are longer than the model allows, and how to extend
+        rotary positions.
+        """
         most = self.model.max_length
         said = f"train.sequence_length={length} is longer than model.max_length={most}"
         if self.model.positions != "rope" or self.model.rope_scaling:

@@ -20,7 +20,7 @@ class TrainConfig(Settings):
     """The length of training, the size of a batch, the loss, and what saves memory."""
 
     steps: Count = Field(
-        default=1000, description="optimizer steps in total; raise it and resume to train on"
+        default=1000, description="optimizer steps in total; raise it and resume to train further"
     )
     epochs: Positive | None = Field(
         default=None,
@@ -38,8 +38,8 @@ class TrainConfig(Settings):
     )
     remat: Literal["none", "dots", "full", "offload"] = Field(
         default="none",
-        description="what backward recomputes: nothing | all but matmuls and attention | whole "
-        "layers | whole layers, from inputs that the host keeps",
+        description="what the backward pass recomputes: nothing | all but matmuls and attention "
+        "| whole layers | whole layers, from inputs kept on the host",
     )
     zero: Literal[0, 1] = Field(
         default=0, description="1: gradients and optimizer state are split over data (ZeRO-1)"
@@ -51,7 +51,7 @@ class TrainConfig(Settings):
     )
     z_loss: NonNegative = Field(
         default=0.0,
-        description="weight of the squared log of the softmax's denominator in the loss (PaLM)",
+        description="weight in the loss of the squared log of the softmax's denominator (PaLM)",
     )
     preference: Literal["none", "dpo", "simpo", "orpo"] = Field(
         default="none",
@@ -66,8 +66,8 @@ class TrainConfig(Settings):
     )
     preference_gamma: NonNegative | None = Field(
         default=None,
-        description="by how much the reward of the preferred answer of simpo is to be higher; "
-        "default: 1",
+        description="margin by which the reward of the preferred answer should be higher in "
+        "simpo; default: 1",
     )
     preference_lambda: Positive | None = Field(
         default=None, description="weight of the odds in the loss of orpo; default: 0.1"
@@ -91,24 +91,24 @@ class TrainConfig(Settings):
             theirs = [kind for kind, has in PREFERENCE_SETTINGS.items() if name in has]
             if getattr(self, name) is not None and self.preference not in theirs:
                 raise ValueError(
-                    f"train.{name}={getattr(self, name):g} is of {' and '.join(theirs)}, not of "
-                    f"train.preference={self.preference!r}; leave it out"
+                    f"train.{name}={getattr(self, name):g} belongs to {' and '.join(theirs)}, "
+                    f"not to train.preference={self.preference!r}; leave it out"
                 )
         return self
 
     @property
     def learns_pairs(self) -> bool:
-        """True if the data are pairs of answers, and losses are means over pairs."""
+        """True if the data are pairs of answers and losses are means over pairs."""
         return self.preference != "none"
 
     @property
     def needs_reference(self) -> bool:
-        """True if pairs must have the log-probabilities of a reference model."""
+        """True if pairs need the log-probabilities of a reference model."""
         return self.preference == "dpo"
 
     @property
     def of_preference(self) -> dict[str, float]:
-        """The settings of the loss of pairs, e.g. {"beta": 0.1} for dpo."""
+        """The settings of the preference loss, e.g. {"beta": 0.1} for dpo."""
         defaults = PREFERENCE_SETTINGS[self.preference]
         given = {name: getattr(self, name) for name in defaults}
         return {

@@ -8,11 +8,11 @@ from spmdtrain.config.schema import EvalConfig
 
 
 class EarlyStop:
-    """Counts evaluations since the best one.
+    """The count of evaluations since the best one.
 
-    Checkpoints keep the count: `meta` is that of the checkpoint from which the run resumes. An
-    evaluation without a loss counts as no improvement. Evaluations are the same in every process,
-    so all processes decide alike.
+    Checkpoints keep it: `meta` is that of the checkpoint from which the run resumes. An evaluation
+    without a loss counts as no improvement. Evaluations are the same in every process, so all
+    processes decide alike.
     """
 
     def __init__(self, config: EvalConfig, meta: Meta | None = None):

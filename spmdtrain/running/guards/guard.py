@@ -20,7 +20,7 @@ NAMES = {"loss": "loss", "grad_norm": "gradient norm"}
 
 
 class GoBack(Exception):
-    """Asks the run to go back to a checkpoint from before `first`, the first consecutive bad step.
+    """A request to go back to a checkpoint from before `first`, the first consecutive bad step.
 
     `step` is the last one. The text says what is wrong with it.
     """
@@ -32,7 +32,9 @@ class GoBack(Exception):
 
 
 class Guard:
-    """Checks the figures of each step; if they are bad, does what `[guard]` says."""
+    """The guard of a run, which checks the figures of each step and does what `[guard]` says about
+    bad ones.
+    """
 
     def __init__(self, config: GuardConfig, saves: Saves, reporter: Reporter):
         self._config = config
@@ -42,7 +44,9 @@ class Guard:
 
     @property
     def lets_save(self) -> bool:
-        """False amid bad steps under `rollback`, which goes back to before the first of them."""
+        """True if the run may save: not amid bad steps under `rollback`, which goes back to before
+        the first of them.
+        """
         return self._config.policy != "rollback" or self._record.in_a_row == 0
 
     def check(self, step: int, figures: Mapping[str, Any]) -> None:
@@ -121,5 +125,5 @@ class Guard:
 
 
 def _known(figures: Mapping[str, Any]) -> list[str]:
-    """Returns the names in `NAMES` that a step has; it has no loss if no token has one."""
+    """Returns the names in `NAMES` that a step has; there is no loss if no token counts in it."""
     return [name for name in NAMES if name in figures]

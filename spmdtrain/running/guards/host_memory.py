@@ -1,9 +1,9 @@
-"""The memory of this host that processes can use, for devices that are its processors."""
+"""Finds the memory that processes of this host can use, for devices that are its processors."""
 
 from pathlib import Path
 
 MEMINFO = Path("/proc/meminfo")
-# Of the control group of a container or a scheduler: version 2, then 1.
+# Limits of the control group of a container or a scheduler: version 2, then 1.
 LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),

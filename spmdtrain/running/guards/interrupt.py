@@ -23,7 +23,7 @@ Ending = Literal["preempted", "stopped"]  # by a signal, by a hook
 
 
 class Interrupt:
-    """Turns signals into a request to stop. Use it as a context; call `agreed` once a step.
+    """A request to stop, which signals make. Use it as a context; call `agreed` once a step.
 
     With several processes a signal may reach only one of them, and all must stop at the same step.
     At each step they sum their flags on the devices and read the sum one step later, so asking

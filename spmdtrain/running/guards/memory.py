@@ -45,7 +45,7 @@ class OutOfMemoryError(ConfigError):
 
 
 class MemoryGuard:
-    """Turns jax's errors for lack of memory into one line. Use it as a context around a run."""
+    """A context around a run, which turns jax's errors for lack of memory into one line."""
 
     def __init__(self, setup: Setup):
         self._setup = setup

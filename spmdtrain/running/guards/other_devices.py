@@ -1,10 +1,10 @@
 """Takes every n-th step twice, the second time with its shards on other devices.
 
-A device that computes wrongly, without an error, shows where no copy of its shard exists: the same
-step from the same state gives other bits once the device holds another shard. The step of the run
-is compared with one in which every device holds its neighbour's shards. If they differ, it is taken
-again with only some devices exchanged: the bits change if and only if the faulty device is among
-them, so halving names it in a handful of steps.
+This reveals a device that computes wrongly without an error, even if no other device holds a copy
+of its shard: the same step from the same state gives other bits once the device holds another
+shard. The step of the run is compared with one in which every device holds its neighbour's shards.
+If they differ, it is taken again with only some devices exchanged: the bits change if and only if
+the faulty device is among them, so halving names it in a handful of steps.
 
 Meta found such devices by hand in the training of Llama 3 (Grattafiori et al. 2024, section 3.3.4);
 Dixit et al. 2021, "Silent data corruptions at scale", measure how common they are.
@@ -28,7 +28,7 @@ from spmdtrain.train.state import TrainState
 from spmdtrain.train.step import make_step
 
 Step = Callable[[TrainState, Batch], tuple[TrainState, Any]]
-Order = tuple[int, ...]  # for each position in the mesh, the position whose device takes its shards
+Order = tuple[int, ...]  # for each position in the mesh: the position whose device takes its shards
 Bits = tuple[bytes, dict[str, bytes]]  # sums of the state by position, and the figures
 
 
@@ -65,7 +65,7 @@ class OtherDevices:
             )
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Any]:
-        """Takes the step, and if it is its turn, again on other devices."""
+        """Takes the step, and repeats it on other devices if a check is due."""
         self._calls += 1
         if self._calls % self._every:
             return self._step(state, batch)
@@ -79,7 +79,9 @@ class OtherDevices:
         return after, metrics
 
     def _taken(self, kept: tuple[TrainState, Batch], order: Order) -> Bits:
-        """Returns the bits of the step from what is kept, its shards exchanged as in `order`."""
+        """Returns the bits of the step from the kept state and batch, with shards exchanged as in
+        `order`.
+        """
         if order not in self._steps:
             mesh = _reordered(self._setup.mesh, order)
             self._steps[order] = mesh, self._make(_on(self._setup, mesh))
@@ -100,10 +102,14 @@ class OtherDevices:
                 break
             same = self._taken(kept, moved) == here
             suspects = [at for at in suspects if at not in half] if same else half
-        self._raise(number, suspects, "computes the same shards otherwise than other devices")
+        self._raise(
+            number, suspects, "computes something else from the same shards than other devices"
+        )
 
     def _with_partner(self, half: Sequence[int], suspects: Sequence[int]) -> list[int]:
-        """Returns positions that exchange shards: `half`, with a healthy one where it is alone."""
+        """Returns positions that exchange shards: `half`, and a healthy one if a process has only
+        one.
+        """
         chosen = list(half)
         for group in self._groups:
             mine = [at for at in group if at in half]
@@ -113,9 +119,9 @@ class OtherDevices:
         return chosen
 
     def _rotated(self, positions: Sequence[int]) -> Order | None:
-        """Returns the order in which these positions pass their shards on, within each process.
+        """Returns the order in which these positions rotate their shards within each process.
 
-        None if one of them has nobody to exchange with.
+        None if one of them has none to exchange with.
         """
         order = list(range(self._setup.mesh.size))
         for group in self._groups:
@@ -169,7 +175,7 @@ def _compiled(setup: Setup) -> Step:
 
 
 def _moved(tree: Any, mesh: Mesh, to: Mesh) -> Any:
-    """Returns copies of arrays of `mesh`, each shard on the device that `to` has in its place."""
+    """Returns copies of arrays of `mesh`, each shard on the device at its position in `to`."""
     target = dict(zip(mesh.devices.flat, to.devices.flat, strict=True))
 
     def move(x: jax.Array) -> jax.Array:

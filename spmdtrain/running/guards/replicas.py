@@ -27,7 +27,7 @@ from spmdtrain.train.state import TrainState
 
 
 class ReplicaCheck:
-    """Compares the copies of a state. `every`: steps between comparisons; 0: never.
+    """The comparison of the copies of a state. `every`: steps between comparisons; 0: never.
 
     Raises CorruptedError in all processes if copies differ.
     """

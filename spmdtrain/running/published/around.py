@@ -1,4 +1,4 @@
-"""Writes what stands around the weights of an export: config.json, tokenizer, template."""
+"""Writes the files around the weights of an export: config.json, tokenizer, template."""
 
 import json
 from collections.abc import Mapping
@@ -13,9 +13,9 @@ from spmdtrain.interop.writer import writing
 
 
 def write_around(folder: Path, target: Target, saved: Mapping[str, Any], run: Path) -> str:
-    """Writes config.json, the tokenizer and the template of conversations.
+    """Writes config.json, the tokenizer and the chat template.
 
-    Returns what is to be said of that.
+    Returns remarks about them.
     """
     with writing(folder):
         text = json.dumps(target.keys, indent=2, ensure_ascii=False)
@@ -30,14 +30,14 @@ def write_around(folder: Path, target: Target, saved: Mapping[str, Any], run: Pa
 
 
 def _write_tokenizer(folder: Path, saved: Mapping[str, Any], run: Path) -> str:
-    """Writes the files of the tokenizer; returns what is to be said of that."""
+    """Writes the files of the tokenizer. Returns a remark about them."""
     spec = saved.get("tokenizer")
     kept = kept_in(run)
     if kept and (spec is None or _is_same(kept / TOKENIZER, spec)):
         copy_files(files_to_keep(kept), folder)
         return "tokenizer as imported" if (kept / TOKENIZER).is_file() else "no tokenizer"
     if not spec or spec.get("kind") != "huggingface":
-        return "no tokenizer: the run's is none of Hugging Face"
+        return "no tokenizer: the run's is not a Hugging Face tokenizer"
     from_spec(spec)  # raises if it is damaged
     described: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     end = saved.get("end_of_text")

@@ -20,12 +20,12 @@ LONGEST_SAMPLE = 1024  # tokens of the sequences that an imported run is evaluat
 
 @dataclass(frozen=True)
 class Described:
-    """The data of an import as config.json records them: its tokenizer."""
+    """The data of an import as config.json records it: its tokenizer."""
 
     tokenizer: dict[str, Any] | None
     end_of_text: int | None
     fingerprint: str = ""
-    template: dict[str, Any] | None = None  # the spec of its template of conversations
+    template: dict[str, Any] | None = None  # the spec of its chat template
 
 
 def model_config(
@@ -33,7 +33,7 @@ def model_config(
 ) -> tuple[Published, RunConfig]:
     """Returns a published model, and the configuration of a run with it.
 
-    `overrides` are `a.b=c` strings on top. Raises ConfigError as `read_published` does.
+    `overrides` are `a.b=c` strings applied on top. Raises ConfigError as `read_published` does.
     """
     published = read_published(as_path(folder, "folder"))
     dtype = "bfloat16" if published.dtype == "bfloat16" else "float32"
@@ -57,7 +57,9 @@ def model_config(
 
 
 def described(published: Published, config: RunConfig) -> Described:
-    """Returns the tokenizer of a published model. DataError if the model lacks rows for it."""
+    """Returns the tokenizer of a published model. Raises DataError if the model has too few rows
+    for it.
+    """
     if not (published.folder / TOKENIZER).is_file():
         return Described(None, None)
     name = str(published.folder)

@@ -14,7 +14,9 @@ from spmdtrain.interop.writer import NAMES
 
 
 def target_of(run: Path, dtype: str | None) -> tuple[Target, dict[str, Any]]:
-    """Returns what a run is written as, and its config.json, or ConfigError."""
+    """Returns what a run is written as, with its config.json. Raises ConfigError if that cannot be
+    written.
+    """
     saved, named = read_document(run)
     refuse_own_code(run, saved, named)
     config = from_resolved(saved)
@@ -27,7 +29,7 @@ def target_of(run: Path, dtype: str | None) -> tuple[Target, dict[str, Any]]:
     if chosen not in NAMES:
         raise ConfigError(f"--dtype {chosen!r:.40} is none of {', '.join(NAMES)}")
     end = saved.get("end_of_text")
-    # Null for those that do not exist: transformers would fill in its own ids.
+    # Null for tokens that do not exist: otherwise transformers would fill in its own ids.
     tokens = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
     family, keys = write_config(model, base, dtype=chosen, tokens=tokens, run=run)
     return Target(model, family, keys, chosen, config.finetune), saved

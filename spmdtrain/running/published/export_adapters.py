@@ -1,4 +1,4 @@
-"""Exports the adapters of a run alone, in the format of peft."""
+"""Exports only the adapters of a run, in the format of peft."""
 
 import contextlib
 from pathlib import Path
@@ -28,8 +28,8 @@ def export_adapters(
 
     With `ema` they are the averages that a run with `optimizer.ema` keeps. `base` is the name of
     the model that they adapt, which peft loads; default: `train.init_from` of the run. Returns
-    lines that say what was written. Raises ConfigError where the run has no adapters or no family
-    has its layers, and what `export_run` raises.
+    lines that say what was written. Raises ConfigError if the run has no adapters or no family has
+    its layers, and what `export_run` raises.
     """
     run, out = as_path(run, "run"), as_path(out, "out")
     step, ema = as_step(step), as_flag(ema, "ema")
@@ -53,7 +53,7 @@ def export_adapters(
 
 
 def _values(checkpoints: Checkpoints, step: int, config: RunConfig, *, ema: bool) -> Values:
-    """Returns the weights; of those that have adapters no more than is written of them."""
+    """Returns the weights; of adapted weights only the adapters."""
     if ema:
         checkpoints.averaged(step)  # raises if there is none
     there = checkpoints.weight_shapes(step)

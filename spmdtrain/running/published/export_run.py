@@ -1,4 +1,4 @@
-"""Exports a run as a directory of Hugging Face: what transformers, vLLM and llama.cpp load.
+"""Exports a run as a Hugging Face directory, which transformers, vLLM and llama.cpp load.
 
 Its files are written a tensor at a time, from a checkpoint of any mesh, without devices. A process
 holds one layer of one parameter, and several processes each write files of their own.
@@ -34,7 +34,9 @@ from spmdtrain.running.published.merged_layers import (
 
 @dataclass(frozen=True)
 class ExportOfRun:
-    """What an export is asked to be: of `run`, with the adapters of `others`, as `out`."""
+    """The request for an export: of `run`, with the adapters of `others`, as the directory
+    `out`.
+    """
 
     run: Path
     out: Path
@@ -61,12 +63,13 @@ def export_run(  # noqa: PLR0913 - all that a directory is made of
 
     With `ema` they are the averages that a run with `optimizer.ema` keeps. `dtype` is float32,
     bfloat16 or float16; by default that of the import, or else bfloat16. A file has at most `part`
-    bytes. Adapters are merged: with the frozen weights of the published folder `base`, by default
-    those that the run holds; and those of the runs `also`, of the same base, too.
+    bytes. Adapters are merged with the frozen weights of the published folder `base` (default:
+    those that the run holds), and so are the adapters of the runs `also`, which must have the same
+    base.
 
-    All processes call it. Returns lines that say what was written. Raises ConfigError where no
-    family computes what the model does, CheckpointError where there is no such checkpoint, or the
-    base is another, and StorageError where `out` is not empty or cannot be written.
+    All processes call it. Returns lines that say what was written. Raises ConfigError if no family
+    computes what the model does, CheckpointError if there is no such checkpoint or the base
+    differs, and StorageError if `out` is not empty or cannot be written.
     """
     run, out = as_path(run, "run"), as_path(out, "out")
     step, ema = as_step(step), as_flag(ema, "ema")
@@ -115,7 +118,7 @@ def _write(checkpoints: Checkpoints, step: int, asked: ExportOfRun) -> list[str]
 def _write_mine(
     source: MergedLayers, target: Target, writer: TensorWriter, process: int, processes: int
 ) -> None:
-    """Writes the tensors of this process's files, a layer of a parameter at a time."""
+    """Writes the tensors of this process's files, one layer of one parameter at a time."""
     mine = writer.names_of(process, processes)
     wanted = numpy_dtype(target.dtype)
     for path, shape in source.shapes.items():
@@ -124,7 +127,8 @@ def _write_mine(
             names = entry.of_layer(layer)
             if mine.isdisjoint(names):
                 continue
-            # A layer whose tensors lie in the files of two processes counts in one of them.
+            # A layer whose tensors lie in the files of two processes is counted by only one of
+            # them.
             counts = names[0] in mine
             value = source.read(path, layer, counts=counts).astype(wanted)
             for name, tensor in zip(names, mapped.write(value), strict=True):
@@ -135,7 +139,7 @@ def _write_mine(
 def _merged_layers(
     checkpoints: Checkpoints, step: int, asked: ExportOfRun, held: contextlib.ExitStack
 ) -> MergedLayers:
-    """Opens all that the weights of an export are made of."""
+    """Returns the source of an export's weights: the checkpoints of all its runs, opened."""
     target = asked.target
     first = OfRun(asked.run, Layers(checkpoints, step, ema=asked.ema), target.finetune)
     others = []

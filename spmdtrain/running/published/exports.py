@@ -16,7 +16,7 @@ FOLDER = "exports"
 
 
 class Exports:
-    """Exports of the checkpoints of the run of `reporter`, each `every`-th; 0: none.
+    """The exports of every `every`-th checkpoint of the run of `reporter`; 0: none.
 
     Process 0 reads them from the disk in a thread, so the devices never wait. Raises ConfigError if
     no published family computes what the run's model does.
@@ -33,7 +33,9 @@ class Exports:
             target_of(reporter.directory, None)
 
     def saved(self, step: int) -> None:
-        """Begins to export the checkpoint of `step`, complete on disk, if it is its turn."""
+        """Begins to export the checkpoint of `step`, which is complete on disk, if an export is
+        due.
+        """
         if not self._every:
             return
         self._saved += 1

@@ -1,7 +1,7 @@
 """Imports a published model as a run: its settings, its tokenizer, and step 0 of its weights.
 
 `train.init_from`, `sample`, `eval` and `export` read the run like any other. Its checkpoint has no
-state of an optimizer, so training begins in another directory.
+optimizer state, so training begins in another directory.
 """
 
 import math
@@ -43,9 +43,9 @@ def import_model(
 ) -> Imported:
     """Imports the model in the directory `folder` as step 0 of the run directory `run`.
 
-    `overrides` are settings that replace those of the model: `model.vocab` adds rows to the
-    vocabulary, say. `ignored` are patterns of tensors that are left out. All processes call it.
-    Raises UserError: see docs/hugging_face.md.
+    `overrides` are settings that replace those of the model; e.g. `model.vocab` adds rows to the
+    vocabulary. `ignored` are patterns of tensors that are left out. All processes call it. Raises
+    UserError: see docs/hugging_face.md.
     """
     run = as_path(run, "run")
     started = time.monotonic()
@@ -70,7 +70,7 @@ def import_model(
 
 
 def _devices(config: RunConfig) -> Sequence[jax.Device] | None:
-    """Returns the first devices, as many as the mesh needs; None: all."""
+    """Returns the first devices, as many as the mesh needs; None stands for all."""
     sizes = config.mesh.sizes.values()
     return None if -1 in sizes else jax.devices()[: math.prod(sizes)]
 
@@ -78,4 +78,4 @@ def _devices(config: RunConfig) -> Sequence[jax.Device] | None:
 def _refuse_full(run: Path) -> None:
     there = newest_step(run)
     if there is not None:
-        raise CheckpointError(f"{run} holds step {there} already", fix="another --out")
+        raise CheckpointError(f"{run} already holds step {there}", fix="another --out")

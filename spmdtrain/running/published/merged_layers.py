@@ -1,4 +1,6 @@
-"""Reads what a run exports, a layer at a time, with its adapters and those of others merged."""
+"""Reads the weights that a run exports, one layer at a time, with its adapters and those of other
+runs merged.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +19,8 @@ from spmdtrain.interop.weights import Weights
 from spmdtrain.models.adapters.by_path import check_merges, merged, wide
 from spmdtrain.models.adapters.quantised import NAMES
 
-# Of the rms of a weight, how far that which a run holds may be from what it was made of. NF4 is off
-# by 0.1, integers of 8 bits by 0.01, a cast to bfloat16 by 0.002; other weights by more than 1.
+# How far a weight held by a run may be from its origin, relative to the weight's rms. NF4 is off by
+# 0.1, 8-bit integers by 0.01, a cast to bfloat16 by 0.002; other weights by more than 1.
 ROUNDED = {"float": 0.01, "int8": 0.1, "nf4": 0.3}
 OF_ADAPTER = ("a", "b", "magnitude")
 FEW_BITS = tuple({name for names in NAMES.values() for name in names})
@@ -43,7 +45,7 @@ class OfRun:
         return trained or not finetune.has_adapters
 
     def held(self, path: str, layer: int | None, *, counts: bool) -> np.ndarray:
-        """Returns the weight as the run holds it, made wide if it rests in few bits."""
+        """Returns the weight as the run holds it, dequantised if it is stored in few bits."""
         if path in self.layers.shapes:
             return self.layers.read(path, layer, counts=counts)
         parts = {
@@ -70,8 +72,8 @@ class OfRun:
 class MergedLayers:
     """The weights of `first` with its adapters merged, then those of `others`, in float32.
 
-    `shapes` are those of the plain model's weights, of which `base` holds those that are frozen;
-    without a base the run does.
+    `shapes` are those of the plain model's weights. The frozen ones come from `base`, or from the
+    run without a base.
     """
 
     def __init__(
@@ -103,31 +105,31 @@ class MergedLayers:
             arrays = {
                 one: each.layers.read(one, layer, counts=counts) for one in each.adapters(path)
             }
-            # What is merged is not what was quantised, but what that was made of.
+            # Adapters are merged into the original weights, not into the quantised ones.
             plain = each.finetune.model_copy(update={"base": "float"})
             value = merged({path: value, **arrays}, plain)[path]
         return value
 
     def verify(self) -> None:
-        """Raises DamagedError if what all processes have read is not what was saved."""
+        """Raises DamagedError if what the processes have read together is not what was saved."""
         for each in self._runs:
             each.layers.verify()
 
     def _check_same(
         self, ours: np.ndarray, theirs: np.ndarray, path: str, run: OfRun, named: str
     ) -> None:
-        """Refuses to merge adapters with weights that they were not trained beside."""
+        """Refuses to merge adapters with weights that they were not trained on."""
         one, other = ours.astype(np.float32), theirs.astype(np.float32)
         most = ROUNDED[run.finetune.base] if path not in run.layers.shapes else ROUNDED["float"]
         if np.mean((one - other) ** 2) > most**2 * np.mean(one**2):
             raise CheckpointError(
-                f"the adapters of {run.run} are of another model than {named}: {path} differs",
+                f"the adapters of {run.run} belong to another model than {named}: {path} differs",
                 fix="the one in train.init_from of that run",
             )
 
 
 def check_merge(runs: Mapping[Path, FinetuneConfig], base: str | Path | None) -> None:
-    """Refuses what cannot be merged: the first run is exported, the others give their adapters."""
+    """Refuses runs that cannot be merged. The first is exported, the others give their adapters."""
     (run, finetune), *others = runs.items()
     if base is None:
         check_merges(finetune)
@@ -140,12 +142,12 @@ def check_merge(runs: Mapping[Path, FinetuneConfig], base: str | Path | None) ->
             raise ConfigError(f"{each} has no adapters that could be merged", fix="no --with")
         if said.kind == "dora":
             raise ConfigError(
-                f"{each} has adapters of finetune.kind='dora', which do not add to others",
+                f"{each} has adapters of finetune.kind='dora', which cannot be added to others",
                 fix="an export of each run",
             )
         if each != run and said.also_train:
             raise ConfigError(
-                f"{each} also trains whole weights, which do not add to those of {run}",
+                f"{each} also trains whole weights, which cannot be added to those of {run}",
                 found=f"finetune.also_train={list(said.also_train)}",
                 fix="it as RUN, and the others --with",
             )
@@ -156,7 +158,8 @@ def weights_of_base(
 ) -> Weights:
     """Opens the published weights that adapters are merged with.
 
-    `shapes`: of one layer where there are several. Raises CheckpointError where they are others.
+    `shapes` are those of one layer if there are several. Raises CheckpointError if the published
+    shapes differ.
     """
     published = read_published(Path(base))
     if published.family != family:

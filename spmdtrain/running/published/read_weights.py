@@ -17,8 +17,8 @@ def read_weights(
 ) -> tuple[dict[str, jax.Array], Weights]:
     """Returns the weights of a published model in the shards of `setup`, and where they came from.
 
-    All processes call it; each reads its own parts. Raises CheckpointError in all of them where the
-    files do not hold this model.
+    All processes call it, and each reads its own parts. Raises CheckpointError in all of them if
+    the files do not hold this model.
     """
     wrong = None
     weights = None

@@ -23,7 +23,7 @@ from spmdtrain.train.state import TrainState
 def save_step_0(
     run: Path, setup: Setup, published: Published, params: dict[str, jax.Array], data: Described
 ) -> None:
-    """Makes the run directory and waits until all of it is on the disk. All processes call it."""
+    """Writes the run directory and waits until all of it is on disk. All processes call it."""
     meta = identity(setup, data.fingerprint, {}) | {
         "sample": 0,
         "guard": BadSteps().document(),

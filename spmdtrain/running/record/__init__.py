@@ -1,4 +1,4 @@
-"""What a run keeps so that each of its steps can be proved and taken again.
+"""Records what is needed to repeat each step of a run and to prove that it is the same.
 
 start.py writes RUN/starts/N.json once for each start, and feed.py a line of RUN/steps.jsonl for
 each step.

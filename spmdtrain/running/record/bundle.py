@@ -1,9 +1,10 @@
-"""RUN/bundles/STEP: what is needed to take a bad step again, small enough to send to somebody.
+"""Writes RUN/bundles/STEP: what is needed to repeat a bad step, small enough to send to somebody.
 
-Written when a step is skipped, when the run goes back, diverges, finds a corrupted device or
-crashes. It holds the record of the start, the figures and hashes of the last steps, and the samples
-since the checkpoint before; no weights: those are in the checkpoint, which bundle.json names. All
-files are JSON, or arrays without pickle, and together they stay below `MOST_BYTES`.
+A bundle is written when a step is skipped, or when the run goes back, diverges, finds a corrupted
+device or crashes. It holds the record of the start, the figures and hashes of the last steps, and
+the samples since the last checkpoint, but no weights: those are in that checkpoint, which
+bundle.json names. All files are JSON, or arrays without pickle, and together they stay below
+`MOST_BYTES`.
 """
 
 import contextlib
@@ -35,8 +36,8 @@ from spmdtrain.running.report.sinks import Figures, MakeSink
 
 SAMPLES = "samples.npz"
 MOST_BYTES = 1_000_000  # of a bundle
-MOST_BUNDLES = 16  # of a run: the first bad steps tell most
-FIGURES_KEPT, STEPS_KEPT, PRINTS_KEPT = 256, 1000, 2  # last lines that a bundle takes along
+MOST_BUNDLES = 16  # bundles of a run: the first bad steps tell most
+FIGURES_KEPT, STEPS_KEPT, PRINTS_KEPT = 256, 1000, 2  # last lines that a bundle includes
 READ_BYTES = 1 << 21  # at the end of metrics.jsonl and of steps.jsonl
 MOST_ENTRIES = 1 << 22  # of all samples, before they are compressed
 BAD = ("diverged", "skipped", "rolled_back", "corrupted")  # the events that ask for a bundle
@@ -48,7 +49,7 @@ def bundling(data: Data) -> MakeSink:
 
 
 class BundleSink:
-    """Writes a bundle of each bad step, once steps.jsonl has the line of that step."""
+    """A sink that writes a bundle of each bad step, once steps.jsonl has the line of that step."""
 
     def __init__(self, directory: Path, config: RunConfig, step: int, data: Data):  # noqa: ARG002
         self._directory = directory
@@ -57,7 +58,7 @@ class BundleSink:
         self._bad: tuple[int, dict[str, Any]] | None = None
 
     def metrics(self, step: int, figures: Figures) -> None:  # noqa: ARG002
-        """Writes what waits: a later step has been read."""
+        """Writes the waiting bundles, since a later step has been read."""
         if self._bad and step > self._bad[0]:
             self.close()
 
@@ -68,7 +69,7 @@ class BundleSink:
             self._bad = step, {"event": event, **values}
 
     def close(self) -> None:
-        """Writes what waits."""
+        """Writes the waiting bundles."""
         if self._bad:
             step, why = self._bad
             self._bad = None
@@ -77,7 +78,7 @@ class BundleSink:
 
 @contextlib.contextmanager
 def bundled_at_crash(directory: Path, config: RunConfig, data: Data) -> Iterator[None]:
-    """Writes a bundle if what is inside ends with an error that is nobody's mistake."""
+    """Writes a bundle if the work inside ends with an error that is not a user's mistake."""
     try:
         yield
     except UserError:
@@ -92,9 +93,10 @@ def bundled_at_crash(directory: Path, config: RunConfig, data: Data) -> Iterator
 def write_bundle(
     run: Path, config: RunConfig, data: Data, step: int, why: Mapping[str, Any]
 ) -> Path | None:
-    """Writes the bundle of a bad `step`, and returns its folder; None if there is one, or many.
+    """Writes the bundle of a bad `step`, and returns its folder; None if it already has one, or the
+    run has too many.
 
-    A disk that cannot take it is no reason to hide what ended the run: then there is none, either.
+    If the disk refuses it, the result is None too: the error that ended the run matters more.
     """
     folder = run / BUNDLES / str(step)
     begun = (run / STARTS).is_dir()
@@ -157,7 +159,7 @@ def _write_samples(
 
 
 def _shrink(folder: Path) -> None:
-    """Removes the largest of what a replay can do without, until the bundle is small enough."""
+    """Removes the largest files that a replay can do without, until the bundle is small enough."""
     for name in (SAMPLES, COMPILED, METRICS):
         if sum(path.stat().st_size for path in folder.iterdir()) <= MOST_BYTES:
             return

@@ -1,9 +1,10 @@
-"""The batches of a run, and RUN/steps.jsonl: a line for each step, by which a replay is proved.
+"""Feeds the batches to a run, and writes RUN/steps.jsonl: a line for each step, which a replay is
+checked against.
 
 A line has the step, the global indices of its first and last sample, and `tokens`, a hash of what
 these samples hold (token_hash.py). With `log.fingerprints` some lines also have `after`, the
 fingerprint of each leaf of the state after the step. A line is written once the next step has been
-dispatched: nothing waits for the devices.
+dispatched, so nothing waits for the devices.
 """
 
 import contextlib
@@ -30,11 +31,12 @@ Prints = dict[str, fingerprint.Fingerprint]
 
 
 class Feed:
-    """Yields the batches of the steps after `done`, and records them. Use it as a context.
+    """The batches of the steps after `done`, which are recorded as they are drawn. Use it as a
+    context.
 
-    The first batch begins at the global sample index `sample`. In one process the hash is made of
-    the rows where they are made, in the thread that works ahead; of several, each has some rows,
-    and the devices add up.
+    The first batch begins at the global sample index `sample`. A single process hashes the rows in
+    the thread that makes them ahead of time. Of several, each hashes its own rows, and the devices
+    sum the hashes.
     """
 
     def __init__(self, setup: Setup, data: Data, done: int, sample: int, directory: Path):
@@ -63,7 +65,7 @@ class Feed:
             closing.callback(self._ahead.close)
             if self._file:
                 closing.callback(self._file.close)
-            # After an error the devices may have nothing to say, and the error is what matters.
+            # After an error the devices may not answer, and the error is what matters.
             with contextlib.suppress(*([Exception] if error else [])):
                 self._flush()
 
@@ -90,7 +92,7 @@ class Feed:
         self._sums[at] = added(self._sums.get(at, (0, 0)), sums_of_rows(rows))
 
     def _flush(self) -> None:
-        """Writes the line of the step that is held."""
+        """Writes the line of the held step."""
         if self._held is None:
             return
         step, sums, prints = self._held

@@ -1,7 +1,8 @@
-"""RUN/starts/N.json: what the Nth start of a run ran, where, and how; written once it has compiled.
+"""Writes RUN/starts/N.json once the step has compiled: what the Nth start of a run ran, where, and
+how.
 
-A replay takes the settings and XLA's flags from it. What else may change numbers (versions,
-sources, the kind of device, the compiled program itself) is there to be compared.
+A replay takes the settings and XLA's flags from it. Everything else that may change numbers
+(versions, sources, the kind of device, the compiled program itself) is recorded for comparison.
 """
 
 import hashlib
@@ -85,7 +86,7 @@ def _document(setup: Setup, data: Data, report: Mapping[str, Any]) -> dict[str, 
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of Python and of the packages that compute, as far as installed."""
+    """Returns the versions of Python and of those packages for computing that are installed."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

@@ -1,9 +1,9 @@
-"""A hash of what a step was fed, the same on every mesh and number of processes.
+"""Hashes the input of a step, the same on every mesh and number of processes.
 
 It is the fingerprint (leaves/fingerprint.py) of the samples as one array by their global index: two
-sums, modulo 2^32, of the bits of each entry mixed with its sample and position. The terms of a sum
-may come in any order, so each device or process adds up the rows that it has. One changed entry
-always changes both sums.
+sums, modulo 2^32, of the bits of each entry mixed with its sample and position. The order of the
+terms does not matter, so each device or process sums the rows that it has. One changed entry always
+changes both sums.
 """
 
 import functools
@@ -32,12 +32,12 @@ def sums_of_rows(rows: Mapping[str, np.ndarray]) -> Sums:
 def sums_of_batch(setup: Setup, batch: Batch) -> jax.Array:
     """Returns the sums of a batch of this setup on its devices, uint32 [2], in every process.
 
-    They are those of the rows as the data gives them, whatever order the mesh wants.
+    They describe the rows as the data gives them, whatever order the mesh wants.
     """
     rows = dict(batch)
     zigzag = setup.way.zigzag
     if zigzag > 1 and setup.config.data.packing == "stream":
-        del rows["positions"]  # the data gave none: they are those of the zigzag
+        del rows["positions"]  # the data gave none: they result from the zigzag order
     return _on_devices(zigzag)(rows)
 
 
@@ -56,15 +56,15 @@ def text_of(sums: Sums) -> str:
 
 
 def added(first: Sums, second: Sums) -> Sums:
-    """Returns the sums of two sets of rows together."""
+    """Returns the sums over both of two sets of rows."""
     return (first[0] + second[0]) % 2**32, (first[1] + second[1]) % 2**32
 
 
 def _sums(rows: Mapping[str, Any], xp: Any, order: np.ndarray | None = None) -> list[Any]:
     """Returns the two sums with numpy or jax.numpy. Entries are [..., time], or [...] like sample.
 
-    `order`: the times in the order in which they stand, if it is another. The index of an entry
-    counts all entries of all samples, so no two share one.
+    `order`: the time of each entry of a row, if they do not ascend. The index of an entry counts
+    all entries of all samples, so no two share one.
     """
     names = sorted(name for name in rows if name != OF_ROWS)
     sample = rows[OF_ROWS].astype(np.uint32)

@@ -1,4 +1,4 @@
-"""The first and the last event of an attempt: `launched` and `ended`, in RUN/events.jsonl.
+"""Writes the first and the last event of an attempt, `launched` and `ended`, to RUN/events.jsonl.
 
 An attempt is one process's work on a run, from its launch to its end. Both events are written by
 process 0 as soon as it holds the run directory, whatever happens in between: an error before the
@@ -30,7 +30,7 @@ INTERRUPTED = 130
 
 
 class Attempt:
-    """The attempt of this process. `exit_code` is that of its end, if it ends without an error."""
+    """The attempt of this process. `exit_code` is the code it ends with if there is no error."""
 
     def __init__(self, events: JsonLines | None):
         self.exit_code = 0
@@ -66,7 +66,8 @@ def attempt(directory: Path, launched: float, report: str = "never") -> Iterator
             try:
                 yield this
             except BaseException as error:
-                # A full disk refuses this line, too: what ended the run is said.
+                # A full disk refuses this line too; the error that ended the run is the one to
+                # report.
                 with contextlib.suppress(UserError):
                     this.end(_code_of(error), error)
                 raise
@@ -74,7 +75,7 @@ def attempt(directory: Path, launched: float, report: str = "never") -> Iterator
 
 
 def _launch(directory: Path) -> dict[str, Any]:
-    """Returns what this process was started as, and where the attempt before had got to."""
+    """Returns how this process was started, and how far the previous attempt had got."""
     devices = jax.devices()
     found: dict[str, Any] = {
         "argv": sys.argv,
@@ -88,7 +89,7 @@ def _launch(directory: Path) -> dict[str, Any]:
         },
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
-    # Lines of steps after the checkpoint are dropped, and the time of the last one with them.
+    # Lines of steps after the checkpoint are dropped, and with them the time of the last one.
     before = newest_line(directory / METRICS)
     if before:
         found["before"] = {name: before.get(name) for name in ("step", "time")}

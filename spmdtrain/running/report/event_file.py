@@ -1,4 +1,4 @@
-"""Files of TensorBoard's events, written by the thread that reports.
+"""Writes TensorBoard's event files, in the thread that reports.
 
 The writer of tensorboardX has a thread of its own: on a full disk that thread ends, its queue fills
 up, and the run waits for it forever.
@@ -11,11 +11,12 @@ from typing import Any
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.running.report.json_lines import writing
 
-FLUSH_SECONDS = 30.0  # the longest that a figure waits in memory; flushing waits for the disk
+FLUSH_SECONDS = 30.0  # longest time that a figure stays in memory; a flush waits for the disk
 
 
 class EventFile:
-    """A new file of events in `folder`. Readers drop what other files say of `first` and later.
+    """A new file of events in `folder`. Readers ignore what other files say about step `first` and
+    later.
 
     Raises StorageError if it cannot be written, and ConfigError if tensorboardX is missing.
     """

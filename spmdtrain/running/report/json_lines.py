@@ -1,4 +1,6 @@
-"""Files of JSON objects, one per line, and whole JSON documents; a full disk is a StorageError."""
+"""Writes files of JSON objects, one per line, and whole JSON documents; a full disk is a
+StorageError.
+"""
 
 import json
 import math
@@ -9,7 +11,9 @@ from spmdtrain.config.writing import writing
 
 
 class JsonLines:
-    """Appends one object per line and flushes, so a kill loses nothing that was reported."""
+    """A file of JSON objects, one per line. Each is flushed, so a kill loses nothing that was
+    reported.
+    """
 
     def __init__(self, path: Path):
         self._path = path

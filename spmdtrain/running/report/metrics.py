@@ -1,4 +1,4 @@
-"""The figures of a step, and when they are read.
+"""Computes the figures of a step, and decides when they are read.
 
 Speed counts all tokens that a step processes, with or without a loss. MFU (model FLOPs utilisation)
 is model FLOPs per token x tokens per second / (devices x peak). The model FLOPs are those of
@@ -32,7 +32,7 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 class OneLate:
-    """Reports the metrics of a step once the next step has been dispatched.
+    """A report of each step's metrics, made once the next step has been dispatched.
 
     Reading them earlier would make the devices wait for the host. `report(step, metrics, ended)`
     takes the time at which the step was seen to have ended; None: it ends when its metrics are
@@ -88,7 +88,7 @@ class StepClock:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Counts the time inside towards no step."""
+        """Counts the time inside as part of no step."""
         start = self._now()
         yield
         self._last += self._now() - start

@@ -1,4 +1,4 @@
-"""The page that a run writes of itself: RUN/report.html, at its end and, if asked, as it goes."""
+"""Writes a run's page about itself, RUN/report.html, at its end and, if asked, as it goes."""
 
 import contextlib
 import threading
@@ -34,7 +34,7 @@ def own_page(directory: Path, when: str) -> Iterator[None]:
         yield
     except BaseException:
         _end(thread, is_over)
-        with contextlib.suppress(Exception):  # what ended the run is said
+        with contextlib.suppress(Exception):  # the error that ended the run is the one to report
             write(directory / REPORT, page([reader.read()]))
         raise
     _end(thread, is_over)

@@ -1,4 +1,4 @@
-"""Traces of single steps for the profiler, RUN/profile/stepN."""
+"""Traces single steps for the profiler, into RUN/profile/stepN."""
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator
@@ -20,8 +20,8 @@ def profiled(
     """Traces the dispatch of step `number` if it is one of the `chosen`.
 
     Pass the results of the step through the function that this yields: it waits for the devices, so
-    that the trace ends when the results are ready. What the instructions of the compiled `step` are
-    is written beside the trace, which knows their names alone.
+    that the trace ends when the results are ready. The kinds of the instructions of the compiled
+    `step` are written next to the trace, which has only their names.
     """
     if number not in chosen:
         yield lambda results: results

@@ -12,7 +12,7 @@ WIDE = 120  # columns of a terminal wide enough for a bar and the figures
 
 
 class Progress:
-    """Shows the progress of a run. Use it as a context; call `update` after each step.
+    """The display of a run's progress. Use it as a context; call `update` after each step.
 
     `every`: steps between permanent lines; `quiet`: say nothing at all. The first step shown is
     assumed to be slower than the rest, so the time left is not estimated from it.
@@ -58,7 +58,7 @@ class Progress:
             self.say("  ".join([f"step {step}/{self._total}", text, pace, *left]))
 
     def _pace(self, step: int, seconds: float) -> tuple[str, list[str]]:
-        """Returns the words for the time of `step`, and those for the time left, if known."""
+        """Returns (the time of `step`, the time left if known) in words."""
         if self._is_first:  # buffers are allocated and kernels loaded
             self._is_first = False
             return f"{seconds:.3g} s for the first step", []

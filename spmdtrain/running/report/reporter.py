@@ -19,7 +19,8 @@ Hook = Callable[[str, int, Figures], bool | None]
 
 
 class Reporter:
-    """Passes on the loop's reports. Use it as a context: its sinks are closed at the end.
+    """The reports of a run, on their way to terminal, sinks and hooks. Use it as a context: its
+    sinks are closed at the end.
 
     `step` is the number of completed steps from which the run continues. `sinks` come in addition
     to the files of the run and `log.sinks`. While `progress` is set, it owns the terminal.
@@ -47,7 +48,7 @@ class Reporter:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: Any) -> None:
-        # A full disk refuses what is left, too: what ended the run is said.
+        # A full disk refuses what is left too; the error that ended the run is the one to report.
         with contextlib.suppress(*([UserError] if error else [])):
             self._close()
 

@@ -50,7 +50,9 @@ MakeSink = Callable[[Path, RunConfig, int], Sink]
 
 
 class JsonLinesSink:
-    """RUN/metrics.jsonl, one object per step or evaluation, and RUN/events.jsonl, one per event."""
+    """The files RUN/metrics.jsonl, one object per step or evaluation, and RUN/events.jsonl, one per
+    event.
+    """
 
     def __init__(self, directory: Path, config: RunConfig, step: int):  # noqa: ARG002
         self._directory = directory
@@ -76,7 +78,8 @@ class JsonLinesSink:
 
 
 class TensorBoardSink:
-    """RUN/tensorboard: a scalar per figure. Needs tensorboardX, the extra `tensorboard`.
+    """TensorBoard's files in RUN/tensorboard, with a scalar per figure. They need tensorboardX, the
+    extra `tensorboard`.
 
     The points of steps that a resumed run takes again are marked as superseded.
     """

@@ -1,4 +1,4 @@
-"""Says what a command is doing before it has anything to show, and for how long.
+"""Shows what a command is doing before it has results, and for how long.
 
 A stage is a few words, such as "compiling the step". On a terminal they form a live line with the
 time since the command began; elsewhere each stage prints a line when it begins, and more if it

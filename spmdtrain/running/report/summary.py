@@ -15,8 +15,8 @@ COLUMNS = ("measured", "compiled", "predicted")
 class Prediction:
     """The expected cost of a run. `memory_bytes` is that of the fullest device.
 
-    `seconds` and `bytes` are what they are made of, by the planner's names; `bounds` says what
-    bounds each of the seconds.
+    `seconds` and `bytes` break the figures down by the planner's names; `bounds` says what bounds
+    each of the seconds.
     """
 
     hardware: str  # that the figures hold for
@@ -45,9 +45,9 @@ def figures(
 ) -> dict[str, Any]:
     """Returns the values of summary.json.
 
-    `compiled` is the report in compiled.json; a compiler knows no times. `step_seconds` and
-    `peak_bytes` were measured, or are None. `error` is predicted / measured - 1, with the compiled
-    figure if nothing was measured.
+    `compiled` is the report in compiled.json, which has no times. `step_seconds` and `peak_bytes`
+    were measured, or are None. `error` is predicted / measured - 1, with the compiled figure if
+    nothing was measured.
     """
     held = memory_in(compiled).held
     return {

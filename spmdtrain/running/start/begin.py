@@ -78,7 +78,7 @@ def _resume(session: Session, found: Found) -> StartingPoint:
 
 
 def _begin(session: Session) -> TrainState:
-    """Returns the given state, one with the weights of `train.init_from`, or a fresh one."""
+    """Returns the given state, a state with the weights of `train.init_from`, or a fresh one."""
     reporter = session.reporter
     setup = session.setup
     mesh = dict(setup.mesh.shape)

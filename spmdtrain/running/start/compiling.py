@@ -53,7 +53,7 @@ def compiled_step(session: Session) -> tuple[Callable, dict[str, Any]]:
 
 
 def kept_of(session: Session) -> Callable[[], Meta]:
-    """Returns what tells what a checkpoint keeps of the run and its data.
+    """Returns a function that gives what a checkpoint records about the run and its data.
 
     The run's step must have been traced.
     """
@@ -65,7 +65,9 @@ def kept_of(session: Session) -> Callable[[], Meta]:
 
 
 def _introduction(setup: Setup, data: Data) -> str:
-    """Describes model, mesh and data, to be said before the long wait for the compiler."""
+    """Returns a description of model, mesh and data, to print before the long wait for the
+    compiler.
+    """
     config = setup.config
     mesh = setup.mesh
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)

@@ -3,7 +3,7 @@
 The axes `data` and then `fsdp` shrink or grow; pipeline, expert, context and tensor stay. The
 global batch and the order of samples stay too: a device never takes more sequences at once than
 before, and accumulation makes up for the rest. So the run computes what it would have computed,
-except for rounding in sums of another order.
+except for rounding: sums have another order.
 """
 
 import math
@@ -26,7 +26,9 @@ ELASTIC = ("data", "fsdp")
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """The sizes of the mesh axes, and the sequences that a shard of the batch takes at once."""
+    """The sizes of the mesh axes, and the microbatch: the sequences that a shard of the batch takes
+    at once.
+    """
 
     sizes: Mapping[str, int]
     microbatch: int | None

@@ -20,7 +20,8 @@ from spmdtrain.running.start.other_run import naming_settings, recorded
 from spmdtrain.train.given.weights import with_wide_base
 from spmdtrain.train.setup import Setup
 
-# What the shapes of tensors show anyway, or what may differ: `max_length`, a separate head.
+# Settings that the shapes of tensors show anyway, or that may differ: `max_length`, a separate
+# head.
 OF_SHAPE = ("layers", "embed", "vocab", "max_length", "tied", "ffn")
 
 
@@ -28,8 +29,9 @@ def weights_of(source: Path, setup: Setup, reporter: Reporter) -> dict[str, jax.
     """Returns the parameters that `train.init_from` names, and keeps the files around them.
 
     They are those of the newest intact checkpoint of another run, or of a directory of Hugging
-    Face. The files are what an export of this run takes along: tokenizer and config.json. Weights
-    that rest quantised come as they were before, or as a run holds them that quantised them alike.
+    Face. The files are those that an export of this run includes: tokenizer and config.json.
+    Weights to be stored quantised are read in their original form, or from a run that quantised
+    them the same way.
     """
     if newest_step(source) is None:
         params = _published(source, with_wide_base(setup), reporter)
@@ -45,16 +47,15 @@ def weights_of(source: Path, setup: Setup, reporter: Reporter) -> dict[str, jax.
 
 
 def _is_quantised_alike(run: Path, setup: Setup) -> bool:
-    """Returns True if the weights of `run` rest in the few bits that this run asks for.
+    """Returns True if the weights of `run` are quantised as this run asks.
 
-    Raises ConfigError if they rest in other ones: the weights that they were made of are not there.
+    Raises ConfigError if they are quantised differently: their originals are not in that run.
     """
     theirs = recorded(run).get("finetune.base", "float")
     ours = setup.config.finetune.base
     if theirs not in ("float", ours):
         raise ConfigError(
-            f"train.init_from='{run}' holds weights of few bits, and not those that they were "
-            "made of",
+            f"train.init_from='{run}' holds quantised weights, without the originals",
             asked=f"finetune.base={ours!r}",
             found=f"finetune.base={theirs!r}",
             fix=f"--set finetune.base={theirs}, or the run that {run} began with",
@@ -72,9 +73,9 @@ def _published(folder: Path, setup: Setup, reporter: Reporter) -> dict[str, jax.
 
 
 def _check_function(published: Published, config: RunConfig) -> None:
-    """Raises ConfigError if [model] computes something else than the published model does.
+    """Raises ConfigError if [model] computes something other than the published model.
 
-    What was set on top of `model.from` differs on purpose. What differs without it was forgotten.
+    What was set on top of `model.from` differs on purpose; any other difference is an oversight.
     """
     theirs = function_of(as_model(published.settings))
     ours = function_of(config.model)
@@ -83,7 +84,7 @@ def _check_function(published: Published, config: RunConfig) -> None:
     if not differs or any(where.startswith(from_there) for where in config.origin.values()):
         return
     raise ConfigError(
-        f"train.init_from='{published.folder}' computes something else than [model] does",
+        f"train.init_from='{published.folder}' does not compute what [model] does",
         asked=", ".join(f"{name}={ours[name]!r:.100}" for name in differs),
         found=", ".join(f"{name}={theirs[name]!r:.100}" for name in differs),
         fix=f"--set model.from={published.folder}",
@@ -91,7 +92,7 @@ def _check_function(published: Published, config: RunConfig) -> None:
 
 
 def _of_run(run: Path, setup: Setup, reporter: Reporter) -> dict[str, jax.Array]:
-    """Returns those of another run. It may lack those of adapters, and no others."""
+    """Returns the parameters of another run, which may lack those of adapters, but no others."""
     reading = contextlib.closing(Checkpoints(run, setup, keep=None))
 
     def asked_of(step: int) -> dict[str, jax.Array]:

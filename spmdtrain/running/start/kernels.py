@@ -1,4 +1,6 @@
-"""Which kernels a run takes: those of its checkpoint, or those that this machine has measured."""
+"""Chooses the kernels of a run: those of its checkpoint, or those that this machine has
+measured.
+"""
 
 import contextlib
 import json
@@ -20,7 +22,7 @@ Names = dict[str, str]  # class of a call -> its implementation
 
 @contextlib.contextmanager
 def decided(setup: Setup) -> Iterator[None]:
-    """Inside, calls run what the table of process 0 says, in all processes.
+    """Makes the calls inside run what process 0's table says, in all processes.
 
     Raises ConfigError if the devices are of several generations.
     """
@@ -48,10 +50,10 @@ def calls_of_step(setup: Setup) -> list[Call]:
 
 
 def keep(meta: Meta, setup: Setup) -> Names:
-    """Makes calls run what they ran up to a checkpoint with this meta. Returns that.
+    """Makes calls run what they ran up to a checkpoint with this meta, and returns it.
 
-    Nothing is kept on another kind of device, whose numbers differ anyway, or where
-    `kernels.tune` is "again".
+    Nothing is kept on another kind of device, whose numbers differ anyway, or if `kernels.tune` is
+    "again".
     """
     decisions = in_force()
     if decisions is None or setup.config.kernels.tune == "again":
@@ -77,13 +79,15 @@ def check_kept(kept: Names, where: str) -> None:
             raise CheckpointError(
                 f"a kernel of {where} cannot run here: {reason}",
                 asked=call,
-                fix="the jax and the libraries of that run, or --set kernels.tune=again for other "
-                "kernels, with which the last bits differ",
+                fix="the jax and the libraries of that run, or --set kernels.tune=again for "
+                "other kernels, which changes the last bits",
             )
 
 
 def document(setup: Setup) -> dict[str, Any]:
-    """Returns what the calls of the traced step run, as checkpoints and config.json have it."""
+    """Returns the implementations of the traced step's calls, as checkpoints and config.json record
+    them.
+    """
     decisions = in_force()
     taken = {} if decisions is None else dict(sorted(decisions.taken.items()))
     return {"kernels": {"device": _device(setup), "calls": taken}}

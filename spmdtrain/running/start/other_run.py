@@ -60,7 +60,7 @@ def naming_settings(
         then = recorded(run)
         if data is not None and "imported" in error.meta:
             raise CheckpointError(
-                f"{run} holds an imported model: step 0, and no state of an optimizer",
+                f"{run} holds an imported model: step 0, without optimizer state",
                 fix=f"--set train.init_from={run} and another --run",
             ) from None
         if data is not None:

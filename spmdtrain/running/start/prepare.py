@@ -1,4 +1,4 @@
-"""Settles what a run must do, before any model exists: data, vocabulary and mesh."""
+"""Settles what a run needs before any model exists: data, vocabulary and mesh."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

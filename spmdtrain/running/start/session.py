@@ -1,4 +1,6 @@
-"""A run that holds its directory: what it reads there, and where it reports."""
+"""Opens the session of a run that holds its directory: what it reads there, and where it
+reports.
+"""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -53,7 +55,7 @@ def open_session(
     sinks: Sequence[MakeSink],
     hooks: Sequence[Hook],
 ) -> Iterator[Session]:
-    """Locks the run directory and looks for a checkpoint; releases everything at the end.
+    """Locks the run directory and looks for a checkpoint. Releases everything at the end.
 
     `state` is what a caller starts the run from. A run that cannot start touches no directory.
     Raises UserError if the directory or its contents do not fit the run.

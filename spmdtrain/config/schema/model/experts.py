@@ -1,4 +1,4 @@
-"""[model.experts]: mlps of which a router chooses some for each token."""
+"""[model.experts]: mlps, of which a router chooses a few for each token."""
 
 from typing import Any, Literal
 
@@ -16,10 +16,10 @@ from spmdtrain.config.settings import (
 
 
 class ExpertsConfig(Settings):
-    """Experts in place of a layer's mlp (arXiv:1701.06538), and the router that chooses them.
+    """The experts that replace a layer's mlp (arXiv:1701.06538), and the router that chooses them.
 
     A router scores all experts for each token, in float32. The token goes through the `chosen` best
-    ones, and their outputs are added, each times its score, the *gate*.
+    ones, and their outputs are summed, each weighted by its score, the *gate*.
     """
 
     count: Count = Field(description="experts of a layer")
@@ -31,30 +31,33 @@ class ExpertsConfig(Settings):
         default=0, description="further experts of that width that all tokens go through"
     )
     first_dense: CountOrZero = Field(
-        default=0, description="layers before all others, with an mlp of width model.ffn"
+        default=0, description="number of first layers that have an mlp of width model.ffn instead"
     )
     every: Count = Field(
         default=1,
-        description="of the layers after those, each every-th one has experts, and the others an "
-        "mlp of width model.ffn",
+        description="one layer in this many has experts, after the first dense ones; the others "
+        "have an mlp of width model.ffn",
     )
     score: Literal["softmax", "sigmoid"] = Field(
-        default="softmax", description="of the router's logits, over all experts or each alone"
+        default="softmax",
+        description="function from the router's logits to scores, over all "
+        "experts or of each alone",
     )
     normalise: bool = Field(default=True, description="a token's gates are divided by their sum")
     scale: Positive = Field(default=1.0, description="multiplies the gates")
     logit_bias: bool = Field(default=False, description="a bias in the router's logits")
     groups: Count = Field(
         default=1,
-        description="equal groups of experts; a token's experts are all of its groups_kept best "
-        "ones, by the sum of the two best scores of a group",
+        description="number of equal groups of experts; all of a token's experts belong to its "
+        "groups_kept best groups, ranked by the sum of a group's two best scores",
     )
     groups_kept: Derived[Count] = Field(default=None, description="default: groups")
     bias_rate: NonNegative | None = Field(
         default=None,
         description="balances without a loss (arXiv:2408.15664): a bias is added to the scores "
-        "where experts are chosen; after each step it moves by this, up where an expert had fewer "
-        "tokens than the mean and down where it had more; 0: it stays as it is; none: no bias",
+        "when experts are chosen; after each step it moves by this, up for an expert "
+        "with fewer tokens than the mean and down for one with more; 0: it stays "
+        "constant; none: no bias",
     )
     balance: NonNegative = Field(
         default=0.0,
@@ -79,12 +82,13 @@ class ExpertsConfig(Settings):
     )
     bucket_factor: Positive = Field(
         default=1.25,
-        description="rows that a device sends another one at once, over those that it would if "
-        "all experts had as many; the rest follows in further rounds, nothing is dropped",
+        description="rows that one device may send another in a round, as a multiple of those "
+        "with balanced experts; the rest follow in further rounds, and nothing is "
+        "dropped",
     )
 
     def derived(self) -> dict[str, Any]:
-        """Returns the kept groups; `ffn` follows from another section, see TransformerConfig."""
+        """Returns `groups_kept`; `ffn` follows from another section, see TransformerConfig."""
         return {"groups_kept": self.groups}
 
     @model_validator(mode="after")
@@ -107,7 +111,7 @@ class ExpertsConfig(Settings):
         return self
 
     def _check_groups(self) -> None:
-        """Refuses groups of which no router could choose."""
+        """Refuses groups that no router could choose from."""
         if self.count % self.groups:
             raise ValueError(
                 f"model.experts.count={self.count} is not a multiple of "

@@ -9,10 +9,10 @@ class MultiTokenConfig(Settings):
     """Multi-token prediction, MTP (arXiv:2412.19437, section 2.2).
 
     A further block for each depth reads the stream after the last block, and the embedding of the
-    next token, and predicts the token after that by the model's own head. Only training runs it.
+    next token, and predicts the token after that by the model's own head. It runs only in training.
     """
 
     depth: Count = Field(default=1, description="tokens beyond the next one")
     weight: Positive = Field(
-        default=0.3, description="of the mean of their losses, which is added to the loss"
+        default=0.3, description="weight of the mean of their losses, which is added to the loss"
     )

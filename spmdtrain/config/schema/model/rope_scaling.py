@@ -1,4 +1,4 @@
-"""[model.rope_scaling]: rotary positions stretched beyond the length that a model was made for."""
+"""[model.rope_scaling]: rotary positions beyond the length that a model was trained for."""
 
 import math
 from typing import Annotated, Literal
@@ -23,7 +23,7 @@ READ_BY = {
 
 
 class RopeScaling(Settings):
-    """How the frequencies of rotary positions are slowed down.
+    """The scaling of the frequencies of rotary positions.
 
     linear: all of them (arXiv:2306.15595). llama3 and yarn (arXiv:2309.00071): those whose wave is
     longer than the original context, with a ramp between. longrope (arXiv:2402.13753): each by its
@@ -31,7 +31,9 @@ class RopeScaling(Settings):
     """
 
     kind: Literal["linear", "llama3", "yarn", "longrope"]
-    factor: Positive = Field(description="longest sequence over the original one; at least 1")
+    factor: Positive = Field(
+        description="longest sequence as a multiple of original_length; at least 1"
+    )
     original_length: Count | None = Field(
         default=None, description="tokens of a sequence before the scaling; all kinds but linear"
     )
@@ -42,15 +44,19 @@ class RopeScaling(Settings):
         default=4.0, description="llama3: waves shorter than original_length / this stay"
     )
     beta_fast: Positive = Field(
-        default=32.0, description="yarn: what turns more often in original_length stays"
+        default=32.0,
+        description="yarn: frequencies with more turns than this in original_length stay",
     )
     beta_slow: Positive = Field(
-        default=1.0, description="yarn: what turns less often in original_length is divided"
+        default=1.0,
+        description="yarn: frequencies with fewer turns than this in original_length are divided",
     )
-    truncate: bool = Field(default=True, description="yarn: the ramp begins and ends at a channel")
+    truncate: bool = Field(
+        default=True, description="yarn: the ends of the ramp are rounded to whole channels"
+    )
     scale: Positive | None = Field(
         default=None,
-        description="of cosines and sines; default: 1, yarn 0.1 ln(factor) + 1, longrope "
+        description="factor of cosines and sines; default: 1, yarn 0.1 ln(factor) + 1, longrope "
         "sqrt(1 + ln(factor) / ln(original_length))",
     )
     short: Factors = Field(
@@ -58,7 +64,7 @@ class RopeScaling(Settings):
     )
     long: Factors = Field(default=(), description="longrope: the same, for longer sequences")
     use: Literal["short", "long"] = Field(
-        default="short", description="longrope: which divisors all sequences of the run have"
+        default="short", description="longrope: which divisors all sequences of the run use"
     )
 
     @model_validator(mode="after")
@@ -97,7 +103,7 @@ class RopeScaling(Settings):
 
     @property
     def amplitude(self) -> float:
-        """`scale`, or else what its kind multiplies cosines and sines by."""
+        """The factor of cosines and sines: `scale`, or else that of the kind."""
         if self.scale is not None:
             return self.scale
         if self.kind == "yarn":
@@ -108,5 +114,5 @@ class RopeScaling(Settings):
 
     @property
     def divisors(self) -> tuple[float, ...]:
-        """longrope: the divisor of each frequency."""
+        """The divisors of the frequencies, for longrope."""
         return self.long if self.use == "long" else self.short

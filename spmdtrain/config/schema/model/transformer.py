@@ -46,7 +46,7 @@ class TransformerConfig(Settings):
         default=None, description="hidden width of the mlp; default: 4 embed, if gated 8/3 embed"
     )
     vocab: Count | None = Field(
-        default=None, description="rows of the embedding; default: what the tokenizer has"
+        default=None, description="rows of the embedding; default: the vocabulary of the tokenizer"
     )
     max_length: Derived[Count] = Field(
         default=None, description="longest sequence; default: train.sequence_length"
@@ -59,18 +59,18 @@ class TransformerConfig(Settings):
     )
     bias: bool = Field(description="biases in linear layers and layernorm")
     qkv_bias: Derived[bool] = Field(
-        default=None, description="of queries, keys and values; default: bias"
+        default=None, description="biases of queries, keys and values; default: bias"
     )
     out_bias: Derived[bool] = Field(
-        default=None, description="of attention's projection back to the stream; default: bias"
+        default=None, description="bias of attention's projection back to the stream; default: bias"
     )
-    mlp_bias: Derived[bool] = Field(default=None, description="of the mlp; default: bias")
+    mlp_bias: Derived[bool] = Field(default=None, description="biases of the mlp; default: bias")
     tied: bool = Field(description="one matrix for embedding and head")
     dropout: Fraction = 0.0
     attention: Attention = Field(
         default="auto",
-        description="its implementation; auto: cuDNN where it can, then our kernels for the GPU, "
-        "then XLA; a named one never falls back",
+        description="implementation of attention; auto: cuDNN if it supports the call, then our "
+        "kernels for the GPU, then XLA; a named one never falls back",
     )
     context_attention: ContextAttention = Field(
         default="auto",
@@ -82,18 +82,19 @@ class TransformerConfig(Settings):
     rope_theta: Positive = 10_000.0
     rope_theta_window: Positive | None = Field(
         default=None,
-        description="rope_theta of the layers with a window, which are then not scaled; "
-        "default: rope_theta, and rope_scaling holds for all layers",
+        description="rope_theta of the layers with a window, which are then not scaled; default: "
+        "rope_theta, with rope_scaling in all layers",
     )
     rope_layers: Switches = Field(
         default=(),
         description="which layers have rotary positions; repeats over the layers; default: all",
     )
     rope_share: Share = Field(
-        default=1.0, description="share of a head's channels that turn, the first ones"
+        default=1.0, description="share of a head's channels that are rotated, the first ones"
     )
     rope_scaling: RopeScaling | None = Field(
-        default=None, description="the table [model.rope_scaling]; default: positions as they are"
+        default=None,
+        description="the table [model.rope_scaling]; default: positions are not scaled",
     )
     windows: Windows = Field(
         default=(),
@@ -101,7 +102,7 @@ class TransformerConfig(Settings):
         "repeats over the layers; default: all",
     )
     score_scale: Positive | None = Field(
-        default=None, description="of attention's scores; default: head_dim ** -0.5"
+        default=None, description="factor of attention's scores; default: head_dim ** -0.5"
     )
     score_cap: Positive | None = Field(
         default=None, description="a score x becomes cap * tanh(x / cap)"
@@ -123,16 +124,17 @@ class TransformerConfig(Settings):
     )
     norm_epsilon: Positive = 1e-5
     norm_places: Literal["before", "after", "both"] = Field(
-        default="before", description="of the norms of attention and mlp: on their input or output"
+        default="before",
+        description="where the norms of attention and mlp stand: on their input or output",
     )
     norm_offset: NonNegative = Field(
         default=0.0, description="added to the scale of every RMSNorm: the weight is scale - offset"
     )
     embed_scale: Literal["sqrt"] | Positive = Field(
-        default=1.0, description="of the embedding's output; sqrt: the root of embed"
+        default=1.0, description="factor of the embedding's output; sqrt: the square root of embed"
     )
     residual_scale: Positive = Field(
-        default=1.0, description="of what attention and mlp add to the stream"
+        default=1.0, description="factor of what attention and mlp add to the stream"
     )
     logit_scale: Positive = Field(default=1.0, description="multiplies the logits")
     logit_cap: Positive | None = Field(
@@ -149,9 +151,9 @@ class TransformerConfig(Settings):
     )
     mup_base: Count | None = Field(
         default=None,
-        description="embed of a narrower model whose learning rate fits this one too, by muP "
-        "(arXiv:2203.03466); where heads grow in number and not in size, set head_dim; "
-        "default: no muP",
+        description="embed of the narrower base model whose learning rate carries over to this "
+        "one, by muP (arXiv:2203.03466); if heads grow in number and not in size, "
+        "set head_dim; default: no muP",
     )
     make: str | None = Field(
         default=None,
@@ -159,7 +161,7 @@ class TransformerConfig(Settings):
         "FILE.py:CLASS or package.module:CLASS",
     )
     extra: dict[str, Any] = Field(
-        default={}, description="settings of that model, which its class types"
+        default={}, description="settings of that model, checked against the types in its class"
     )
 
     def derived(self) -> dict[str, Any]:
@@ -192,7 +194,8 @@ class TransformerConfig(Settings):
             )
         if self.norm_offset and self.norm != "rmsnorm":
             raise ValueError(
-                f"model.norm_offset={self.norm_offset:g} is of RMSNorm; set model.norm='rmsnorm'"
+                f"model.norm_offset={self.norm_offset:g} only applies to RMSNorm; set "
+                "model.norm='rmsnorm'"
             )
         if self.positions == "rope":
             self._check_rope()
@@ -212,8 +215,8 @@ class TransformerConfig(Settings):
             )
         if self.kv_heads != self.heads:
             raise ValueError(
-                f"model.kv_heads={self.kv_heads}: model.latent makes keys and values of each of "
-                f"model.heads={self.heads}; leave model.kv_heads out"
+                f"model.kv_heads={self.kv_heads}: model.latent computes keys and values for each "
+                f"of model.heads={self.heads}; leave model.kv_heads out"
             )
         for name in ("head_dim", "query_norm", "rope_share", "mup_base"):
             default = type(self).model_fields[name].default
@@ -228,19 +231,19 @@ class TransformerConfig(Settings):
         if self.rope_dim % 2 or not self.rope_dim:
             share = f" and model.rope_share={self.rope_share:g}" if self.rope_share < 1 else ""
             raise ValueError(
-                f"model.head_dim={self.head_dim}{share}: rope turns pairs, so "
-                f"{self.rope_dim} channels must be even"
+                f"model.head_dim={self.head_dim}{share}: rope rotates pairs, so {self.rope_dim} "
+                "channels must be even"
             )
         if self.rope_theta_window is not None and not any(self.windows):
             raise ValueError(
-                f"model.rope_theta_window={self.rope_theta_window:g} is of layers with a window, "
-                "and model.windows has none"
+                f"model.rope_theta_window={self.rope_theta_window:g} only applies to layers with "
+                "a window, and model.windows has none"
             )
         scaling = self.rope_scaling
         if scaling and scaling.kind == "yarn" and self.rope_theta <= 1:
             raise ValueError(
-                f"model.rope_theta={self.rope_theta:g}: yarn needs frequencies that fall, of a "
-                "theta above 1"
+                f"model.rope_theta={self.rope_theta:g}: yarn needs falling frequencies, which "
+                "take a theta above 1"
             )
         if scaling and scaling.divisors and len(scaling.divisors) != self.rope_dim // 2:
             raise ValueError(
@@ -249,7 +252,7 @@ class TransformerConfig(Settings):
             )
 
     def _refuse_rope(self) -> None:
-        """Refuses rotary settings where positions are learned."""
+        """Refuses rotary settings if positions are learned."""
         for name in ("rope_theta_window", "rope_layers", "rope_share", "rope_scaling"):
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"model.{name} needs model.positions='rope'")
@@ -270,14 +273,14 @@ class TransformerConfig(Settings):
 
     @property
     def value_width(self) -> int:
-        """Channels of a head's values."""
+        """The channels of a head's values."""
         return self.latent.value_dim if self.latent else self.head_dim
 
     @property
     def cached(self) -> tuple[int, int, int]:
-        """What a cache holds of a token in a layer: heads, and the widths of keys and values.
+        """The entry of one token in one layer's cache: heads, and the widths of keys and values.
 
-        Of latent attention it is the channels that turn and the latent, once for all heads.
+        Latent attention caches the rotated channels and the latent, once for all heads.
         """
         if self.latent:
             return 1, self.latent.rope_dim, self.latent.rank
@@ -285,7 +288,7 @@ class TransformerConfig(Settings):
 
     @property
     def has_experts(self) -> tuple[bool, ...]:
-        """True for each layer whose mlp is of experts, in order."""
+        """The layers in order, True for those with experts in place of the mlp."""
         if self.experts is None:
             return (False,) * self.layers
         first, every = self.experts.first_dense, self.experts.every
@@ -294,7 +297,7 @@ class TransformerConfig(Settings):
 
     @property
     def stack_pattern(self) -> tuple[bool, ...]:
-        """`has_experts` of the layers that repeat, after the first dense ones."""
+        """The part of `has_experts` that repeats, after the first dense layers."""
         if self.experts is None:
             return (False,)
         first, every = self.experts.first_dense, self.experts.every
@@ -312,9 +315,9 @@ class TransformerConfig(Settings):
 
     @property
     def rope_dim(self) -> int:
-        """Channels of one head that turn with the position of their token.
+        """The number of channels of one head that are rotated by the position of their token.
 
-        They are the first ones, and of latent attention the last ones.
+        They are the first channels, and in latent attention the last.
         """
         if self.latent:
             return self.latent.rope_dim
@@ -322,7 +325,9 @@ class TransformerConfig(Settings):
 
     @property
     def embed_factor(self) -> float:
-        """`embed_scale` as a number; with `mup_base` that of the base."""
+        """The factor of the embedding: `embed_scale` as a number, with `mup_base` that of the base
+        model.
+        """
         if self.embed_scale == "sqrt":
             return (self.mup_base or self.embed) ** 0.5
         return self.embed_scale
@@ -331,20 +336,21 @@ class TransformerConfig(Settings):
 
     @property
     def width_factor(self) -> float:
-        """How many times wider the model is than that of `mup_base`; 1 without it."""
+        """The width of the model over that of `mup_base`; 1 without it."""
         return self.embed / self.mup_base if self.mup_base else 1.0
 
     @property
     def logit_factor(self) -> float:
-        """What multiplies the logits: `logit_scale`, divided by the width factor."""
+        """The factor of the logits: `logit_scale`, divided by the width factor."""
         return self.logit_scale / self.width_factor
 
     @property
     def score_factor(self) -> float | None:
-        """What multiplies attention's scores; None: head_dim ** -0.5.
+        """The factor of attention's scores; None: head_dim ** -0.5.
 
-        Where `head_dim` is not set, heads grow with the width, and the scale of the base falls as
-        1 / head_dim: queries and keys become alike, so that their products grow with it.
+        If `head_dim` is not set, heads grow with the width, and the factor falls as 1 / head_dim
+        from that of the base: queries and keys become correlated, so their products grow with
+        head_dim.
         """
         if self.width_factor == 1 or self.is_given("head_dim"):
             return self.score_scale
@@ -367,7 +373,7 @@ class TransformerConfig(Settings):
 
 
 class GPT(TransformerConfig):
-    """GPT-2: learned positions, layernorm, gelu, biases, tied head."""
+    """The GPT-2 family: learned positions, layernorm, gelu, biases, tied head."""
 
     name: Literal["gpt"] = "gpt"
     positions: Literal["learned", "rope"] = "learned"
@@ -378,7 +384,7 @@ class GPT(TransformerConfig):
 
 
 class Llama(TransformerConfig):
-    """Llama: rotary positions, RMSNorm, SwiGLU, no biases, untied head."""
+    """The Llama family: rotary positions, RMSNorm, SwiGLU, no biases, untied head."""
 
     name: Literal["llama"] = "llama"
     positions: Literal["learned", "rope"] = "rope"
