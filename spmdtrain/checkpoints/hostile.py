@@ -28,7 +28,7 @@ from spmdtrain.config.run_files import (
     SUMMARY,
 )
 
-# Bytes of arrays per byte of files: zstd compresses weights no further unless all are alike.
+# Bytes of arrays per byte of files: zstd compresses weights no further unless they are all equal.
 MOST_EXPANSION = 4096
 SMALL = 1 << 26  # bytes; any machine has this many
 
@@ -61,7 +61,7 @@ ODD = "neither a plain file nor a folder"
 
 
 def strange_in(directory: Path) -> dict[Path, str]:
-    """Returns the entries of a run directory that a run cannot write to, and what each is.
+    """Returns the entries of a run directory that a run must not write to, and what each is.
 
     Writing through a link would write outside the directory, and a pipe blocks its writer.
     """
@@ -116,7 +116,8 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def check_chunks(arrays: Mapping[str, Any]) -> None:
-    """Raises ValueError if a chunk, which is always read whole, claims to be larger than its array.
+    """Raises ValueError if a chunk claims to be larger than its array: chunks are always read
+    whole.
 
     `arrays`: Orbax's descriptions by name.
     """

@@ -21,8 +21,8 @@ Meta = dict[str, Any]
 Changes = dict[str, tuple[Any, Any]]
 # The settings that say where a corpus comes from.
 DATA = ("data.corpus", "data.path", "data.tokenizer", "data.field", "data.mix")
-# Settings of [model] that a leaf shows by being there or by its shape, and those that change no
-# number that the weights compute.
+# Settings of [model] that show in the presence or shape of a leaf, and those that do not change
+# what the weights compute.
 OF_SHAPES = {"layers", "embed", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_length"} | {
     *("bias", "qkv_bias", "out_bias", "mlp_bias", "tied", "sinks"),
 }
@@ -30,7 +30,7 @@ OF_NO_FUNCTION = {"name", "dropout", "attention", "make", "extra"}
 
 
 class DescribedData(Protocol):
-    """Describes the data of a run as config.json records it."""
+    """The data of a run as config.json records it."""
 
     @property
     def fingerprint(self) -> str: ...
@@ -101,8 +101,8 @@ def check_identity(
 ) -> list[str]:
     """Raises CheckpointError if the checkpoint's data, code or function is not this run's.
 
-    Returns lines that report which code has changed. `where` names the checkpoint; `recorded` has
-    the settings of its run by dotted name, see other_run.py.
+    Raises CheckpointError if the checkpoint's data, code or function is not this run's. `where`
+    names the checkpoint; `recorded` has the settings of its run by dotted name, see other_run.py.
     """
     config = setup.config
     said = check_model_code(meta["model_code"], code_of(setup), where)
@@ -169,7 +169,7 @@ def refuse_other_settings(
 
 
 def as_setting(name: str, value: Any) -> str:
-    """Returns what sets `name` to `value` on the command line, or says where it is written."""
+    """Returns the option that sets `name` to `value`, or says where it is written."""
     if isinstance(value, Mapping):
         return f"the [{name}] of that run"
     return f"--set {shlex.quote(f'{name}={_shown(value)}')}"

@@ -1,4 +1,6 @@
-"""The checkpoint interval that minimises time lost to saves and to repeated work after failures."""
+"""Finds the checkpoint interval that minimises the time lost to saves and to repeated work after
+failures.
+"""
 
 import math
 from dataclasses import dataclass

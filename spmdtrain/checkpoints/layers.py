@@ -1,6 +1,7 @@
-"""Reads the weights of a checkpoint a layer at a time, for those who cannot hold a whole model.
+"""Reads the weights of a checkpoint one layer at a time, where a whole model does not fit in
+memory.
 
-Several processes may each read some of the layers; together they verify what all of them have read.
+Several processes may each read some of the layers; together they verify everything that was read.
 """
 
 import json
@@ -23,8 +24,8 @@ Place = tuple[int, ...]  # of a layer, in the leading dims of a stack
 class Layers:
     """The weights of the checkpoint of `step`; with `ema` the averages of those that have one.
 
-    `shapes` are those of whole parameters by path, layers in order. All processes must make it
-    together, and raise DamagedError together.
+    `shapes` are those of whole parameters by path, with layers in order. All processes must create
+    it together, and raise DamagedError together.
     """
 
     def __init__(self, checkpoints: Checkpoints, step: int, *, ema: bool = False):
@@ -41,15 +42,16 @@ class Layers:
         self._held: tuple[str, Place, np.ndarray] | None = None
 
     def is_stacked(self, path: str) -> bool:
-        """Returns whether a parameter has layers."""
+        """Returns True if the parameter is a stack of layers."""
         shape = self._meta["leaves"][self._name(path)][0]
         of_stack = self._layout.shape
         return path.startswith("blocks.") and tuple(shape[: len(of_stack)]) == of_stack
 
     def read(self, path: str, layer: int | None, *, counts: bool = True) -> np.ndarray:
-        """Returns one layer of a parameter, or all of one without layers, in its saved dtype.
+        """Returns one layer of a parameter, or a parameter without layers, in its saved dtype.
 
-        What `counts` is verified by `verify`, so each layer must count once among all processes.
+        With `counts` it is included in what `verify` checks, so each layer must count exactly once
+        among all processes.
         """
         name = self._name(path)
         try:
@@ -57,7 +59,7 @@ class Layers:
                 found, first = self._opened(path)[...].read().result(), 0
             else:
                 found, first = self._layer(path, layer), layer
-        except (OSError, ValueError, KeyError) as error:  # tensorstore raises no others
+        except (OSError, ValueError, KeyError) as error:  # tensorstore raises only these
             cause = " ".join(str(error).split())[:200]
             raise self._checkpoints.damaged(self._step, f"it cannot be read: {cause}") from error
         if counts:
@@ -69,13 +71,13 @@ class Layers:
         return cut_to(found, shape if layer is None else shape[len(self._layout.shape) :])
 
     def _of_padding(self, path: str) -> list[Fingerprint]:
-        """Returns the fingerprints of the places of a stack behind its last layer."""
+        """Returns the fingerprints of a stack's padding, after its last layer."""
         places = range(self._layout.layers, self._layout.places)
         layers = ((place, self._layer(path, place)) for place in places)
         return [fingerprint(x, place * x.size) for place, x in layers]
 
     def verify(self) -> None:
-        """Raises DamagedError if what all processes have read is not what was saved."""
+        """Raises DamagedError if what the processes have read together is not what was saved."""
         mine = {name: added(sums) for name, sums in self._sums.items()}
         total: dict[str, list[Fingerprint]] = {}
         for said in said_by_all(json.dumps(mine)):
@@ -95,7 +97,9 @@ class Layers:
         return _open(folder, path)
 
     def _layer(self, path: str, layer: int) -> np.ndarray:
-        """Returns the layer at a place, out of the chunk that holds it: a chunk is read whole."""
+        """Returns the layer at a place of the stack, from the chunk that holds it: a chunk is read
+        whole.
+        """
         stack = self._layout.shape
         place = tuple(map(int, np.unravel_index(layer, stack)))
         chunk = self._chunk(path)[: len(stack)]
@@ -120,7 +124,7 @@ class Layers:
 
 
 def _open(folder: Path, path: str) -> Any:
-    """Opens an array where Orbax has written it."""
+    """Opens an array that Orbax has written."""
     base = {"driver": "file", "path": f"{folder}/"}
     kvstore = {"driver": "ocdbt", "base": base, "path": f"{path}/"}
     return open_array({"driver": "zarr", "kvstore": kvstore}, read=True).result()

@@ -1,4 +1,5 @@
-"""The meta of a checkpoint: a JSON object with the names of its leaves and the data position.
+"""Makes and checks the meta of a checkpoint: a JSON object with the names of its leaves and the
+data position.
 
 It also holds the fingerprint of every leaf and a digest of itself. Nothing here reads a file.
 """
@@ -17,7 +18,7 @@ PARTS = (
     *("stream", "model", "model_code", "settings"),
 )
 OPTIMIZER = "optimizer."  # prefix of the names of the leaves of "state"
-OF_ITEM = " of "  # follows the item's name in those of its leaves; no parameter name has a blank
+OF_ITEM = " of "  # follows the item in the names of its leaves; no parameter name has a blank
 FLOATS = {"float32", "bfloat16"}  # the dtypes that `precision.params` may name
 MOST_NAMED = 5  # leaves in one error
 Meta = dict[str, Any]
@@ -97,7 +98,7 @@ def others_text(different: list[str]) -> str:
 
 
 def leaf_text(leaf: list | None) -> str:
-    """Returns dtype and shape as in float32[2, 64]; "nothing" if there is no leaf."""
+    """Returns dtype and shape, e.g. float32[2, 64]; "nothing" if there is no leaf."""
     return f"{leaf[1]}{leaf[0]}" if leaf else "nothing"
 
 

@@ -24,7 +24,7 @@ from spmdtrain.models.model import LanguageModel
 ModelCode = dict[str, Any]  # "class": a name; "sources": name -> hash; "make": as in model.make
 OURS = "spmdtrain"
 SHIPPED = f"{OURS}.Transformer"
-# Changes of their versions are not ours to judge; their sources are not part of the user's model.
+# Libraries, whose sources are not part of the user's model.
 LIBRARIES = {OURS, "pallas_kernels", "flax", "jax", "optax", "builtins", "functools"} | {
     *("abc", "collections", "typing"),  # of which flax makes its lists of modules
 }
@@ -77,7 +77,8 @@ def check_model_code(then: ModelCode, now: ModelCode, where: str) -> list[str]:
 def qualified_name(thing: Any) -> str:
     """Returns `module.name` of a class or a function; in a script, the file stands for the module.
 
-    A closure has the name of the function that made it. Any other object has the name of its class.
+    A closure takes the name of the function that made it, and any other object the name of its
+    class.
     """
     if isinstance(thing, functools.partial):
         return qualified_name(thing.func)

@@ -34,8 +34,8 @@ def run_config(run: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     The mesh is that of the run: override `mesh.*` to use other devices. `model.make` is left out,
     because the directory may be somebody else's and that setting names code to run: pass yours as
-    `shard(config, make=...)`. Raises CheckpointError if `run` is not a run directory, ConfigError
-    if an override cannot be applied.
+    `shard(config, make=...)`. Raises CheckpointError if `run` is not a run directory, and
+    ConfigError if an override cannot be applied.
     """
     overrides = as_overrides(overrides)
     return from_resolved(read_document(as_run(run, "run"))[0], overrides)
@@ -47,9 +47,9 @@ def restore(run: str | Path, setup: Setup, step: int | None = None) -> TrainStat
     Without `step` it is the newest intact state: see `read_step`.
 
     The mesh of `setup` may differ from the run's. Raises CheckpointError if there is no such
-    checkpoint, if it is of another model or does not fit the model and the optimizer of `setup`, or
-    if `setup` keeps an average of the weights and the checkpoint has none: only `run` starts one
-    midway.
+    checkpoint, if it belongs to another model or does not fit the model and the optimizer of
+    `setup`, or if `setup` keeps an average of the weights and the checkpoint has none: only `run`
+    starts one midway.
     """
     check_setup(setup)
     run, step = as_run(run, "run"), as_step(step)
@@ -69,11 +69,11 @@ def weights(
 ) -> dict[str, np.ndarray]:
     """Returns the parameters of `run` after `step` steps as plain arrays.
 
-    See `restore` for the step. They are by dotted path, whole, in the dtype in which they were
-    saved. Those of the layers are stacked in order, [layers, ...], whatever pipeline wrote them.
-    With `ema` each trained parameter is its float32 average, which a run with `optimizer.ema` has.
-    Needs no mesh, no model and no devices. Raises CheckpointError if there is no such checkpoint,
-    or no average in it.
+    See `restore` for the step. They are whole, keyed by dotted path, in the dtype in which they
+    were saved. Those of the layers are stacked in order, [layers, ...], whatever pipeline wrote
+    them. With `ema` each trained parameter is its float32 average, which a run with `optimizer.ema`
+    has. Needs no mesh, no model and no devices. Raises CheckpointError if there is no such
+    checkpoint, or no average in it.
     """
     run, step, ema = as_run(run, "run"), as_step(step), as_flag(ema, "ema")
     with _opened(run, None) as checkpoints:
@@ -84,7 +84,7 @@ def weights(
 
 
 def read_document(run: Path) -> tuple[dict[str, Any], str | None]:
-    """Returns RUN/config.json as written, but without its `model.make`, and that.
+    """Returns (RUN/config.json as written, but without `model.make`; that value).
 
     Raises CheckpointError if it is not such a document.
     """
@@ -137,9 +137,10 @@ def read_step(
 def read_newest_good(
     checkpoints: Checkpoints, run: Path, read: Callable[[int], T]
 ) -> tuple[int, T, str]:
-    """Returns the newest intact step, the result of `read(step)`, and a line.
+    """Returns (newest intact step, result of `read(step)`, warning).
 
-    The line is "" unless a newer step is damaged. Raises CheckpointError if there is no checkpoint.
+    The warning is "" unless a newer step is damaged. Raises CheckpointError if there is no
+    checkpoint.
     """
     read_one = read_newest(checkpoints, read)
     if read_one is None:

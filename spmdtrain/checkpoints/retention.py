@@ -12,11 +12,11 @@ EVAL_LOSSES = "eval_losses"  # in the meta: losses of the existing checkpoints, 
 
 
 class Retention:
-    """Decides by `[checkpoint]` and by the evaluation losses reported to it.
+    """The choice of the checkpoints to keep, by `[checkpoint]` and the reported evaluation losses.
 
     A checkpoint has the "eval_loss" of an evaluation after the same step; without one it cannot be
-    among the best. Each checkpoint stores the losses of all, so that a resumed run decides as if it
-    had never stopped.
+    among the best. Each checkpoint stores the losses of all, so a resumed run decides as if it had
+    never stopped.
     """
 
     def __init__(self, config: CheckpointConfig):
@@ -60,7 +60,7 @@ class Retention:
         return step in self._best_of([*saved, step])
 
     def stay(self, saved: Sequence[int]) -> set[int]:
-        """Returns which of the checkpoints `saved`, oldest first, to keep.
+        """Returns which of the checkpoints `saved`, given oldest first, to keep.
 
         Of each interval of `keep_every` steps, the first checkpoint is kept, even if it is not at
         the start.

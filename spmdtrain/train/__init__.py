@@ -1,5 +1,6 @@
 """Makes one training step out of a config and a mesh.
 
-Start with setup.py (config meets devices, once), then step.py, whose order is that of the step. Its
-gradients come from gradients/, by accumulation or by a pipeline, and updates/ has the optimizers.
+Start with setup.py (config meets devices, once), then step.py, whose order is that of the step.
+gradients/ computes its gradients, by accumulation or by a pipeline, and updates/ has the
+optimizers.
 """

@@ -1,9 +1,9 @@
-"""Batches on devices: the division of a global batch, and the rows that each process makes.
+"""Puts batches on devices: divides a global batch, and assigns each process the rows that it makes.
 
-The order of the tokens is chosen here too: it is that of the data, unless attention goes by a ring.
+It also chooses the order of the tokens, which is that of the data except with ring attention.
 
-A batch is a dict of arrays [accumulation, sequences, time]; those in OF_SEQUENCES have no time. One
-microbatch of it, [sequences, time], is what a model sees at once.
+A batch is a dict of arrays [accumulation, sequences, time]; those in OF_SEQUENCES have no time dim.
+One microbatch of it, [sequences, time], is what a model sees at once.
 """
 
 from collections.abc import Callable, Mapping
@@ -72,8 +72,8 @@ def _does_not_divide(config: TrainConfig, sizes: Mapping[str, int], at_once: int
 def choose_way(config: RunConfig, rules: Rules, keeps_order: str) -> ContextWay:
     """Returns how attention reaches the keys of other devices, which decides the order of tokens.
 
-    `keeps_order`: why the model needs the order of the data, or "". Raises ConfigError if the way
-    that is asked for cannot run.
+    `keeps_order`: why the model needs the order of the data, or "". Raises ConfigError if the
+    requested way cannot run.
     """
     model = config.model
     length = config.train.sequence_length
@@ -93,7 +93,9 @@ def batch_sharding(mesh: Mesh, rules: Rules, name: str) -> NamedSharding:
 def abstract_batch(
     shape: BatchShape, config: RunConfig, mesh: Mesh, rules: Rules, zigzag: int = 1
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns what `to_devices` makes of a training batch, as shapes with their shardings."""
+    """Returns the abstract form of what `to_devices` returns for a training batch: shapes with
+    shardings.
+    """
     data, length = config.data, config.train.sequence_length
     dtypes = {"tokens": "int32", "targets": "int32", "mask": "float32", "sample": "uint32"}
     if data.mix:
@@ -134,7 +136,7 @@ def to_devices(  # noqa: PLR0913 - what a batch consists of, and where it goes
     """Returns the samples `ids` [global_batch] as a batch of global arrays.
 
     `samples(ids)` makes rows on the host. A process asks only for the rows that its own devices
-    hold, each once. `zigzag`: that of the setup's `way`.
+    hold, each once. `zigzag` comes from the setup's `way`.
     """
     ids = ids.reshape(shape)
     made: dict[tuple[int, int], dict[str, np.ndarray]] = {}

@@ -1,4 +1,4 @@
-"""Batches for a model that restores corrupted tokens, as BERT does (arXiv:1810.04805).
+"""Makes batches for a model that restores corrupted tokens, as BERT does (arXiv:1810.04805).
 
 This works on global arrays, before the region of the gradients: every path through the model then
 sees the same batch, regardless of mesh and accumulation.
@@ -16,10 +16,11 @@ from spmdtrain.train.setup import Setup
 
 
 def make_corrupt(setup: Setup) -> Callable[[Batch], Batch] | None:
-    """Returns `corrupt(batch) -> batch` by the model's own `corrupt`; None if it has none.
+    """Returns `corrupt(batch) -> batch`, which calls the model's own `corrupt`; None if it has
+    none.
 
-    Targets are the tokens at their own places, and those count that are chosen and counted before.
-    A token that does not count (padding, a question in a conversation) is not changed. Raises
+    Targets are the tokens at their own places; those count that are chosen and counted before. A
+    token that does not count (padding, a question in a conversation) is not changed. Raises
     ConfigError if the model returns anything but tokens and a choice of them.
     """
     own = setup.model.corrupt
@@ -53,7 +54,7 @@ def _check(one: Callable, setup: Setup) -> None:
     found = [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(given)]
     if found != [f"int32{list(shape)}", f"bool{list(shape)}"]:
         raise ConfigError(
-            "corrupt(tokens_bt, key_b) of the model gives something else than asked",
+            "corrupt(tokens_bt, key_b) of the model does not return what it should",
             asked=f"(tokens int32{list(shape)}, chosen bool{list(shape)})",
             found=", ".join(found),
         )

@@ -1,8 +1,7 @@
-"""The loss on fixed windows: an evaluation as `train`, `eval` and Python define it.
+"""Computes the loss on fixed windows, which is the same evaluation in `train`, `eval` and Python.
 
-A step has one evaluation. Its windows are those of the whole split, or the first `eval.batches x
-train.global_batch` of each set. They do not depend on the mesh or on how many windows are computed
-at once.
+The windows are those of the whole split, or the first `eval.batches x train.global_batch` of each
+set. They do not depend on the mesh or on how many windows are computed at once.
 """
 
 import functools
@@ -46,8 +45,8 @@ def window_losses(
 ) -> Iterator[tuple[np.ndarray, float, float]]:
     """Yields (indices of windows, their summed loss in nats, tokens), a batch at a time.
 
-    The batches hold the first `limit` windows, or all; `eval_step` is that of `make_eval_step`. The
-    rest of the last batch has the index `windows.windows`, which is padding.
+    The batches hold the first `limit` windows, or all; `eval_step` comes from `make_eval_step`. The
+    last batch is padded, with `windows.windows` as the index of padding.
     """
     size = setup.config.train.global_batch
     stop = windows.windows if limit is None else min(limit, windows.windows)
@@ -130,7 +129,7 @@ def make_evaluate(setup: Setup, data: Data) -> Callable[[TrainState], float]:
 
 
 def unit_of(config: RunConfig) -> str:
-    """Returns what a loss is the mean of."""
+    """Returns the unit that a loss is a mean over: tokens or pairs."""
     return "pairs" if config.train.learns_pairs else "tokens"
 
 

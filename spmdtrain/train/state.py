@@ -1,7 +1,7 @@
-"""The training state: what a step changes and a checkpoint keeps.
+"""Defines the training state: what a step changes and a checkpoint keeps.
 
-`abstract_state` is the keystone of the house: shapes, dtypes and shardings of every leaf.
-Initialisation, restore, the compiled step and the planner all read it, and therefore agree.
+`abstract_state` is the keystone: shapes, dtypes and shardings of every leaf. Initialisation,
+restore, the compiled step and the planner all read it, and therefore agree.
 """
 
 import math
@@ -28,7 +28,8 @@ class TrainState:
     """The training state between steps, its dicts by dotted parameter path.
 
     `step`: optimizer steps done. Frozen parameters have no `opt_state`. `items`: the other values
-    that the settings ask for, by name; those items of train/items/items.py that begin with a value.
+    that the settings ask for, by name: the items of train/items/items.py that have an initial
+    value.
     """
 
     step: jax.Array
@@ -49,7 +50,9 @@ Shapes = tuple[dict[str, Any], optimizers.OptimizerState]  # of parameters, of t
 
 
 def fresh_shapes(model: AbstractModel, rules: optimizers.UpdateRules, config: RunConfig) -> Shapes:
-    """Returns the shapes of weights and optimizer state in the model; no mesh changes them."""
+    """Returns the shapes of weights and optimizer state in the model, which do not depend on the
+    mesh.
+    """
     return jax.eval_shape(lambda key: _fresh(model, rules, config, key), jax.random.key(0))
 
 
@@ -64,8 +67,8 @@ def abstract_state(  # noqa: PLR0913 - all that a state hangs on
 ) -> TrainState:
     """Returns a TrainState of ShapeDtypeStructs, each with its sharding; allocates nothing.
 
-    `specs` and `padding`: where and in which shape each parameter rests, with its optimizer state.
-    `shapes`: those of `fresh_shapes`, for callers that have them.
+    `specs` and `padding`: the sharding and padding of each parameter at rest, with its optimizer
+    state. `shapes`: those of `fresh_shapes`, for callers that have them.
     """
 
     def leaf(path: str, x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""One training step. The order of this file is the order of the step.
+"""Makes the training step. The order of this file is the order of the step.
 
 Forward, backward and gradient reduction run in one `shard_map`: grad_accumulation.py, or
 grad_pipeline.py if the mesh has stages. Each data shard accumulates gradients over its
@@ -55,7 +55,7 @@ def traced_step(setup: Setup, see: See | None = None) -> Callable[..., Any]:
 
     While it is traced, it calls `see(gradients, updates)` with the gradients of the mean loss
     before they are clipped, and the updates before they are scaled by a rate: both by dotted path
-    of the trained parameters, as these rest.
+    of the trained parameters, sharded like them.
     """
     config = setup.config
     find_gradients = make_gradients(setup)
@@ -93,7 +93,7 @@ def traced_step(setup: Setup, see: See | None = None) -> Callable[..., Any]:
 
 
 def out_shardings(setup: Setup) -> tuple[TrainState, None]:
-    """Returns where a step leaves (state, metrics): the state rests as before."""
+    """Returns the shardings of a step's (state, metrics); the state keeps its own."""
     return jax.tree.map(lambda x: x.sharding, setup.state), None
 
 
@@ -118,7 +118,7 @@ def _judge(
 def make_eval_step(setup: Setup) -> Checked:
     """Returns `evaluate(params, batch) -> (sum of losses, number of tokens or pairs)`.
 
-    Nothing is dropped out. It raises ConfigError if either does not fit this setup.
+    There is no dropout. It raises ConfigError if params or batch do not fit this setup.
     """
     check_setup(setup)
     losses = make_losses(setup)
@@ -165,7 +165,7 @@ def make_losses(setup: Setup) -> Callable[..., Any]:
 def _update(
     setup: Setup, gradients: dict[str, jax.Array], state: TrainState, rate: jax.Array
 ) -> tuple[dict, OptimizerState]:
-    """Returns (updates, new optimizer state), all as parameters rest.
+    """Returns (updates, new optimizer state), sharded like the parameters.
 
     The rules see no padding: a mean over a layer's weights must not count it.
     """
@@ -189,7 +189,7 @@ def _update(
 def _above(setup: Setup, frozen: int, updates: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Returns the updates without those of the first `frozen` layers of the stack.
 
-    These have no gradient, but a rule may move them all the same: by its decay.
+    These have no gradient, but a rule's weight decay would move them all the same.
     """
     model = setup.model
     rows = frozen * model.layout.layers // setup.config.model.stack_layers

@@ -1,4 +1,4 @@
-"""The loss of a token: cross-entropy as the settings shape it, or a custom function.
+"""Makes the loss of a token: cross-entropy as the settings shape it, or a custom function.
 
 Both become a function of the head's hidden states and table, which returns sums by name. Training
 minimises the sum of all of them; evaluation has only `loss`.
@@ -55,7 +55,9 @@ def make_sum_losses(
 
 
 def check(config: TrainConfig, own: TokenLoss, vocab: int) -> None:
-    """Raises ConfigError if `own` is not a loss of tokens, or if the settings shape another one."""
+    """Raises ConfigError if `own` is not a loss of tokens, or if settings would shape the loss that
+    it replaces.
+    """
     if config.learns_pairs:
         what = f"train.preference={config.preference!r} is a loss of pairs, not loss="
         raise ConfigError(what, fix="one of both")
@@ -118,7 +120,8 @@ def _sum_cross_entropy(
     )
     losses = {"loss": total}
     if options.get("z_loss"):
-        # Shown separately, so that `loss` can be compared; the gradient of both is in the first.
+        # Reported separately, so that `loss` stays comparable; the gradient of both is in the
+        # first.
         losses = {"loss": total - z_total, "z_loss": z_total}
     for parts_n in parts:
         losses["loss"] = jnp.concatenate([losses["loss"][None], parts_n])

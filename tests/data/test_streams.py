@@ -188,7 +188,7 @@ def test_validation_files_are_evaluated_whole(folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"validation_fraction": 0.1}, "is not known"),
+        ({"validation_fraction": 0.1}, "the end of .* is not known"),
         ({"packing": "best_fit"}, "is streamed"),
         ({"tokenizer": "characters"}, "is built from a whole corpus"),
     ],

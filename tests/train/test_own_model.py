@@ -156,8 +156,8 @@ def test_logits_split_twice_over_one_axis_are_refused(settings, words):
 @pytest.mark.parametrize(("make", "rows"), [(Cut, 36), (Indexed, 32)])
 def test_a_part_of_a_table_taken_for_the_whole_is_refused(make, rows):
     message = (
-        f"^tokens.table_ve: each of 2 stages has a part of {rows} rows, taken for the whole; "
-        "try ctx.lookup"
+        f"^tokens.table_ve: each of 2 stages has a part of {rows} rows, "
+        "used as if it were the whole; try ctx.lookup"
     )
     with pytest.raises(ConfigError, match=message):
         first_batch(make, *STAGES)

@@ -389,7 +389,7 @@ def test_a_side_loss_of_one_scalar_is_called_so():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"loss": 1.0}, "'loss', as another figure of a step"),
+        ({"loss": 1.0}, "'loss', like another figure of a step"),
         ({"own": jnp.ones(3)}, r"shape \[3\]"),
     ],
     ids=["name of the loss", "an array"],

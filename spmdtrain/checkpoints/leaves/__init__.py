@@ -1,1 +1,1 @@
-"""The leaves of a saved state: their names, layouts and fingerprints."""
+"""Handles the leaves of a saved state: their names, layouts and fingerprints."""

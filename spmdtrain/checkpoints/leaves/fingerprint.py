@@ -3,8 +3,8 @@
 The fingerprint of an array is two sums over its elements, modulo 2^32, of `mixed(bits, index)`: the
 bits of the element, mixed with its row-major index in the whole array.
 
-- The terms of a sum may come in any order, so every sharding and every number of processes gives
-  the same fingerprint, and each device reads only what it holds.
+- The order of the terms does not matter, so every sharding and every number of processes gives the
+  same fingerprint, and each device reads only what it holds.
 - For a given index `mixed` is a bijection of the bits. So a change to one element, in one bit or
   many, always changes both sums.
 - If several elements change, a sum misses it with probability 2^-32, as for random terms. The two
@@ -51,7 +51,7 @@ def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, Fingerprint]:
 
 
 def begin(arrays: Mapping[str, jax.Array]) -> Callable[[], dict[str, Fingerprint]]:
-    """Starts computing the fingerprints of arrays; returns what waits for them.
+    """Starts computing the fingerprints of arrays. Returns a function that waits for them.
 
     The arrays may be donated as soon as this returns.
     """
@@ -74,8 +74,8 @@ def begin(arrays: Mapping[str, jax.Array]) -> Callable[[], dict[str, Fingerprint
 def fingerprint(x: np.ndarray, first: int = 0) -> Fingerprint:
     """Returns the same fingerprint for a numpy array, computed on the host.
 
-    Of a part of an array whose elements lie one after the other from index `first` on, it is what
-    they add to the fingerprint of the whole; see `added`.
+    For a part of an array, whose elements are contiguous from index `first` on, it is their
+    contribution to the fingerprint of the whole; see `added`.
     """
     words = np.ascontiguousarray(x).reshape(-1)
     words = words.view(np.uint32 if words.itemsize == 8 else f"uint{8 * words.itemsize}")
@@ -92,7 +92,7 @@ def fingerprint(x: np.ndarray, first: int = 0) -> Fingerprint:
 
 
 def added(parts: Iterable[Fingerprint]) -> Fingerprint:
-    """Returns the fingerprint of an array of those of its parts."""
+    """Returns the fingerprint of an array, given those of its parts."""
     first, second = (sum(of_sum) % 2**32 for of_sum in zip((0, 0), *parts, strict=True))
     return first, second
 
@@ -177,7 +177,9 @@ def _sums(x: jax.Array, first: jax.Array, strides: Sequence[int]) -> jax.Array:
 
 
 def _rows_of_block(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns how many rows make a block: a divisor of all. Of an array without dims ()."""
+    """Returns the number of rows in a block, which divides the number of all rows; () for a
+    scalar.
+    """
     if not shape or math.prod(shape) <= BLOCK:
         return shape[:1]
     rest = math.prod(shape[1:])
@@ -196,12 +198,12 @@ def _sums_at_once(x: jax.Array, first: jax.Array, strides: Sequence[int]) -> jax
 
 
 def _words_of(x: jax.Array) -> int:
-    """Returns how many words of 32 bits an element has: `_words` gives them as one more dim."""
+    """Returns the shape of an element's 32-bit words, which `_words` appends as a last dim."""
     return 2 if x.dtype.itemsize == 8 else 1
 
 
 def _words(x: jax.Array) -> jax.Array:
-    """Returns the bits of each element as uint32; an element of 64 bits gives two words."""
+    """Returns the bits of each element as uint32; a 64-bit element gives two words."""
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
     if x.dtype.itemsize == 8:

@@ -28,13 +28,15 @@ def arrays_of(state: TrainState) -> dict[str, dict[str, Any]]:
 
 
 def by_parameter(state: TrainState) -> dict[str, dict[str, Any]]:
-    """Returns those of `arrays_of` whose leaves are sharded like the parameters, by dotted path."""
+    """Returns the items of `arrays_of` whose leaves are sharded like the parameters, by dotted
+    path.
+    """
     unlike = {item.name for item, _ in items.of(state.items) if item.rests is not as_parameters}
     return {item: tree for item, tree in arrays_of(state).items() if item not in unlike}
 
 
 def saved_by_parameter(state: TrainState, meta: Meta) -> dict[str, dict[str, Any]]:
-    """Returns those of `by_parameter` that a checkpoint with this meta holds, or must hold."""
+    """Returns the items of `by_parameter` that a checkpoint with this meta holds, or must hold."""
     return {
         item: tree
         for item, tree in by_parameter(state).items()

@@ -1,1 +1,1 @@
-"""What comparing two training steps takes: plain states, and a step that shows its results."""
+"""Makes training steps comparable: plain states, and a step that shows its results."""

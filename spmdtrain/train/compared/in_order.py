@@ -1,4 +1,5 @@
-"""A training state as plain arrays that do not depend on the mesh, and back into any setup.
+"""Converts a training state to plain arrays, which do not depend on the mesh, and back into any
+setup.
 
 A plain array is whole, in the shape that the parameter has on one device: layers one after the
 other, without the padding of the pipeline, of the vocabulary or of ZeRO-1. So the states of two
@@ -25,9 +26,9 @@ STEP = "step"
 class Leaf(NamedTuple):
     """The name of a leaf of a state.
 
-    `kind`: weight, optimizer, step or the name of an item. `path`: of its parameter, dotted; empty
-    if it belongs to none. `place`: within the optimizer state of the parameter, or within the item,
-    as jax.tree_util.keystr writes it.
+    `kind`: weight, optimizer, step or the name of an item. `path`: the dotted path of its
+    parameter; empty if it belongs to none. `place`: within the optimizer state of the parameter, or
+    within the item, as jax.tree_util.keystr writes it.
     """
 
     kind: str
@@ -44,7 +45,7 @@ Plain = dict[Leaf, np.ndarray]
 def plain_state(setup: Setup, state: TrainState) -> Plain:
     """Returns every leaf of a state of this setup as a plain array. Waits for the devices.
 
-    An item that rests as parameters do is plain as they are, any other as it rests.
+    An item sharded like the parameters becomes plain like them; any other is returned as stored.
     """
     state = jax.device_get(state)
     found: Plain = {Leaf(STEP): np.asarray(state.step)}
@@ -62,8 +63,8 @@ def plain_state(setup: Setup, state: TrainState) -> Plain:
 def placed_state(setup: Setup, plain: Mapping[Leaf, np.ndarray]) -> TrainState:
     """Returns the state of this setup whose plain arrays these are, on its devices.
 
-    An array of an item that rests neither whole nor as parameters do must have the shape that this
-    setup asks for. Raises KeyError if a leaf is missing.
+    An array of an item that is neither whole nor sharded like the parameters must have the shape
+    that this setup asks for. Raises KeyError if a leaf is missing.
     """
     asked = setup.state
 
@@ -97,15 +98,15 @@ def plain_arrays(setup: Setup, arrays: Mapping[str, jax.Array]) -> dict[str, np.
 
 
 def placed_arrays(setup: Setup, plain: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-    """Returns plain weights by path as this setup has them at rest."""
+    """Returns plain weights, by path, in the form that this setup has at rest."""
     rest = setup.state.params
     return {path: placed_array(setup, path, x, rest[path]) for path, x in plain.items()}
 
 
 def plain_array(setup: Setup, path: str, x: Any) -> np.ndarray:
-    """Returns an array that rests beside the parameter at `path` as a plain one.
+    """Returns the plain form of an array that belongs to the parameter at `path`.
 
-    It is the parameter itself, or a leaf of its optimizer state, which may lack its dims.
+    It is the parameter itself, or a leaf of its optimizer state, which may lack some of its dims.
     """
     x = np.asarray(x)
     padding, layout = setup.padding, setup.model.layout
@@ -126,7 +127,7 @@ def placed_array(setup: Setup, path: str, x: np.ndarray, like: Any) -> jax.Array
 
 
 def _by_parameter(state: TrainState) -> dict[str, Mapping[str, Any]]:
-    """Returns the trees of a state that rest beside parameters, by kind and path."""
+    """Returns the trees of a state that belong to parameters, by kind and path."""
     beside = {
         item.name: value for item, value in items.of(state.items) if item.rests is as_parameters
     }

@@ -1,7 +1,7 @@
-"""The training step with its gradients and updates as further results.
+"""Makes a training step that also returns its gradients and updates.
 
-It is the step of step.py, which shows them while it is traced. More results may make XLA fuse
-otherwise: numbers may differ from those of the unwatched step by rounding.
+It is the step of step.py, which exposes them while it is traced. The extra results may change how
+XLA fuses operations, so numbers may differ from those of the unwatched step by rounding.
 """
 
 from typing import Any, NamedTuple
@@ -19,7 +19,8 @@ ByPath = dict[str, jax.Array]
 
 
 class Watched(NamedTuple):
-    """What a step computes on its way, by dotted path of the trained parameters, as these rest.
+    """The intermediate results of a step, by dotted path of the trained parameters, sharded like
+    them.
 
     `gradients`: those of the mean loss over the batch, before clipping.
     `updates`: those of the optimizer, before they are scaled by a rate and subtracted.
@@ -30,7 +31,8 @@ class Watched(NamedTuple):
 
 
 def make_watched_step(setup: Setup) -> Checked:
-    """Returns `step(state, batch) -> (state, metrics, Watched)`, jitted; it keeps its argument.
+    """Returns `step(state, batch) -> (state, metrics, Watched)`, jitted; it does not donate its
+    argument.
 
     Raises ConfigError as the step of `make_step` does.
     """
@@ -50,6 +52,8 @@ def _watched_step(setup: Setup) -> Any:
 
 
 def _rest(setup: Setup) -> tuple[TrainState, None, Watched]:
-    """Returns where the results rest: gradients and updates as their parameters."""
+    """Returns the shardings of the results: those of gradients and updates are their
+    parameters'.
+    """
     at_rest: Any = {path: setup.state.params[path].sharding for path in setup.update_rules}
     return *out_shardings(setup), Watched(at_rest, at_rest)

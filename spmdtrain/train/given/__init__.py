@@ -1,1 +1,3 @@
-"""Checks what a caller gives a step, and puts it where it belongs. Start with arrays.py."""
+"""Checks the arrays that a caller passes to a step, and puts them on the right devices. Start with
+arrays.py.
+"""

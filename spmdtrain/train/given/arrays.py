@@ -1,4 +1,4 @@
-"""Checks the arrays that a caller gives a step or a loss: on the host, at each call.
+"""Checks the arrays that a caller passes to a step or a loss, on the host, at each call.
 
 Nothing is traced or donated before. A value that is itself traced, e.g. by `jax.grad`, has a shape
 and a dtype to check but no numbers.
@@ -25,10 +25,9 @@ PARAMS = "state.params of init_state, restore or a step"
 
 
 class Checked:
-    """A jitted function whose arguments are first seen by `check`.
+    """A jitted function whose arguments are first passed to `check`.
 
-    It is called with the same arguments. Everything else, e.g. `lower`, belongs to the function,
-    which is `jitted`.
+    Every other attribute, e.g. `lower`, is that of the function, which is `jitted`.
     """
 
     def __init__(self, jitted: Callable[..., Any], check: Callable[..., None]):
@@ -60,7 +59,7 @@ def check_params(setup: Setup, params: Any) -> None:
             raise _another(f"params[{path!r}]", x, want, PARAMS)
     for path in params:
         if path not in wanted:
-            raise ConfigError(f"params has {path!r}, which the model has not", fix=PARAMS)
+            raise ConfigError(f"params has {path!r}, which the model does not have", fix=PARAMS)
     _check_devices(params, setup.mesh, "params", PARAMS)
 
 
@@ -179,7 +178,7 @@ def _check_entry(
 
 
 def _parts(batch: Mapping[str, Any]) -> Iterator[dict[str, np.ndarray]]:
-    """Yields the numbers of the batch that are on this host, of those entries that have any."""
+    """Yields the parts of the batch that are on this host, for the entries that have any."""
     known = {name: x for name, x in batch.items() if not isinstance(x, Tracer)}
     arrays = [x for x in known.values() if isinstance(x, jax.Array)]
     if all(x.is_fully_addressable for x in arrays):

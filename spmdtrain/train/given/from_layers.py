@@ -1,8 +1,8 @@
-"""Brings parameters from outside, a layer at a time, to the devices where they rest.
+"""Loads parameters from outside, one layer at a time, onto the devices that hold them.
 
 `read(path, layer, index)` returns a part of one layer of a parameter, in the model's own shape. No
-parameter is ever whole on the host: a process reads at once only one layer's part of one shard, for
-any mesh, pipeline layout or padding in which the parameters rest.
+parameter is ever whole on the host: at any time a process reads only one layer's part of one shard,
+for any mesh, pipeline layout and padding.
 """
 
 import itertools
@@ -23,7 +23,7 @@ Bounds = tuple[tuple[int, int], ...]  # start and stop of each dim
 
 
 def layer_shapes(setup: Setup) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of each parameter by path; of one layer, if it has several.
+    """Returns the shape of each parameter by path, or that of one layer if it is a stack.
 
     Adapters are left out: they are not part of a model that comes from outside.
     """
@@ -57,7 +57,9 @@ def _parameter(
     places = list(itertools.product(*(range(size) for size in local[:stacked])))
 
     def slab(place: tuple[int, ...]) -> jax.Array:
-        """Returns one layer in each part of the stack: those at this place of their part."""
+        """Returns the index of one layer in each part of the stack: the layer at this place of the
+        part.
+        """
         arrays = []
         for bounds, devices in parts.items():
             layer = _layer_at(setup, bounds[:stacked], place)
@@ -91,7 +93,9 @@ def _parts(leaf: jax.Array) -> dict[Bounds, list[jax.Device]]:
 
 
 def _layer_at(setup: Setup, bounds: Bounds, place: tuple[int, ...]) -> int | None:
-    """Returns the layer that rests at a place of a part of the stack. Padding repeats the last."""
+    """Returns the number of the layer at a place of a part of the stack. Padding repeats the last
+    layer.
+    """
     if not bounds:
         return None
     layout = setup.model.layout

@@ -1,4 +1,4 @@
-"""Puts a state that a caller made or changed where a step needs it."""
+"""Puts a state that a caller made or changed onto the devices of a setup."""
 
 import jax
 import jax.numpy as jnp

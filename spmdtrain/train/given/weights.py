@@ -1,4 +1,4 @@
-"""The state of a new run that starts from given weights."""
+"""Makes the state of a new run that starts from given weights."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -30,7 +30,7 @@ def with_weights(setup: Setup, given: dict[str, jax.Array]) -> TrainState:
 
 
 def _optimizer_state(setup: Setup, params: dict[str, jax.Array]) -> optimizers.OptimizerState:
-    """Returns the state of an optimizer that starts at these parameters, as it rests."""
+    """Returns the initial optimizer state for these parameters, sharded."""
     padding = setup.padding
 
     def begin(params: dict[str, jax.Array]) -> optimizers.OptimizerState:
@@ -43,7 +43,7 @@ def _optimizer_state(setup: Setup, params: dict[str, jax.Array]) -> optimizers.O
 
 
 def with_wide_base(setup: Setup) -> Setup:
-    """Returns the setup in which a quantised base is the weights that it is made of."""
+    """Returns the setup with the original weights in place of a quantised base."""
     config = setup.config
     if config.finetune.base == "float":
         return setup
@@ -52,13 +52,13 @@ def with_wide_base(setup: Setup) -> Setup:
 
 
 def _as_it_rests(setup: Setup, given: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns the weights that are given, with those quantised that rest so."""
+    """Returns the given weights, quantising those that this setup stores quantised."""
     wide = {path: x for path, x in given.items() if path not in setup.state.params}
     kind = setup.config.finetune.base
     if not wide or kind == "float":
         return given
     kept = {path: x for path, x in given.items() if path not in wide}
-    for path in list(wide):  # one at a time: the wide one goes when it has been quantised
+    for path in list(wide):  # one at a time: each wide weight is freed once it has been quantised
 
         def made(x: jax.Array, path: str = path) -> dict[str, jax.Array]:
             return with_few_bits({path: x}, [path], kind, setup.model.parameters)

@@ -1,1 +1,1 @@
-"""Loss and gradients of one batch: by accumulation over microbatches, or by a pipeline."""
+"""Computes loss and gradients of one batch: by accumulation over microbatches, or by a pipeline."""

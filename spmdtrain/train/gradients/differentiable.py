@@ -1,7 +1,7 @@
-"""The loss of a batch and its gradients, as functions that jax transforms.
+"""Makes the loss of a batch and its gradients functions that jax can transform.
 
-The gradients are those of the step: `make_loss` has them as its derivative, so `jax.grad`,
-`jax.value_and_grad` and `jax.vjp` of it cost as much as a step, on any mesh.
+The derivative of `make_loss` uses the gradients of the step, so `jax.grad`, `jax.value_and_grad`
+and `jax.vjp` of it cost as much as a step, on any mesh.
 """
 
 from collections.abc import Callable

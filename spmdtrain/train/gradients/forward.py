@@ -1,4 +1,4 @@
-"""Runs one microbatch through the model, to the sums of its losses.
+"""Runs one microbatch through the model, up to the sums of its losses.
 
 B: sequences of a microbatch, T: tokens of a sequence, E: width of the stream, V: rows of the head's
 table.
@@ -107,9 +107,9 @@ def make_context(setup: Setup) -> Callable[..., ForwardContext]:
 
 
 def gather_layer_of(setup: Setup) -> Callable[[nnx.State], nnx.State]:
-    """Returns `gather(state)`: the weights of a layer, whole and in compute precision.
+    """Returns `gather(state)`, which gives the weights of a layer, whole and in compute precision.
 
-    It does not change them if layers need not gather.
+    It returns them unchanged if layers need not gather.
     """
     if not setup.gathers_by_layer:
         return lambda state: state
@@ -139,9 +139,9 @@ def make_head_losses(
 def make_losses_of(
     setup: Setup, *, training: bool, table_axes: tuple[str, ...] = ()
 ) -> Callable[..., Losses]:
-    """Returns `losses_of(hidden_bte, table_ve, ctx, microbatch)`, for what a head gives.
+    """Returns `losses_of(hidden_bte, table_ve, ctx, microbatch)`, for the output of a head.
 
-    The result and the arguments are those of `make_head_losses`.
+    Result and arguments are those of `make_head_losses`.
     """
     rules = setup.rules
     # A table with more rows is padded.
@@ -167,9 +167,10 @@ def make_losses_of(
 
 
 def make_segment_sums(setup: Setup, table_axes: tuple[str, ...] = ()) -> Callable[..., jax.Array]:
-    """Returns `segment_sums(module, x_bte, ctx, microbatch)`: log-probabilities, [B, S].
+    """Returns `segment_sums(module, x_bte, ctx, microbatch)`, which gives log-probabilities,
+    float32 [B, S].
 
-    They are sums over the unmasked tokens of a segment, float32; S is `pair_loss.segment_count`.
+    They are sums over the unmasked tokens of a segment; S is `pair_loss.segment_count`.
     """
     rules = setup.rules
     options = {"vocab": setup.model.rows, **logit_shape(setup.config.model)}
@@ -193,7 +194,7 @@ def make_segment_sums(setup: Setup, table_axes: tuple[str, ...] = ()) -> Callabl
 
 
 def _make_pair_losses(setup: Setup, table_axes: tuple[str, ...]) -> Callable[..., Losses]:
-    """Makes the `head_losses` of pairs of answers: sums over pairs."""
+    """Returns the `head_losses` of pairs of answers: sums over pairs."""
     segment_sums = make_segment_sums(setup, table_axes)
     segments = segment_count(setup.config.train.sequence_length)
     train = setup.config.train
@@ -218,7 +219,8 @@ def _head_arrays(
     rules: Rules, hidden_bte: jax.Array, table_ve: jax.Array, microbatch: Batch
 ) -> tuple[tuple, tuple]:
     """Returns what every loss of the head is computed from, and the logical axes of each."""
-    # All logits never exist; their spec refuses a mesh axis that would split tokens and vocabulary.
+    # The full logits never exist; their spec refuses a mesh axis that would split tokens and
+    # vocabulary.
     logits_shape = (*microbatch["targets"].shape, table_ve.shape[0])
     rules.activation_spec((*TOKEN, "vocab"), logits_shape, drop=MANUAL_AXES)
     mask_bt = microbatch["mask"].astype(jnp.float32)
@@ -240,7 +242,7 @@ def _split_axes(
 
 
 def hidden_time(rules: Rules) -> Name:
-    """Returns how the tokens of the head's input come to the loss.
+    """Returns how the tokens of the head's input are sharded in the loss.
 
     If the stream is split further than the targets (sequence parallelism), they are gathered there,
     and their gradient, a sum over the parts of the vocabulary, is scattered. Summed whole, it would

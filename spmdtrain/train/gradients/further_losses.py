@@ -1,4 +1,4 @@
-"""The losses of tokens after the next one, [model.multi_token], in training."""
+"""Computes the losses of tokens after the next one, [model.multi_token], in training."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,10 +21,11 @@ NAME = "multi_token_loss"
 
 
 def make_further_losses(setup: Setup) -> Callable[..., Losses] | None:
-    """Returns `further_losses(module, x_bte, ctx, microbatch)`: side losses, sums over tokens.
+    """Returns `further_losses(module, x_bte, ctx, microbatch)`, which gives side losses, sums over
+    tokens.
 
     At depth k a place predicts the token k places after its target. It has a loss if that target
-    has one, and if both are of one document. None if the model predicts the next token alone.
+    has one and both belong to the same document. None if the model predicts only the next token.
     """
     config = setup.config.model.multi_token
     if config is None:
@@ -50,7 +51,7 @@ def make_further_losses(setup: Setup) -> Callable[..., Losses] | None:
 
 
 def at_depth(microbatch: Batch, depth: int, ctx: ForwardContext) -> Batch:
-    """Returns the microbatch with the targets, and the mask, of a depth."""
+    """Returns the microbatch with the targets and the mask of a depth."""
     targets_bt = _later(microbatch["targets"], depth, ctx)
     mask_bt = _later(microbatch["mask"].astype(jnp.float32), depth, ctx)
     length = targets_bt.shape[1]
@@ -63,7 +64,7 @@ def at_depth(microbatch: Batch, depth: int, ctx: ForwardContext) -> Batch:
 
 
 def _later(x_bt: jax.Array, places: int, ctx: ForwardContext) -> jax.Array:
-    """Returns x of the token that many places later in the sequence; at its end the last one."""
+    """Returns x of the token `places` later in the sequence, or of its last token."""
     length = x_bt.shape[1]
     order_t = zigzag_order(length, ctx.way.zigzag)
     place_of = np.argsort(order_t)

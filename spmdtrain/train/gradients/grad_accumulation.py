@@ -1,9 +1,9 @@
-"""Gradients without a pipeline: one microbatch after another, then one reduction over the shards.
+"""Computes gradients without a pipeline: one microbatch after another, then one reduction over the
+shards.
 
-All of it runs in one region that is manual over the axes of the batch. A weight that rests split
-over such an axis (`fsdp`) is gathered by the layer that uses it, and its gradient is scattered by
-the same layer, in each microbatch. All other gradients are accumulated locally and reduced once a
-step.
+All of it runs in one region that is manual over the axes of the batch. A weight sharded over such
+an axis (`fsdp`) is gathered by the layer that uses it, and its gradient is scattered by the same
+layer, in each microbatch. All other gradients are accumulated locally and reduced once a step.
 """
 
 from collections.abc import Callable
@@ -94,7 +94,7 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
 
 
 def make_losses(setup: Setup) -> Callable[..., Any]:
-    """Returns `(params, batch) -> sums`, those of `make_gradients` without dropout."""
+    """Returns `(params, batch) -> sums`, with the sums of `make_gradients`, without dropout."""
     context = make_context(setup)
     forward = _make_forward(setup, training=False)
 
@@ -112,9 +112,9 @@ def make_losses(setup: Setup) -> Callable[..., Any]:
 
 
 def make_segment_sums(setup: Setup) -> Callable[..., jax.Array]:
-    """Makes `(params, batch) -> float32 [accumulation, sequences, segments]`, without dropout.
+    """Returns `(params, batch) -> float32 [accumulation, sequences, segments]`, without dropout.
 
-    They are the log-probabilities of segments: see `forward.make_segment_sums`.
+    The result has the log-probabilities of segments: see `forward.make_segment_sums`.
     """
     context = make_context(setup)
     stream = _make_stream(setup)
@@ -134,7 +134,7 @@ def make_segment_sums(setup: Setup) -> Callable[..., jax.Array]:
 
 
 def _resting(setup: Setup) -> dict[str, P]:
-    """Returns the specs at rest of weights, and of their gradients, at the region's border."""
+    """Returns the specs of weights and of their gradients at the border of the region."""
     return {path: keep_axes(MANUAL_AXES, spec) for path, spec in setup.specs.items()}
 
 
@@ -178,7 +178,9 @@ def _make_forward(setup: Setup, *, training: bool) -> Callable[..., Losses]:
 
 
 def _make_stream(setup: Setup) -> Callable[..., tuple[Any, jax.Array, Losses]]:
-    """Makes `stream(params, microbatch, ctx) -> (module, x_bte, side losses)`, up to the head."""
+    """Returns `stream(params, microbatch, ctx) -> (module, x_bte, side losses)`, the model up to
+    the head.
+    """
     gather = gather_layer_of(setup)
 
     def stream(params, microbatch: Batch, ctx: ForwardContext):

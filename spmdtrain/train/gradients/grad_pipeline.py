@@ -1,4 +1,5 @@
-"""Gradients with a pipeline: the stages run the program of `stage_program.py` by the schedule.
+"""Computes gradients with a pipeline: the stages run the program of `stage_program.py` by the
+schedule.
 
 One region is manual over `pipeline` and all axes of the batch. Weights are gathered over the axes
 of the batch once before the ticks, in compute precision, and gradients are scattered once after
@@ -82,8 +83,8 @@ def _whole_over_batch(setup: Setup, local: Callable, out_specs) -> Callable:
     """Returns `local(params, step, batch, cotangent)` in the manual region.
 
     Weights are in compute precision and whole over the axes of the batch. Constraints gather them
-    once for all ticks, before the region begins: layers that gathered for themselves
-    (`gather_layer_of`) would do so at each tick.
+    once for all ticks, before the region begins: if layers gathered their own (`gather_layer_of`),
+    they would do so at each tick.
     """
     whole = {}
     for path, spec in setup.specs.items():

@@ -1,4 +1,4 @@
-"""The losses of pairs of answers, one preferred to the other: DPO, SimPO and ORPO.
+"""Computes losses of pairs of answers, one preferred to the other: DPO, SimPO and ORPO.
 
 c and r are the log-probabilities of the chosen and of the rejected answer, sums over their tokens;
 n_c and n_r are the numbers of these tokens, c_ref and r_ref the log-probabilities by a reference
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from pallas_kernels.loss import linear_token_losses
 
 Losses = dict[str, jax.Array]
-# Means over pairs that are shown and not minimised.
+# Means over pairs that are reported but not minimised.
 FIGURES = ("reward_accuracy", "reward_margin", "chosen_reward", "rejected_reward")
 FEWEST_POSITIONS = 3  # of a pair: two tokens and two, of which the last is no input
 
@@ -34,7 +34,7 @@ def segment_count(time: int) -> int:
 
 
 def sum_segments(x_bt: jax.Array, segment_ids_bt: jax.Array, segments: int) -> jax.Array:
-    """Sums over each segment, float32 [b, s]."""
+    """Returns the sum over each segment, float32 [b, s]."""
 
     def of_sequence(x_t, ids_t):
         return jax.ops.segment_sum(x_t, ids_t, segments)  # not sorted if attention goes by a ring
@@ -72,7 +72,7 @@ def log_probabilities(
 
 
 class Answers(NamedTuple):
-    """What the losses of pairs are computed from, float32 [b, s]."""
+    """The inputs of the losses of pairs, float32 [b, s]."""
 
     sums_bs: jax.Array  # log-probabilities, summed over learned tokens
     learned_bs: jax.Array  # the numbers of these tokens
@@ -85,9 +85,9 @@ class Answers(NamedTuple):
 
 
 def sum_pairs(kind: str, settings: Mapping[str, float], answers: Answers) -> Losses:
-    """Sums over pairs of the loss `kind` and of its FIGURES, float32 scalars.
+    """Returns sums over pairs of the loss `kind` and of its FIGURES, float32 scalars.
 
-    `settings`: those that the loss has, by the names in its formula. A pair counts where both of
+    `settings`: the settings of the loss, by their names in its formula. A pair counts if both of
     its answers have learned tokens.
     """
     is_pair_bp = _are_pairs(answers.learned_bs)
@@ -103,8 +103,8 @@ def sum_pairs(kind: str, settings: Mapping[str, float], answers: Answers) -> Los
     return {name: total(x_bp) for name, x_bp in losses_bp.items()} | shown
 
 
-# The rewards of answers [b, s], which are shown, and the losses of pairs [b, p] by name, of which
-# the sum is minimised.
+# The rewards of answers [b, s], which are reported, and the losses of pairs [b, p] by name, whose
+# sum is minimised.
 RewardsAndLosses = tuple[jax.Array, Losses]
 
 
@@ -121,7 +121,8 @@ def _simpo(answers: Answers, *, beta: float, gamma: float) -> RewardsAndLosses:
 
 def _orpo(answers: Answers, **settings: float) -> RewardsAndLosses:
     weight = settings["lambda"]
-    # Of a certain answer the odds, and their gradient, are infinite: one rounding less is certain.
+    # The odds of a certain answer, and their gradient, are infinite, so certainty is reduced by one
+    # rounding.
     log_bs = jnp.minimum(answers.means_bs, -jnp.finfo(jnp.float32).eps)
     odds_bs = log_bs - jnp.log(-jnp.expm1(log_bs))
     chosen_bp, _ = _halves(answers.means_bs)
@@ -154,5 +155,5 @@ def _are_pairs(learned_bs: jax.Array) -> jax.Array:
 
 
 def _halves(x_bs: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns what belongs to the chosen and to the rejected answers, each [b, p]."""
+    """Returns the entries of the chosen and of the rejected answers, each [b, p]."""
     return x_bs[:, 0::2], x_bs[:, 1::2]

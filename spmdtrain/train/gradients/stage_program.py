@@ -1,4 +1,4 @@
-"""The model's `embed`, `blocks` and `head` as the program that the stages of a pipeline run."""
+"""Makes the model's `embed`, `blocks` and `head` the program that the stages of a pipeline run."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,8 @@ from spmdtrain.train.setup import Setup
 
 
 def find_table_axes(setup: Setup) -> tuple[str, ...]:
-    """Returns ("pipeline",) if each stage holds some rows of the head's table, () if all of them.
+    """Returns ("pipeline",) if each stage holds some rows of the head's table, () if it holds all
+    of them.
 
     Refuses a model that uses its stage's part of a table as if it were the whole.
     """
@@ -23,7 +24,7 @@ def find_table_axes(setup: Setup) -> tuple[str, ...]:
     tokens = jax.ShapeDtypeStruct((1, setup.config.train.sequence_length), jnp.int32)
 
     def no_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
-        """Stands in for the lookup that is right on a part of a table: it reads nothing."""
+        """Stands in for the lookup that works on a part of a table; it reads nothing."""
         return jnp.zeros((*ids.shape, *table.shape[1:]), table.dtype)
 
     def head(module, tokens_bt):
@@ -42,7 +43,8 @@ def find_table_axes(setup: Setup) -> tuple[str, ...]:
     for path in sorted(in_hidden | cut_otherwise):
         stages = setup.rules.sizes["pipeline"]
         raise ConfigError(
-            f"{path}: each of {stages} stages has a part of {rows[path]} rows, taken for the whole",
+            f"{path}: each of {stages} stages has a part of {rows[path]} rows, used as if it "
+            "were the whole",
             fix="ctx.lookup(table, tokens_bt) in embed, in head the table uncut; "
             "or dims not named 'vocab'",
         )
@@ -85,7 +87,7 @@ def make_program(
         part, ctx = context
         return head_losses(model.bind(fixed | shared), x, ctx, part)
 
-    # Under "full" the executor itself runs whole chunks again.
+    # With "full", the executor itself recomputes whole chunks.
     remat = "dots" if setup.config.train.remat == "dots" else "none"
     return StageProgram(
         embed=embed,

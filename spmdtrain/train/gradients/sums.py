@@ -1,4 +1,4 @@
-"""Sums of losses, counts of tokens and pairs, and the means made from them.
+"""Computes sums of losses, counts of tokens and pairs, and the means made from them.
 
 A sum is a float32 scalar; in the training of a mixture it is a vector [1 + sources], first all
 tokens and then those of each source.
@@ -30,7 +30,7 @@ def join_losses(of_head: Losses, of_layers: Losses) -> Losses:
     """
     for name in sorted(of_layers):
         if name in of_head or name in of_the_step():
-            what = f"a side loss of a block is called {name!r}, as another figure of a step is"
+            what = f"a side loss of a block is called {name!r}, like another figure of a step"
             raise ConfigError(what, fix="another name")
     return of_head | of_layers
 
@@ -44,8 +44,8 @@ def objective(losses: Losses) -> Any:
 def count_tokens(setup: Setup, batch: Batch, *, training: bool) -> dict[str, jax.Array]:
     """Returns {"tokens": the number of unmasked ones in a batch}, float32.
 
-    In the training of a mixture it is a vector, like the losses. Where pairs of answers are
-    learned, "pairs" is their number.
+    In the training of a mixture it is a vector, like the losses. If pairs of answers are learned,
+    "pairs" is their number.
     """
     mask = batch["mask"].astype(jnp.float32)
     if setup.config.train.learns_pairs:
@@ -60,7 +60,7 @@ def count_tokens(setup: Setup, batch: Batch, *, training: bool) -> dict[str, jax
 
 
 def number_of(sums: Mapping[str, Any]) -> Any:
-    """Returns the number that a mean is over: of pairs where they are learned, else of tokens."""
+    """Returns the number that a mean is over: of pairs if they are learned, else of tokens."""
     return sums.get("pairs", sums["tokens"])
 
 
@@ -92,7 +92,7 @@ def total_of(sums: jax.Array) -> jax.Array:
 
 
 def by_source(setup: Setup, batch: Batch) -> jax.Array:
-    """Marks the source of each sequence: float32 [..., sources], 1 at its source, else 0."""
+    """Returns the source of each sequence, one-hot: float32 [..., sources]."""
     sources = jnp.arange(len(setup.config.data.mix))
     return (batch["source"][..., None] == sources).astype(jnp.float32)
 

@@ -5,8 +5,8 @@ It starts at the weights, and each step moves it (1 - d) of the way to them, d b
 start still has weight d^n. It is float32 whatever the weights are: with 0.999 it moves by a
 thousandth of the distance, less than a bfloat16 can resolve.
 
-Each element has its own, so the average rests as its weight does, including padding, and an update
-needs no communication.
+Each element has its own average, so an average is sharded like its weight, including padding, and
+an update needs no communication.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,7 +21,7 @@ Ema = dict[str, jax.Array]  # by dotted path of the parameters that are trained,
 
 
 def begin(params: Mapping[str, jax.Array], trained: Iterable[str]) -> Ema:
-    """Returns the average before the first step that it counts; for tracing.
+    """Returns the initial average; for tracing.
 
     It is a copy, because a step that gets weights and average donates both.
     """

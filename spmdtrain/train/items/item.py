@@ -1,9 +1,9 @@
-"""An item of the training state: a value that steps change and checkpoints keep.
+"""Defines an item of the training state: a value that steps change and checkpoints keep.
 
-Items come in addition to the weights and their optimizer state. An item says how it begins, where
-it rests, what a step makes of it, and what happens if a checkpoint lacks it. That is all: the step,
-checkpoints, fingerprints, comparisons of replicas, `show` and the planner go through the table of
-items (items.py) and know none of them by name.
+Items come in addition to the weights and their optimizer state. An item says how it begins, how it
+is sharded, how a step changes it, and what happens if a checkpoint lacks it. Nothing else is
+needed: the step, checkpoints, fingerprints, comparisons of replicas, `show` and the planner iterate
+over the table of items (items.py) and know none of them by name.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -63,7 +63,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class Note:
-    """The form of an item of a few numbers in the meta of a checkpoint, which is JSON.
+    """The JSON form, in the meta of a checkpoint, of an item of a few numbers.
 
     `read(written, asked)` returns numbers, or numpy arrays, in the structure and shapes of `asked`,
     whatever shapes were written.
@@ -90,36 +90,36 @@ class Item:
     rests: Callable[[Start, Value], Value]
     update: Callable[[Value, Taken], Value]
     figures: Mapping[str, Callable[[Value, Taken], jax.Array]] = field(default_factory=dict)
-    # For a step that does not change the weights: keeps the item too, or updates it.
+    # True: a step that does not change the weights keeps the item too; False: it updates the item.
     when_skipped: Literal["keep", "update"] = "keep"
     # False: it may hold numbers that are not finite in a good state.
     is_finite: bool = True
     # None: it is among the arrays of a checkpoint.
     note: Note | None = None
     # `lacking(where)`: the error for restoring a state from a checkpoint without it; None: it
-    # begins there. A resumed run begins it in any case.
+    # begins anew there. A resumed run begins it anew in any case.
     lacking: Callable[[str], CheckpointError] | None = None
-    # `fold(leaf, shape)`: brings a leaf of an array that does not rest as parameters do to its
-    # shape on another mesh; None: it begins again there.
+    # `fold(leaf, shape)`: converts a leaf that is not sharded like the parameters to its shape on
+    # another mesh; None: it begins anew there.
     fold: Callable[[jax.Array, tuple[int, ...]], jax.Array] | None = None
 
 
 def as_parameters(start: Start, value: Value) -> Value:
-    """Rests by dotted path of parameters: each array has the shape of its parameter, and its spec.
+    """Returns the parameters' specs, for arrays by dotted path of parameters with the parameters'
+    shapes.
 
-    A checkpoint brings it to another layout of the pipeline, and to other padding, like the
-    parameter.
+    A checkpoint converts them to another pipeline layout or padding like the parameters.
     """
     return {path: start.specs[path] for path in value}
 
 
 def whole(start: Start, value: Value) -> Value:  # noqa: ARG001
-    """Rests whole, the same on every device."""
+    """Returns specs with which every device holds the whole value."""
     return jax.tree.map(lambda _: P(), value)
 
 
 def per_data_shard(start: Start, value: Value) -> Value:
-    """Rests with the shards of `data` along the first dim; each shard holds its own.
+    """Returns specs that split the first dim over `data`, so each shard holds its own value.
 
     An array at the path of a parameter, with the parameter's dims after the first, is split along
     them like the parameter in use.

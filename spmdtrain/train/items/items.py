@@ -1,4 +1,4 @@
-"""The items of the training state, and the operations on all of them.
+"""Lists the items of the training state, with operations on all of them.
 
 A new one is a file with an `Item` (item.py), and a line in `TABLE`.
 """
@@ -65,7 +65,7 @@ def after_step(values: Values, taken: Taken) -> tuple[Values, Metrics]:
 
 
 def figure_names() -> set[str]:
-    """Returns the names of all figures that steps report of items."""
+    """Returns the names of all figures that steps report about items."""
     return {name for item in TABLE for name in item.figures}
 
 
@@ -75,7 +75,7 @@ def unless_skipped(good: jax.Array, after: Value, before: Value) -> Value:
 
 
 def by_parameter(values: Mapping[str, Value]) -> list[Mapping[str, Value]]:
-    """Returns the values that rest as the parameters do, each by dotted path."""
+    """Returns the values that are sharded like the parameters, each by dotted path."""
     return [value for item, value in of(values) if item.rests is as_parameters]
 
 

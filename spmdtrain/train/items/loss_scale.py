@@ -1,9 +1,9 @@
-"""Dynamic loss scaling, for float16 (Micikevicius et al. 2018, arXiv:1710.03740).
+"""Scales the loss dynamically, for float16 (Micikevicius et al. 2018, arXiv:1710.03740).
 
-float16 ends at 65504, and below 6e-8 it is 0. The backward pass starts from the scale instead of
-from 1, so that small gradients do not vanish, and gradients are divided by it in float32 once they
-are reduced. If one of them is not finite, the scale was too large: the step does not change the
-state by a single bit, and the scale halves. After `precision.loss_scale_steps` consecutive good
+It overflows above 65504 and underflows below 6e-8. The backward pass starts from the scale instead
+of from 1, so that small gradients do not vanish, and gradients are divided by it in float32 once
+they are reduced. If one of them is not finite, the scale was too large: the step leaves every bit
+of the state unchanged, and the scale halves. After `precision.loss_scale_steps` consecutive good
 steps it doubles.
 
 The scale applies to the mean loss of a batch. Losses are sums over tokens here, so a backward pass
@@ -40,7 +40,7 @@ class LossScale:
 
 
 def begin(precision: PrecisionConfig) -> LossScale | None:
-    """Returns the scale of the first step; None if nothing is computed in float16."""
+    """Returns the scale of the first step, or None if nothing is computed in float16."""
     if precision.compute != "float16":
         return None
     return LossScale(jnp.float32(precision.loss_scale), jnp.int32(0))
@@ -58,7 +58,9 @@ def cotangent(config: RunConfig, loss_scale: LossScale | None) -> jax.Array | No
 
 
 def is_too_large(loss_scale: LossScale, loss: jax.Array, grad_norm: jax.Array) -> jax.Array:
-    """Returns True if the scale made a gradient non-finite. `grad_norm`: of the divided ones."""
+    """Returns True if the scale made a gradient non-finite. `grad_norm` is the norm of the unscaled
+    gradients.
+    """
     return jnp.isfinite(loss) & ~jnp.isfinite(grad_norm) & (loss_scale.scale > LEAST)
 
 
@@ -88,7 +90,7 @@ def _overflow(loss_scale: LossScale, taken: Taken) -> jax.Array:
 
 
 def values_of(loss_scale: LossScale) -> list[float]:
-    """Returns the scale and its good steps; float32 is exact in JSON."""
+    """Returns the scale and its good steps as JSON, in which float32 is exact."""
     return [float(loss_scale.scale), int(loss_scale.good_steps)]
 
 

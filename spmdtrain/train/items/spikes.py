@@ -1,4 +1,4 @@
-"""Judges steps: one counts if its loss and gradient norm are finite and within their limits.
+"""Judges steps: a step is good if its loss and gradient norm are finite and within their limits.
 
 A limit is `guard.grad_norm`, or `guard.sigmas` standard deviations above the mean of the last
 `guard.window` good steps, whichever is less. The figures of those steps are part of the state, so
@@ -17,9 +17,9 @@ from spmdtrain.train.items.item import Item, Note, Start, Taken, whole
 
 
 def no_figures(guard: GuardConfig) -> np.ndarray | None:
-    """Returns the figures of good steps before the first: float32 [window, 2] of infinities.
+    """Returns the initial figures of good steps: float32 [window, 2], all infinite.
 
-    A row is a loss and a gradient norm; the newest is the last. None if nothing needs them.
+    A row is a loss and a gradient norm, the newest last. None if nothing needs them.
     """
     return np.full((guard.window, 2), np.inf, np.float32) if guard.judges_spikes else None
 
@@ -44,7 +44,7 @@ def limits(guard: GuardConfig, recent: jax.Array | None) -> jax.Array:
 
 
 def is_good(figures: jax.Array, most: jax.Array) -> jax.Array:
-    """Returns True if a step with this loss and gradient norm [2] counts.
+    """Returns True if a step with this loss and gradient norm [2] is good.
 
     `most`: their limits [2].
     """
@@ -62,7 +62,7 @@ def _begin(start: Start) -> jax.Array | None:
 
 
 def _update(recent: jax.Array, taken: Taken) -> jax.Array:
-    """Records a good step; one without any loss says nothing about the size of good ones."""
+    """Records a good step, unless it has no loss at all."""
     assert taken.good is not None, "where steps are judged by those before them, they are judged"
     figures = jnp.stack([taken.loss, taken.grad_norm])
     return remember(recent, figures, taken.good & (taken.number > 0))
@@ -74,7 +74,7 @@ def _limit(index: int, recent: jax.Array, taken: Taken) -> jax.Array:  # noqa: A
 
 
 def rows_of(recent: jax.Array) -> list[list[float]]:
-    """Returns the rows that exist, oldest first; float32 is exact in JSON."""
+    """Returns the rows that exist, oldest first, as JSON, in which float32 is exact."""
     rows = np.asarray(recent)
     return rows[np.isfinite(rows[:, 0])].tolist()
 

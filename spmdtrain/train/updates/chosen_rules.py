@@ -1,4 +1,4 @@
-"""The rule of every parameter: those of an optimizer, and of what no optimizer learns."""
+"""Chooses the update rule of every parameter, including those that no optimizer learns."""
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,9 @@ def check_frozen(config: RunConfig, model: AbstractModel) -> None:
 
 
 def _below_the_stack(config: RunConfig, model: AbstractModel) -> set[str]:
-    """Returns the parameters outside the stack that the head does not read: they only embed."""
+    """Returns the parameters outside the stack that only embed tokens: the head does not read
+    them.
+    """
 
     def head(module, tokens_bt, x_bte):
         return module.head(x_bte, ForwardContext(tokens_bt))

@@ -1,6 +1,6 @@
-"""Finds out from the code whether the update of one tensor ever reads another one.
+"""Finds out from the traced code whether the update of one tensor ever reads another one.
 
-A clip to the global norm that begins at a later step does nothing in a trial of a few steps. So the
+A trial of a few steps is not enough: clipping to the global norm may begin at a later step. So the
 traced update is followed from its gradients to its updates, through the state and over steps.
 """
 

@@ -1,4 +1,4 @@
-"""Kinds of parameters, and how their learning rates follow the width of the model.
+"""Finds the kind of each parameter, and how its learning rate follows the width of the model.
 
 *Matrices* are tensors with two or more dims (per layer and expert) that are not biases. Their
 logical axes tell which of their sides grow with the model: a dim without a logical axis has the
@@ -43,9 +43,9 @@ def kind_of(path: str, parameter: Parameter) -> Kind:
     axes = parameter.axes[parameter.apart :]
     if not any(axes):
         raise ConfigError(
-            f"model.mup_base: no dim of {path} has a logical axis, so that nothing says which of "
-            "them grow with the width",
-            fix='out_sharding=("embed", "ffn"), say; or model.mup_base=none',
+            f"model.mup_base: no dim of {path} has a logical axis, so nothing says which of them "
+            "grow with the width",
+            fix='e.g. out_sharding=("embed", "ffn"); or model.mup_base=none',
         )
     if axes[0] and axes[-1]:
         return "hidden"

@@ -1,4 +1,4 @@
-"""The learning rate of each step: a custom schedule, or that of the settings."""
+"""Makes the learning rate of each step: a custom schedule, or that of the settings."""
 
 import math
 from collections.abc import Callable
@@ -17,7 +17,9 @@ LearningRate = Callable[[jax.Array], Any]  # 0-based step -> learning rate
 
 
 def make_learning_rate(config: RunConfig, own: LearningRate | None) -> LearningRate:
-    """Returns the learning rate of a 0-based step, a float32 scalar: custom, or by the settings."""
+    """Returns a function from a 0-based step to its learning rate, a float32 scalar: custom, or by
+    the settings.
+    """
     if own is None:
         return partial(learning_rate, config.optimizer, config.train.steps)
     takes = (
@@ -74,7 +76,7 @@ def learning_rate(config: OptimizerConfig, steps: int, step: jax.Array) -> jax.A
 
 
 def _height(schedule: str, share: jax.Array) -> jax.Array:
-    """Returns the part of the decay still ahead, from 1 to 0, after `share` of its steps."""
+    """Returns how much of the decay is still ahead, from 1 to 0, after `share` of its steps."""
     if schedule == "cosine":
         return 0.5 * (1 + jnp.cos(jnp.pi * share))
     return 1 - share

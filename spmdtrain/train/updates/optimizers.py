@@ -1,10 +1,10 @@
-"""The rule by which each parameter is updated, and clipping.
+"""Updates each parameter by its rule, and clips gradients.
 
 Each parameter has its own *rule*: an optax transformation and a multiple of the learning rate. The
 rule sees one layer's tensor, or one expert's, because it is vmapped over the dims that stack them.
 A layer-wise rule (a trust ratio, an orthogonalisation, a factored moment) is therefore right on
 stacked layers, and so is a decay mask that looks at the number of dims. A parameter without a rule
-is frozen: it has no moments, and its gradient counts nowhere.
+is frozen: it has no moments, and its gradient is not used.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,12 +40,12 @@ class Rule:
     `transformation` makes the update from the gradient of one layer, like `optax.scale_by_adam()`.
     It must not scale by the learning rate itself.
 
-    `gradient_point(state, x)` is where the gradient is taken, element by element; None: at x. A
-    rule that has one gets learning rate x `rate` as `learning_rate=`, and its update includes it
-    (schedule_free.py).
+    `gradient_point(state, x)` is the point at which the gradient is taken, element by element;
+    None: x. A rule that has one gets learning rate x `rate` as `learning_rate=`, and its update
+    includes it (schedule_free.py).
 
-    `own_rate` is in place of the learning rate, for what is no weight of the loss: the norm of the
-    gradients and its clipping leave the parameter out, and so does the average of the weights.
+    `own_rate` replaces the learning rate for a parameter that does not follow the loss: the
+    gradient norm, clipping and the average of the weights leave it out.
 
     `together` is set by `choose_update_rules` if one transformation must see several parameters.
     """
@@ -122,7 +122,7 @@ def _with_whole_trees(
 ) -> UpdateRules:
     """Returns the rules, joining parameters whose transformation looks at more than one tensor.
 
-    Raises ConfigError if it has only one of them, or cannot see them all.
+    Raises ConfigError if such a transformation has only one of them, or cannot see them all.
     """
     sharing: dict[int, dict[str, Parameter]] = {}
     for path, rule in rules.items():
@@ -141,14 +141,14 @@ def _with_whole_trees(
         if len(group) == 1 and len(rules) > 1:
             raise ConfigError(
                 f"optimizer= gives {next(iter(group))} a separate transformation that looks at "
-                "other tensors, or draws numbers",
+                "other tensors, or draws random numbers",
                 fix="the same one for all parameters, made outside the function; to clip: "
                 "--set train.clip=1.0",
             )
         if layout.padding or (whole.by_layer and len(layout.shape) > 1):
             raise ConfigError(
-                "optimizer= looks at all layers at once, or draws numbers, and a pipeline has them "
-                "on several devices",
+                "optimizer= looks at all layers at once, or draws random numbers, and a pipeline "
+                "has the layers on several devices",
                 fix="train.clip, which clips to the global norm on any mesh, or mesh.pipeline=1",
             )
         _check_sign(next(iter(group)), *whole.trial_update(group))
@@ -272,10 +272,10 @@ def apply(
     rate: jax.Array,
     key: jax.Array | None = None,
 ) -> dict[str, jax.Array]:
-    """Returns the parameters one step further; frozen ones stay.
+    """Returns the parameters after one step; frozen ones do not change.
 
-    Parameters and updates rest alike: each device updates its own. `key`: weights in bfloat16 are
-    rounded stochastically, and draw from it.
+    Parameters and updates are sharded alike, so each device updates its own. `key`: the stochastic
+    rounding of bfloat16 weights draws from it.
     """
 
     def stepped(path: str, x: jax.Array) -> jax.Array:
@@ -310,7 +310,7 @@ def clip(
 ) -> tuple[dict[str, jax.Array], jax.Array]:
     """Returns gradients scaled so that their global norm is at most `limit`, and the norm before.
 
-    The squares add up in float32 whatever the dtype of the gradients. With `rules`, only those of
+    Squares are summed in float32 whatever the dtype of the gradients. With `rules`, only those of
     `learned` parameters count and are scaled.
     """
     kept = set(gradients if rules is None else learned(rules))

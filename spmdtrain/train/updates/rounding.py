@@ -1,4 +1,4 @@
-"""Rounds weights to bfloat16 such that they are right on average."""
+"""Rounds weights to bfloat16 stochastically, without bias."""
 
 import zlib
 
@@ -7,10 +7,11 @@ import jax.numpy as jnp
 
 
 def stochastic_bfloat16(x: jax.Array, key: jax.Array) -> jax.Array:
-    """Returns float32 x as one of the two nearest bfloat16, the nearer one with more chance.
+    """Returns float32 x rounded to one of the two nearest bfloat16, the nearer one more often, so
+    that the mean over keys is x.
 
-    The mean over keys is x. What is not finite stays. The draw belongs to the place of an element
-    in the whole array, so that no mesh changes it.
+    Values that are not finite are unchanged. The draw depends on the index of an element in the
+    whole array, so it is the same on every mesh.
     """
     draws = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)

@@ -1,8 +1,8 @@
-"""How many tokens experts have: a figure of each step, and the rule by which it is levelled out.
+"""Reports the load of experts, and evens it out with a rule for their biases.
 
 The gradient of a `LoadBias` is the number of tokens that each expert of a layer had in the step's
-batch, over the number of all tokens (models/layers/router.py). On every mesh, with any accumulation
-it is the same.
+batch, over the number of all tokens (models/layers/router.py). It is the same on every mesh and
+with any accumulation.
 """
 
 import math
@@ -19,7 +19,7 @@ from spmdtrain.models.layers.router import LOAD
 from spmdtrain.train.updates.optimizers import Rule, UpdateRules
 
 LAYER, EVENNESS = "expert_load_layer", "expert_evenness"
-# Loads that differ by less, relative to their mean, are equal: a division rounded them.
+# Loads that differ by less, relative to their mean, count as equal: the difference is rounding.
 EQUAL = 4 * float(jnp.finfo(jnp.float32).eps)
 
 
@@ -27,7 +27,7 @@ def update_rules(experts: ExpertsConfig | None, parameters: Mapping[str, Paramet
     """Returns the rules of the load biases among `parameters`, by path.
 
     A bias moves by `model.experts.bias_rate` a step, against the deviation of its expert's load
-    from the mean; by 0 if routers have no bias.
+    from the mean; the rate is 0 if routers have no bias.
     """
     rate = 0.0 if experts is None else experts.bias_rate or 0.0
     rule = Rule(_towards_the_mean(), own_rate=rate)
@@ -35,7 +35,9 @@ def update_rules(experts: ExpertsConfig | None, parameters: Mapping[str, Paramet
 
 
 def _towards_the_mean() -> optax.GradientTransformation:
-    """Returns the sign of each load's deviation from the mean of its layer (arXiv:2408.15664)."""
+    """Returns the transformation that gives the sign of each load's deviation from its layer's mean
+    (arXiv:2408.15664).
+    """
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:  # noqa: ARG001
         return jax.tree.map(deviation_sign, updates), state
@@ -57,8 +59,9 @@ def figures(
 
     expert_load is the load of the most loaded expert over the mean of its layer, and
     expert_load_layer the number of that layer, from 0; the blocks of model.multi_token follow the
-    others. expert_evenness is the entropy of a layer's loads over that of even ones, of the layer
-    where it is lowest: 1 if all experts have as many tokens. A batch without tokens has loads of 0.
+    others. expert_evenness is the entropy of a layer's loads over that of even loads, in the layer
+    where it is lowest: 1 if all experts have equally many tokens. A batch without tokens has loads
+    of 0.
     """
     loads = [
         model.layout.unstaged(gradient) if model.in_stack(path) else gradient

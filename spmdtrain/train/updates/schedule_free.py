@@ -1,4 +1,4 @@
-"""Schedule-free learning: an average of the weights instead of a falling learning rate.
+"""Learns without a schedule: an average of the weights replaces a falling learning rate.
 
 See Defazio et al. 2024, arXiv:2405.15682. A weight has three points. z moves by the rule of a base
 optimizer, x is the average of all z, and the gradient is taken at y between them:
@@ -11,7 +11,7 @@ c is the square of the largest learning rate so far, divided by its sum over all
 n steps at one rate, and steps of the warm-up count less.
 
 The paper evaluates x. It is the parameter of a `TrainState`, so everything that reads weights reads
-x; z rests with it like a moment. y exists only within a step, which derives it from both.
+x; z is stored with it like a moment. y exists only within a step, which derives it from both.
 """
 
 from typing import Any, NamedTuple

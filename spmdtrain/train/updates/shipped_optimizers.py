@@ -1,4 +1,4 @@
-"""The optimizers that a config can name, as optax transformations.
+"""Makes the optimizers that a config can name, as optax transformations.
 
 None of them includes the learning rate: `updates` returns what is scaled by it and subtracted. Each
 sees one layer's tensor, or one expert's. The leaves of a state have the same names whatever the
@@ -39,7 +39,7 @@ from spmdtrain.train.updates.small_moments import in_8_bits, in_bfloat16
 
 Transformation = optax.GradientTransformation
 EVERY = ParameterGroup(match="*")  # the group of what no group matches
-RMS_OF_ADAM = 0.2  # of an AdamW update, to which Muon's are scaled (arXiv:2502.16982)
+RMS_OF_ADAM = 0.2  # rms of an AdamW update, to which Muon's are scaled (arXiv:2502.16982)
 
 
 def make_optimizer(
@@ -49,8 +49,8 @@ def make_optimizer(
 
     The function returns None for a parameter that a group freezes. `width_factor`: how many times
     wider the model is than that of `model.mup_base`, which divides the rates of some kinds of
-    parameters (kinds.py). Their weight decay times their rate stays: what decays in a step is the
-    same in every width (arXiv:2405.13698).
+    parameters (kinds.py). Weight decay times rate does not change with the width, so a step decays
+    weights by the same share in every width (arXiv:2405.13698).
     """
     check_kind(config, tuple(BUILDERS), "config", "config.optimizer")
     build = BUILDERS[type(config)]
@@ -100,7 +100,7 @@ def shipped_update_rules(
 
 
 def _resting(transformation: Transformation, config: OptimizerConfig, path: str) -> Transformation:
-    """Returns the transformation with its moments at rest as `optimizer.moment_dtype` asks."""
+    """Returns the transformation with its moments stored as `optimizer.moment_dtype` asks."""
     if config.moment_dtype == "bfloat16":
         return in_bfloat16(transformation)
     if config.moment_dtype == "8bit":

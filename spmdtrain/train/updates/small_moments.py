@@ -2,9 +2,9 @@
 
 bfloat16: the moment, rounded to nearest. 8bit (after arXiv:2110.02861): integers in units of the
 largest number of their block, 256 along the last dim. A momentum is spaced evenly. A mean of
-squares is spaced by logarithm, over 31 octaves, since one that were rounded to zero would make its
-update huge; those below are the smallest number. Zero stays exactly zero. Rounding to 8 bits is
-stochastic, from (step, parameter): a change smaller than the spacing is right on average, where
+squares is spaced logarithmically over 31 octaves, because rounding one to zero would make its
+update huge; smaller ones become the smallest number. Zero stays exactly zero. Rounding to 8 bits is
+stochastic, from (step, parameter): a change smaller than the spacing is kept on average, while
 rounding to nearest would lose it every time.
 """
 
@@ -84,7 +84,7 @@ def encoded(name: str, x: jax.Array, key: jax.Array | None) -> Any:
     if name not in SQUARES | MOMENTA:
         return x
     blocks = _blocks(x.astype(jnp.float32))
-    # An infinity takes the place of what is not finite: XLA's maximum may lose a NaN.
+    # Non-finite values become infinity: XLA's maximum may lose a NaN.
     largest = jnp.max(jnp.where(jnp.isfinite(blocks), jnp.abs(blocks), jnp.inf), -1)
     share = blocks / jnp.where(largest == 0, 1, largest)[..., None]
     draws = 0.5 if key is None else jax.random.uniform(key, blocks.shape)
@@ -98,7 +98,7 @@ def encoded(name: str, x: jax.Array, key: jax.Array | None) -> Any:
 
 
 def decoded(name: str, few: Any) -> Any:
-    """Returns the moment that `encoded` made these 8 bits of, float32."""
+    """Returns the float32 moment that `encoded` made these 8 bits from."""
     if not isinstance(few, Few):
         return few
     codes = _blocks(few.codes).astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""Refuses transformations of optax that a step cannot use, found by the state that they keep."""
+"""Refuses optax transformations that a step cannot use, recognised by the state that they keep."""
 
 from collections.abc import Mapping
 
@@ -36,7 +36,7 @@ UNFIT = (
 def refuse_unfit(
     transformation: optax.GradientTransformation, parameters: Mapping[str, Parameter]
 ) -> None:
-    """Raises ConfigError for a transformation that would not do here what it should."""
+    """Raises ConfigError for a transformation that would not work here as it should."""
     tensors = {path: jax.ShapeDtypeStruct(x.shape, jnp.float32) for path, x in parameters.items()}
     try:
         state = jax.eval_shape(transformation.init, tensors)

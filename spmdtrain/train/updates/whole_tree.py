@@ -1,12 +1,12 @@
-"""A caller's transformations of more than one tensor, such as a clip to the global norm.
+"""Runs a caller's transformations of more than one tensor, such as clipping to the global norm.
 
 A rule sees one layer's tensor (optimizers.py). A transformation that looks at several tensors, or
-draws numbers, would not do there what its author means: each tensor would have its own norm, and
+draws numbers, would not do there what its author intended: each tensor would have its own norm, and
 all layers the same noise. `needs_whole_tree` finds it by a trial on small tensors, and `WholeTree`
 gives it all tensors at once.
 
-The state of a `WholeTree` rests like that of any rule: by parameter, with the dims of the stack
-first. What the transformation keeps once, a counter or a key, is kept for each layer of each
+The state of a `WholeTree` is stored like that of any rule: by parameter, with the dims of the stack
+first. What the transformation keeps once, a counter or a key, is stored for each layer of each
 parameter.
 """
 
@@ -163,7 +163,7 @@ def needs_whole_tree(
             fix="a transformation that needs only the gradient, its state and the parameters",
         )
     if isinstance(together, Exception):
-        # It was written for one array. Layers that share a key would have the same noise.
+        # It was written for one array: layers that share a key would have the same noise.
         if _draws(transformation):
             raise ConfigError(
                 "optimizer= draws random numbers, the same for all tensors of a shape",
