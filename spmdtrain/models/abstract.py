@@ -1,4 +1,4 @@
-"""A model before it has memory: shapes and logical axes of every parameter.
+"""Describes a model before anything is allocated: shapes and logical axes of every parameter.
 
 Parameters travel as a flat dict, dotted path -> array. That is light for jit, and readable in
 errors, checkpoints and tables. The NNX module exists only inside traced functions, where `bind`
@@ -42,7 +42,7 @@ Corrupt = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 @dataclass(frozen=True)
 class Parameter:
-    """Shape and logical axes of one parameter or buffer; the first `stacked` dims count layers.
+    """The shape and logical axes of one parameter or buffer; the first `stacked` dims count layers.
 
     An array that is not trained is a buffer, or else *frozen*.
     """
@@ -117,11 +117,11 @@ class AbstractModel:
         return trained, {path: x for path, x in values.items() if path not in trained}
 
     def cast(self, values: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-        """Returns floating values of parameters in `dtype`, but float32 where only that will do."""
+        """Returns floating values of parameters in `dtype`, except those that must stay float32."""
         return {path: cast_floating(x, self.dtype(path, dtype)) for path, x in values.items()}
 
     def dtype(self, path: str, asked: str) -> str:
-        """Returns the dtype of a floating parameter where `asked` is that of most."""
+        """Returns the dtype of a floating parameter, given that most have the dtype `asked`."""
         return "float32" if self.parameters[path].is_full_precision else asked
 
     @property
@@ -131,11 +131,11 @@ class AbstractModel:
 
     @property
     def keeps_order(self) -> str:
-        """Says why the model needs its tokens in the order of the data; "" if it does not.
+        """The reason why the model needs its tokens in the order of the data; "" if it does not.
 
-        Every class of module in it declares `any_order = True` itself, if it does the same with
-        tokens in any order, given their positions. Subclasses do not inherit that. Modules of flax
-        are covered by those that hold them.
+        A class of module declares `any_order = True` if it gives the same results for tokens in any
+        order, given their positions. Subclasses do not inherit that. Modules of flax are covered by
+        those that hold them.
         """
         if self.corrupt is not None:
             return "the model corrupts tokens by their place"
@@ -162,9 +162,8 @@ class AbstractModel:
     ) -> LanguageModel:
         """Returns the module that holds `values`.
 
-        `gather` makes whatever is not stacked whole for use, as `make_gather_layer` does.
-        Parameters without a value stay abstract; parts of the model that do not use them still
-        run.
+        `gather` makes everything that is not stacked whole for use, as `make_gather_layer` does.
+        Parameters without a value stay abstract; parts of the model that do not use them still run.
         """
         held = []
         for path, variable in self.variables:
@@ -195,7 +194,7 @@ class AbstractModel:
 
 
 def needs_order(model: Any) -> str:
-    """Says which module of a model, or of a part of it, declares no `any_order`; "" if all do."""
+    """Returns a text that names a module of the model without `any_order`; "" if all have it."""
     for _, module in nnx.iter_modules(model):
         kind = type(module)
         if kind.__module__.startswith("flax."):
@@ -291,7 +290,7 @@ def _check_parts(config: RunConfig, model: Any) -> LanguageModel:
 def _name_axes(model: nnx.Module) -> None:
     """Gives a parameter without logical axes those that keep it whole.
 
-    `nnx.Param(x)` is one, and so are the parameters of `nnx.Linear`. In a stack its first dim still
+    `nnx.Param(x)` is one, as are the parameters of `nnx.Linear`. In a stack its first dim still
     counts layers.
     """
     stacks = [path for path, node in nnx.iter_graph(model) if isinstance(node, Stack)]
@@ -350,7 +349,7 @@ def _activation_axes(config: RunConfig, graphdef: nnx.GraphDef, state: nnx.State
 def make_gather_layer(rules: Rules) -> Callable[[nnx.State], nnx.State]:
     """Returns `gather(state)` for a program that leaves every mesh axis to XLA, e.g. sampling.
 
-    Weights that rest split over axes of the batch (`fsdp`) are used whole. A constraint asks for
+    Weights that are sharded over axes of the batch (`fsdp`) are used whole. A constraint asks for
     the gather only where they are used, so one layer at a time is whole.
     """
     if all(rules.sizes[axis] == 1 for axis in BATCH_AXES):
@@ -369,7 +368,7 @@ def make_manual_gather_layer(
 ) -> Callable[[nnx.State], nnx.State]:
     """Returns `gather(state)` inside the region of the training step.
 
-    The region is manual over the axes of the batch. Weights that rest split over those axes are
+    The region is manual over the axes of the batch. Weights that are sharded over those axes are
     made whole, in compute precision; the others do not change.
     """
 
@@ -398,8 +397,8 @@ def _map_weights(
     """Returns the state with `function(variable, its logical axes)` instead of each weight.
 
     Stacked weights are left to the scan that slices them. A slice taken out of a stack still names
-    the axes of its layers, but no longer has dims for them. Copies of a weight (`copies.py`), with
-    one dim more than names, need nothing.
+    the axes of its layers, but no longer has dims for them. Copies of a weight (`copies.py`), which
+    have one dim more than names, are left alone.
     """
 
     def mapped(variable: nnx.Variable) -> nnx.Variable:
@@ -423,10 +422,10 @@ def cast_floating(x: jax.Array, dtype: str) -> jax.Array:
 
 
 def matmuls(dtype: str) -> contextlib.AbstractContextManager:
-    """Returns a context to trace in: if `dtype` is float32, matmuls do not round their factors.
+    """Returns a context for tracing, in which float32 matmuls do not round their factors. jax's
+    default on a GPU is TF32, which keeps 10 of their 23 mantissa bits.
 
-    jax's default on a GPU is TF32, which keeps 10 of their 23 mantissa bits. For lower precision,
-    set bfloat16.
+    For lower precision, set bfloat16.
     """
     if dtype != "float32":
         return contextlib.nullcontext()

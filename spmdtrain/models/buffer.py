@@ -1,4 +1,4 @@
-"""Arrays of a model that are not trained."""
+"""Defines arrays of a model that are not trained."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,17 +10,17 @@ from spmdtrain.config.errors import ConfigError
 
 
 class Buffer(nnx.Variable):
-    """Numbers of a model that are not trained: random features, a fixed table.
+    """An array of a model that is not trained: random features, a fixed table.
 
-    It is made like a parameter, `Buffer(x, out_sharding=("embed", "ffn"))`, and rests on the mesh,
-    in checkpoints and in memory like one; optimizers skip it, and it has no moments. It keeps the
+    It is made like a parameter, `Buffer(x, out_sharding=("embed", "ffn"))`, and is stored on the
+    mesh and in checkpoints like one; optimizers skip it, and it has no moments. It keeps the
     floating values with which the model was made: a forward pass that changes them is refused.
     """
 
 
 @contextlib.contextmanager
 def refusing_writes(module: nnx.Module) -> Iterator[None]:
-    """Makes a context to trace a part of the forward pass in.
+    """Returns a context for tracing a part of the forward pass.
 
     Raises ConfigError if it changes an array. The change would be lost: a step keeps only what its
     optimizer changes.

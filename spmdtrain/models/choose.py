@@ -36,8 +36,8 @@ def choose_model(
     """Returns the config with its [model.extra] complete, and the function that builds the model.
 
     `make` is a class or a function, or a name like `model.make`. If it is not given, `model.make`
-    names the model, or else it is the shipped one. An argument `extra`, annotated with a dataclass
-    or a pydantic model, gets the settings of [model.extra] as that class.
+    names the model, or else it is the shipped one. An argument `extra` that is annotated with a
+    dataclass or a pydantic model gets the settings of [model.extra] as that class.
 
     Raises ConfigError if the name leads to no model, or if the settings are not those of the class.
     """
@@ -123,7 +123,7 @@ def _from_file(name: str, path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     try:
-        # Not by the spec's loader, whose bytecode may be of an older text of the same size.
+        # Not by the spec's loader, whose bytecode may belong to an older text of the same size.
         _run(name, lambda: exec(compile(text, str(path), "exec"), vars(module)))
     except ConfigError:
         del sys.modules[path.stem]

@@ -1,8 +1,8 @@
-"""Gives a layer what it needs in addition to its input.
+"""Gives a layer what it needs in addition to its input: positions, segments, noise, and the
+sharding of activations.
 
-That is positions, segments, noise, and the sharding of activations. One `ForwardContext`
-accompanies a microbatch through the model. It is an argument, not ambient state: a layer without
-one cannot silently run unsharded. It is a pytree of its arrays.
+One `ForwardContext` accompanies a microbatch through the model. It is an argument, not ambient
+state: a layer without one cannot silently run unsharded. It is a pytree of its arrays.
 
 b: sequences, t: tokens of a sequence.
 """
@@ -126,7 +126,7 @@ class ForwardContext:
         return jnp.where(self.as_tokens(keep), x / kept, 0).astype(x.dtype)
 
     def as_tokens(self, x_bt: jax.Array) -> jax.Array:
-        """Returns x [b, t, ...], drawn in the order of the sequence, in the order of the tokens."""
+        """Returns x [b, t, ...], given in the order of the sequence, in the order of the tokens."""
         if self.way.zigzag == 1:
             return x_bt
         return x_bt[:, zigzag_order(x_bt.shape[1], self.way.zigzag)]
@@ -134,7 +134,7 @@ class ForwardContext:
     def jitter(self, x: jax.Array, site: int, share: float) -> jax.Array:
         """Multiplies x [b, t, ...] by uniform noise between 1 - share and 1 + share.
 
-        Noise depends on the same as that of `dropout`.
+        Noise depends on the same things as that of `dropout`.
         """
         if self.noise_b is None or not share:
             return x

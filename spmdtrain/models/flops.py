@@ -1,4 +1,4 @@
-"""Counts the FLOPs of a model in its own program, and those of the gradients that are asked for.
+"""Counts the FLOPs of a model in its own program, and those of the required gradients.
 
 It counts matmuls, convolutions, and attention by our kernels. A multiplication and an addition
 count as two. Everything else in a model is negligible, and so is a matmul of weights alone, which
@@ -49,7 +49,7 @@ def counted_flops_per_token(config: RunConfig, model: AbstractModel) -> float | 
 
 
 def forward_flops_per_token(config: RunConfig, model: AbstractModel) -> float | None:
-    """Returns those of `counted_flops_per_token` that are of the forward, if known."""
+    """Returns the part of `counted_flops_per_token` that belongs to the forward pass, if known."""
     return _flops_per_token(config, model, set())
 
 
@@ -138,11 +138,11 @@ def _count_operation(operation: Any, given: list[Origin], trains: bool) -> Count
 
 
 def _count_scan(operation: Any, given: list[Origin], trains: bool) -> Counted:
-    """Counts a loop of known length: what is carried has the origins that it ends with.
+    """Counts a loop of known length: carried values have the origins that they end with.
 
-    Inputs are constants, what is carried, then what is cut; outputs what is carried, then what is
-    stacked. Cut and stacked arrays have a dim more outside the body: each version of jax names
-    their numbers in its own way.
+    Inputs are constants, carried values, then sliced arrays; outputs are carried values, then
+    stacked arrays. Sliced and stacked arrays have one more dim outside the body, which tells their
+    number: each version of jax names that differently.
     """
     options = operation.params
     (body,) = _programs_in(options)
@@ -151,7 +151,7 @@ def _count_scan(operation: Any, given: list[Origin], trains: bool) -> Counted:
     carry = slice(constant, constant + carried)
     given = list(given)
     while True:
-        # Of a loop into which nothing trained comes, no mark inside is computed from such.
+        # If nothing trained enters a loop, no mark inside is computed from anything trained.
         has_trained = any(Origin.TRAINED in each for each in given)
         flops, outs = _count(body, given, trains and has_trained)
         grown = [old | new for old, new in zip(given[carry], outs, strict=False)]

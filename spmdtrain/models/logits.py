@@ -1,4 +1,4 @@
-"""Logits of the head's hidden states, for uses that need all of a few tokens.
+"""Computes logits of the head's hidden states, for uses that need all logits of a few tokens.
 
 Letters: b batch, t time, e embed, v rows of the table.
 """

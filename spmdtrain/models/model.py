@@ -1,4 +1,4 @@
-"""The interface of a model to the rest of the framework: three parts."""
+"""Defines the interface of a model to the rest of the framework: three parts."""
 
 from typing import Protocol
 

@@ -1,9 +1,10 @@
-"""The seam between a layer and a matmul: a layer passes a weight, and its type multiplies.
+"""Defines the seam between a layer and a matmul: a layer passes a weight, and the weight's type
+multiplies.
 
-`ctx.column_parallel(x, weight, names)` and `ctx.row_parallel` ask the weight: an array and a
-`MatmulWeight` are one matmul, a low-rank weight with a frozen one is three, an integer weight
-scales the result. Layers do not change for it, and neither do meshes, gathers or the pipeline,
-which see the arrays of which the weight consists.
+`ctx.column_parallel(x, weight, names)` and `ctx.row_parallel` ask the weight: an array or a
+`MatmulWeight` takes one matmul, a frozen weight with a low-rank one takes three, and an integer
+weight scales the result. Layers do not change for it, nor do meshes, gathers or the pipeline, which
+see the arrays that the weight consists of.
 
 b: sequences, t: tokens, e: width of the stream, f: the dims of heads or ffn, r: a low rank.
 """
@@ -54,7 +55,9 @@ class Product:
 
 @runtime_checkable
 class Weight(Protocol):
-    """A weight that multiplies by itself: a layer passes it to a matmul instead of an array."""
+    """A weight that defines how it multiplies: a layer passes it to a matmul instead of an
+    array.
+    """
 
     def multiply(self, product: Product, x: jax.Array) -> jax.Array: ...
 
@@ -71,19 +74,19 @@ class MatmulWeight(nnx.Param):
 
 
 class FullPrecision(nnx.Param):
-    """A small weight that rests and computes in float32, whatever `[precision]` says."""
+    """A small weight that is stored and computes in float32, whatever `[precision]` says."""
 
 
 class LoadBias(FullPrecision):
-    """What is added to the scores of experts where a router chooses them: one number for each.
+    """The bias that is added to the scores of experts when a router chooses: one number for each.
 
-    Its gradient is no slope of the loss. It is the number of tokens that each expert had, over
-    that of all tokens; see `router.py`.
+    Its gradient is not a slope of the loss but the number of tokens that each expert had, over that
+    of all tokens; see `router.py`.
     """
 
 
 class Float8Weight(MatmulWeight):
-    """A `MatmulWeight` that rests as any other, and is multiplied in 8-bit floats."""
+    """A `MatmulWeight` that is stored like any other, and multiplied in 8-bit floats."""
 
     def multiply(self, product: Product, x: jax.Array) -> jax.Array:
         return product(x, self[...], in_float8=True)
@@ -92,7 +95,7 @@ class Float8Weight(MatmulWeight):
 def matmul_weights(model: nnx.Module) -> Iterator[tuple[str, nnx.Module, str]]:
     """Yields (dotted path, module, attribute) of each weight that only matmuls read.
 
-    Those of experts are left out: each of their rows is multiplied by another matrix.
+    Those of experts are left out: each row is multiplied by a different matrix.
     """
     for path, module in list(nnx.iter_modules(model)):
         for name, value in list(vars(module).items()):

@@ -41,7 +41,7 @@ def train_flops_per_token(config: TransformerConfig, sequence_length: int) -> fl
 
     They are the numerator of MFU: 6 per matmul parameter, and for attention 12 x heads x head_dim
     in each layer for each key that a token sees: half of the length on average, because it is
-    causal, or fewer through a window. Where values have another width than keys, head_dim is the
+    causal, or fewer through a window. If values and keys have different widths, head_dim is the
     mean of both. Recomputation does not count.
     """
     depth = config.multi_token.depth if config.multi_token else 0

@@ -1,6 +1,5 @@
-"""Layers of one shape, stacked along a leading dim and run by one scan.
-
-So compile time does not grow with depth.
+"""Stacks layers of one shape along a leading dim and runs them in one scan, so compile time does
+not grow with depth.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +21,9 @@ from spmdtrain.parallel.matmuls import tensor_matmul
 
 
 def _but_gathered_weights(primitive: jax.extend.core.Primitive, *_, **parameters) -> bool:
-    """Keeps all but gathered weights: if kept, those of all layers would be whole at once."""
+    """A remat policy that keeps everything but gathered weights: otherwise those of all layers
+    would be whole at once.
+    """
     return not _gathers_weights(primitive, parameters)
 
 
@@ -66,11 +67,11 @@ MakeBlock = Callable[[nnx.Rngs], nnx.Module]
 
 
 class Stack(nnx.Module):
-    """`count` blocks made by `make_block(rngs)`, each called as `block(x, ctx)`.
+    """A stack of `count` blocks made by `make_block(rngs)`, each called as `block(x, ctx)`.
 
     With several `make_block` there are several kinds of block, repeated in that order; `count` is a
-    multiple of their number. A round of them is then what is stacked, and what a stage of a
-    pipeline has a whole number of.
+    multiple of their number. Rounds of them are then stacked, and a stage of a pipeline has a whole
+    number of rounds.
 
     A block returns x, or (x, its side losses): a dict of scalars by name, or one scalar, whose name
     is then `side_loss`. A side loss is already weighted, and summed over the tokens of x like their
@@ -107,8 +108,8 @@ class Stack(nnx.Module):
         frozen, rest = divmod(ctx.frozen_layers * self.rounds, self.count)
         if rest:
             raise ConfigError(
-                f"finetune.frozen_layers: {ctx.frozen_layers} of the stack's layers are no whole "
-                f"number of rounds of {self.count // self.rounds} kinds",
+                f"finetune.frozen_layers: {ctx.frozen_layers} of the stack's layers are not a "
+                f"whole number of rounds of {self.count // self.rounds} kinds",
                 fix="another number of layers",
             )
         side_losses = []
@@ -124,9 +125,11 @@ class Stack(nnx.Module):
 def _run_frozen(
     body: Callable, x: jax.Array, parameters: nnx.State, count: int
 ) -> tuple[jax.Array, SideLosses]:
-    """Runs the first `count` layers of a stack without a backward: (x, their side losses).
+    """Runs the first `count` layers of a stack without a backward pass; returns (x, their side
+    losses).
 
-    Each layer takes its weights out of the whole stack, because a part of it would be a copy.
+    Each layer takes its weights out of the whole stack, because a part of the stack would be a
+    copy.
     """
     x, parameters = jax.lax.stop_gradient((x, parameters))
 
@@ -139,7 +142,7 @@ def _run_frozen(
 
 
 class Round(nnx.Module):
-    """One block of each kind, one after another."""
+    """A round of blocks: one of each kind, one after another."""
 
     any_order = True
 
@@ -157,7 +160,8 @@ class Round(nnx.Module):
 def run_block(
     block: nnx.Module, x: jax.Array, ctx: ForwardContext, number: jax.Array | int, count: int = 1
 ) -> tuple[jax.Array, SideLosses]:
-    """Runs layer `number` of a stack, or of a round of `count` layers: (x, its side losses).
+    """Runs layer `number` of a stack, or of a round of `count` layers; returns (x, its side
+    losses).
 
     `block` holds the weights of the layer.
     """
@@ -190,7 +194,7 @@ def with_losses(out: Any, module: nnx.Module) -> tuple[jax.Array, SideLosses]:
 
 
 def sum_losses(*each: SideLosses) -> SideLosses:
-    """Returns the side losses of several parts, adding up those with the same name."""
+    """Returns the side losses of several parts, summing those with the same name."""
     total = {}
     for losses in each:
         for name, loss in losses.items():
@@ -201,8 +205,8 @@ def sum_losses(*each: SideLosses) -> SideLosses:
 def rematerialised(layer: Callable, remat: str) -> Callable:
     """Returns `layer` with a backward that recomputes what `remat` names.
 
-    That is nothing (none), gathered weights (weights), all but matmuls and attention (dots), or all
-    (full), from inputs of layers that wait on the host (offload).
+    That is nothing (none), gathered weights (weights), all but matmuls and attention (dots),
+    everything (full), or everything from layer inputs kept on the host (offload).
     """
     if remat == "none":
         return layer

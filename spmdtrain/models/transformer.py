@@ -1,4 +1,4 @@
-"""A decoder-only transformer: GPT-2, Llama, Gemma and others by configuration.
+"""Defines a decoder-only transformer: GPT-2, Llama, Gemma and others by configuration.
 
 It has the parts that the framework needs: `embed`, stacked `blocks`, `head`. Letters as in layers/.
 """
@@ -37,7 +37,7 @@ MakePart = Callable[[TransformerConfig, nnx.Rngs], nnx.Module]
 
 
 class Block(nnx.Module):
-    """Attention and mlp, each added to the residual stream, with norms.
+    """A block of a transformer: attention and mlp, each added to the residual stream, with norms.
 
     `model.norm_places` says where: `attention_norm` and `mlp_norm` on the input of a part,
     `attention_out_norm` and `mlp_out_norm` on its output.
@@ -112,11 +112,11 @@ def _rows(table_te: jax.Array, positions_bt: jax.Array) -> jax.Array:
 
 
 class Transformer(nnx.Module):
-    """`config.model` with its vocab resolved; `max_length` positions.
+    """The transformer of `config.model`, whose vocab must be resolved, with `max_length` positions.
 
-    Layers with experts have `ExpertMlp` as their mlp, and all have `LatentAttention` with
-    `model.latent`. The dense ones before all others
-    (`model.experts.first_dense`) are a stack of their own, which `embed` runs.
+    Layers with experts have `ExpertMlp` as their mlp, and with `model.latent` all have
+    `LatentAttention`. The first dense layers (`model.experts.first_dense`) are a separate stack,
+    which `embed` runs.
 
     The parts of its blocks may be replaced, see `Block`: a run takes `make=partial(Transformer,
     mlp=MyMlp)`.
@@ -136,7 +136,7 @@ class Transformer(nnx.Module):
         parts = {"norm": norm, "attention": attention, "mlp": mlp}
         for name, part in parts.items():
             if not callable(part):
-                raise ConfigError(f"{name}={part!r:.80} makes no part of a block", fix="a class")
+                raise ConfigError(f"{name}={part!r:.80} is no part of a block", fix="a class")
         model = config.model
         if model.latent and attention is not Attention:
             what = "attention= and [model.latent] both make the attention of a layer"
@@ -167,7 +167,7 @@ class Transformer(nnx.Module):
         if model.tied:
             self.unembed_ve = None
         else:
-            # With muP 0: what a random head adds to the logits is another size in each width.
+            # 0 with muP: the logits of a random head would have another size in each width.
             std = INIT_STD if model.mup_base is None else 0.0
             self.unembed_ve = weight(rngs, (config.vocab, model.embed), ("vocab", "embed"), std)
 
@@ -183,7 +183,7 @@ class Transformer(nnx.Module):
         return x_bte
 
     def _of_first(self, ctx: ForwardContext) -> ForwardContext:
-        """Returns the context of the first layers: no other has their noise."""
+        """Returns the context of the first layers, with noise that no other layer has."""
         return replace(with_noise_of(ctx, self.blocks.count + 1), frozen_layers=0)
 
     def _embedded(self, tokens_bt: jax.Array, ctx: ForwardContext) -> jax.Array:
@@ -194,7 +194,7 @@ class Transformer(nnx.Module):
             tokens = ("batch", "stream_time")
             arrays = (self.positions_te[...], ctx.positions_bt)
             x_bte = x_bte + ctx.local_map(_rows, arrays, ((None, None), tokens), (*tokens, None))
-        above = ctx.at_layer(self.blocks.count)  # its own noise: no block has this number
+        above = ctx.at_layer(self.blocks.count)  # noise of its own: no block has this number
         return above.dropout(ctx.constrain(x_bte, *STREAM), EMBED_SITE)
 
     def _of_tokens(self, tokens_bt: jax.Array, ctx: ForwardContext) -> jax.Array:

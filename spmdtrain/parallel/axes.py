@@ -1,4 +1,5 @@
-"""Logical axes to mesh axes: two tables of sharding rules, and the one function that reads them.
+"""Maps logical axes to mesh axes: two tables of sharding rules, and the one function that reads
+them.
 
 A *mesh axis* is a dimension of the device grid (`data`, `tensor`, ...). A *logical axis* is a model
 author's name for a dim of a tensor (`"embed"`, `"ffn"`, ...). The parameter rules say how weights
@@ -52,9 +53,9 @@ ACTIVATION_RULES: AxisRules = {
     "vocab": ("tensor",),
 }
 
-# The mesh axis that owns its part of a weight with such a logical axis. Each device along it works
-# with its own stages, rows or experts: it never gathers the others, and does not sum their
-# gradients with its own. Any other axis that splits a weight does so only to save memory.
+# The mesh axis that owns its part of a weight with this logical axis. Each device along it works
+# with its own stages, rows or experts: it never gathers the others, nor sums their gradients with
+# its own. Any other axis that splits a weight does so only to save memory.
 OWNING = {"stage": "pipeline", "vocab": "pipeline", "experts": "expert"}
 # Tokens travel to experts, so a rule may give them such axes to own as well.
 OWNED_BY_RULE = {"experts": ("context", "tensor")}
@@ -64,7 +65,7 @@ STACK_AXES = ("chunk", "stage", "layer")
 BATCH_AXES = ACTIVATION_RULES["batch"]
 STREAM = ("batch", "stream_time", "embed")  # the dims of the residual stream
 
-# The setting that determines the size of a logical axis, for messages. Those of heads are left out,
+# The setting that determines the size of a logical axis, for messages. Those of heads are omitted,
 # because they depend on each other.
 SETTINGS = {
     "vocab": "model.vocab",
@@ -88,7 +89,7 @@ def owning_axes(names: Iterable[str | None]) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Rules:
-    """Both tables of rules with the user's overrides, and the sizes of the mesh axes."""
+    """The two tables of rules with the user's overrides, and the sizes of the mesh axes."""
 
     parameters: AxisRules
     activations: AxisRules
@@ -111,9 +112,9 @@ class Rules:
         )
 
     def parameter_axes(self, names: Sequence[str | None]) -> P:
-        """Returns the spec of a weight with these logical axes, by the names alone.
+        """Returns the spec of a weight with these logical axes, from the names alone.
 
-        For a device's own part of a weight, whose dims say nothing about divisibility.
+        This is for a device's own part of a weight, whose dims say nothing about divisibility.
         """
         return self.parameter_spec(names, [0] * len(names), "weight")
 

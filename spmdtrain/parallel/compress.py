@@ -1,12 +1,14 @@
-"""Sums of gradients over a mesh axis in 8 bits a number, as ZeRO++ has them (arXiv:2306.10209).
+"""Sums gradients over a mesh axis in 8 bits a number, as ZeRO++ does (arXiv:2306.10209).
 
-Each device encodes the part that another one sums, sends it there, decodes what arrives and adds it
-up in float32: one all-to-all. For a whole gradient it encodes its sum once more, and all gather
-those. So a number is rounded twice at most, however many devices there are, and no sum overflows.
+Each device encodes the parts that others sum, sends them there in one all-to-all, decodes what
+arrives and sums it in float32. For a whole gradient it also encodes its sum, and all devices gather
+the sums. So a number is rounded at most twice, however many devices there are, and no sum
+overflows.
 
-A block of numbers shares one scale, its largest number over the largest of the codec. Numbers are
-rounded to nearest, and what is lost is not kept: an error state would take 4 bytes a weight on each
-device, which ZeRO-1 has just saved, and in 8 bits training does not need it (docs/compression.md).
+A block of numbers shares one scale: its largest magnitude over the largest number of the codec.
+Numbers are rounded to nearest, without error feedback: its state would take 4 bytes a weight on
+each device, which ZeRO-1 has just saved, and with 8 bits training does not need it
+(docs/compression.md).
 
 If a number is not finite, its block's scale is infinite and its block NaN, which the guards see.
 
@@ -28,7 +30,7 @@ _LARGEST = {"int8": 127.0, "float8": 448.0}
 
 
 class EightBits(NamedTuple):
-    """Rows in 8 bits."""
+    """Rows encoded in 8 bits."""
 
     bits_nc: jax.Array  # uint8: collectives move bits, which every platform can
     scales_nb: jax.Array  # float32, one for each block; the numbers are bits * scale
@@ -36,7 +38,7 @@ class EightBits(NamedTuple):
 
 @dataclass(frozen=True)
 class Codec:
-    """Numbers in 8 bits, with one float32 scale for each `block` of them."""
+    """The encoding of numbers in 8 bits, with one float32 scale for each `block` of them."""
 
     format: Format
     block: int
@@ -67,7 +69,7 @@ def compressed_sum(x: jax.Array, axis: str, codec: Codec) -> jax.Array:
     ways = jax.lax.axis_size(axis)
     rows_nc = _rows(x.reshape(-1), ways, codec.block)
     own = codec.encode(_sum_of_own_row(rows_nc, axis, codec)[None])
-    # The device that made a sum uses the encoded one too: else its weights would drift apart.
+    # The device that computed a sum also uses the encoded one; otherwise its weights would diverge.
     gather = partial(jax.lax.all_gather, axis_name=axis, axis=0, tiled=True)
     whole = codec.decode(EightBits(*map(gather, own)))
     return whole.reshape(-1)[: x.size].reshape(x.shape).astype(x.dtype)

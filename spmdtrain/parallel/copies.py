@@ -1,11 +1,11 @@
-"""Copies of a matmul's weight, one for each part of the tokens.
+"""Gives a matmul's weight a copy for each part of the tokens, so that the parts of its gradient are
+summed once a step.
 
-So the parts of its gradient are summed once a step. An axis like `context` splits the tokens inside
-a sequence, and each of its devices computes a part of every weight's gradient. The axis is left to
-XLA, which would sum the parts as soon as it has them: in every layer of every microbatch. So the
-weight gets a dim that counts the parts. Each device along the axis holds the copy that multiplies
-its own tokens, which takes no more memory than the shared weight would. The parts of the gradient
-then stay separate until the end of the step.
+An axis like `context` splits the tokens inside a sequence, and each of its devices computes a part
+of every weight's gradient. The axis is left to XLA, which would sum the parts as soon as it has
+them: in every layer of every microbatch. So the weight gets a dim that counts the parts. Each
+device along the axis holds the copy that multiplies its own tokens, which takes no more memory than
+the shared weight would. The parts of the gradient then stay separate until the end of the step.
 """
 
 import math

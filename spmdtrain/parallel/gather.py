@@ -1,9 +1,9 @@
-"""The gathering of a weight that rests split over the axes of the batch.
+"""Gathers a weight that is sharded over the axes of the batch:
 
-This is FSDP (arXiv:2304.11277), or ZeRO-3 (arXiv:1910.02054). A weight of which every device keeps
-a part is gathered just before a layer uses it, and its gradient is scattered just after. Both are
-written explicitly, in a region that is manual over the axes of the batch. So XLA never gathers the
-batch instead, and a gradient crosses the network in the precision that the settings choose.
+FSDP (arXiv:2304.11277), or ZeRO-3 (arXiv:1910.02054). A weight of which every device keeps a part
+is gathered just before a layer uses it, and its gradient is scattered just after. Both are written
+explicitly, in a region that is manual over the axes of the batch. So XLA never gathers the batch
+instead, and a gradient crosses the network in the precision that the settings choose.
 """
 
 import math
@@ -67,7 +67,7 @@ def gather_over(
 
     `of_experts`: its first dim counts experts. XLA keeps the dim of a collective outermost in
     memory, and would hold a copy of the experts of all layers in that order, in float32. So the
-    parts are gathered one behind the other, and are put in place afterwards.
+    parts are gathered one after another, and then put in place.
     """
     split = _split_dims(axes, spec)
 
@@ -113,7 +113,7 @@ def scatter_over(
 
 
 def _is_inside(dim: int, x: jax.Array, of_experts: bool) -> bool:
-    """Returns whether `dim` lies inside of several experts."""
+    """Returns True if `dim` is inside the dim that counts several experts."""
     return of_experts and dim > 0 and x.shape[0] > 1
 
 
@@ -173,8 +173,8 @@ def _beside_automatic_axes(
     """Runs `collective(x)` when mesh axes that the region leaves to XLA may split x too.
 
     XLA would gather x over those axes around the collective. A nested region that is manual over
-    them prevents that. It works unless one of them splits the same dim as the collective, because
-    the parts would then come back in another order.
+    them prevents that, unless one of them splits the same dim as the collective: the parts would
+    then come back in another order.
     """
     automatic = drop_axes(MANUAL_AXES, spec)
     axes = {axis for part in automatic for axis in axes_of_dim(part)}

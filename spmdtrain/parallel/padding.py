@@ -1,4 +1,4 @@
-"""Zeros at the end of weight dims that a mesh does not divide.
+"""Pads weight dims that a mesh does not divide with zeros at their end.
 
 Devices hold equal parts of a weight. If the rules split a dim that does not divide, the weight
 rests with zeros appended to that dim. There are two such dims:
@@ -37,7 +37,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Padding:
-    """The three shapes of every weight, by path, and the conversions between them.
+    """The three shapes of every weight, by path, and conversions between them.
 
     The methods take a weight, or an array of its shape. If the two shapes are equal they return
     their argument.

@@ -1,8 +1,8 @@
-"""The reduction of gradients over mesh axes, once a step.
+"""Reduces gradients over mesh axes, once a step.
 
-It is one all-reduce or, if a gradient rests split (ZeRO-1, fsdp), one reduce-scatter. It is called
-after all microbatches, in the region that is manual over these axes, on the gradients that each
-shard of the batch has accumulated on its own.
+A reduction is one all-reduce or, if a gradient is sharded (ZeRO-1, fsdp), one reduce-scatter. It is
+called after all microbatches, in the region that is manual over these axes, on the gradients that
+each shard of the batch has accumulated.
 """
 
 import math
@@ -27,7 +27,7 @@ class Reduction:
     """The reduction of a gradient: an all-reduce over `sum`, a reduce-scatter over `scatter`.
 
     `scatter` pairs each axis with the dim that it leaves split, in the order of the scatters.
-    `codec`: how the gradient crosses `data`; None: as it is.
+    `codec`: how the gradient crosses `data`; None: uncompressed.
     """
 
     sum: tuple[str, ...] = ()
@@ -92,10 +92,11 @@ def reduction(
 
 
 def codec_of(settings: CompressionConfig, shape: Sequence[int], ways: int) -> Codec | None:
-    """Returns the codec of a gradient that is summed over `ways` devices; None: it stays wide.
+    """Returns the codec of a gradient that is summed over `ways` devices, or None if it is not
+    compressed.
 
-    `shape`: that of one layer, or of one of its experts. Vectors stay wide, because they are few
-    bytes, and so does what has less than a block for each device.
+    `shape` is that of one layer, or of one of its experts. Vectors are not compressed, because they
+    are few bytes, nor are gradients with less than a block for each device.
     """
     size = math.prod(shape)
     if settings.codec == "none" or len(shape) < 2 or size < ways * settings.block:
@@ -117,8 +118,8 @@ def psum_tree(tree, axes: Sequence[str]):
 def _psum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Sums x over `axes`. The transpose is the same sum, as in any region with check_vma off.
 
-    jax would derive that transpose itself, but with the choice of platform as a conditional around
-    the collective.
+    jax would derive that transpose itself, but with a conditional on the platform around the
+    collective.
     """
     return _in_float32_on_cpu(lambda x: jax.lax.psum(x, axes), x)
 

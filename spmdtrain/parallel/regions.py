@@ -1,4 +1,4 @@
-"""Regions with some manual mesh axes, and the layout of activations inside and outside them.
+"""Makes regions with some manual mesh axes, and lays out activations inside and outside them.
 
 In a manual region (`jax.shard_map`) code sees each device's own part of what those axes split, and
 writes every collective itself. Axes that are not manual stay automatic: XLA partitions over them.
@@ -101,7 +101,7 @@ def make_sum_over_batch(rules: Rules) -> Callable[[Any], Any]:
 def split_time(spec: P, shape: Sequence[int], sizes: Mapping[str, int]) -> P:
     """Returns the `spec` of a stream [b, t, e] with the tokens split over `tensor` as well.
 
-    It stays as it is if `tensor` splits a dim already, or does not divide a device's tokens.
+    It is unchanged if `tensor` already splits a dim, or does not divide a device's tokens.
     """
     over_time = axes_of_dim(spec[1])
     ways = math.prod(sizes[axis] for axis in (*over_time, "tensor"))
@@ -112,7 +112,7 @@ def split_time(spec: P, shape: Sequence[int], sizes: Mapping[str, int]) -> P:
 
 @dataclass(frozen=True)
 class Whole:
-    """A dim that rests split as the logical axis `name` and enters whole; for `local_map`.
+    """A dim that is sharded like the logical axis `name` and enters whole; for `local_map`.
 
     It stays split over the mesh axes of the logical axis `but_for`, if given. They must be the
     first ones that split `name`.
@@ -189,7 +189,7 @@ def _resting(name: Name) -> str | None:
 
 
 def _gathers(rules: Rules, names: Sequence[Name], spec: P) -> list[tuple[int, tuple[str, ...]]]:
-    """Returns (dim, mesh axes to gather it over) of every dim that rests split, enters whole."""
+    """Returns (dim, mesh axes to gather it over) of every dim that is sharded and enters whole."""
     found = []
     for dim, (name, part) in enumerate(zip(names, spec, strict=True)):
         if isinstance(name, Whole):

@@ -1,4 +1,4 @@
-"""PartitionSpecs cut down to some mesh axes.
+"""Cuts PartitionSpecs down to some mesh axes.
 
 A manual region names its manual axes in the specs of its arguments, and the others inside.
 """

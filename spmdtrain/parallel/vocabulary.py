@@ -1,4 +1,4 @@
-"""The lookup of rows in a table whose vocabulary is split over mesh axes.
+"""Looks up rows of a table whose vocabulary is split over mesh axes.
 
 Each device looks up the ids that fall into its rows, and the results are summed. XLA can partition
 a plain gather and its gradient too, but for some ways of splitting table and ids its partitioner

@@ -172,7 +172,7 @@ def test_adapters_are_merged_with_the_weights_that_were_quantised(published, tmp
     config = load_tiny(tmp_path, published / "llama", *few_bits, "eval.every=0")
     loop.run(config, run, devices=jax.devices()[:1])
     shutil.copytree(run, twin)
-    with pytest.raises(ConfigError, match="were quantised.*try --base DIR"):
+    with pytest.raises(ConfigError, match="holds only quantised ones.*try --base DIR"):
         export_run(run, tmp_path / "out")
     directories.write(
         tmp_path / "other",

@@ -1,4 +1,4 @@
-"""Gives a model its adapters while it is made, and decides which of its weights are trained."""
+"""Adds adapters to a model while it is built, and decides which of its weights are trained."""
 
 import difflib
 import math
@@ -28,7 +28,7 @@ from spmdtrain.parallel.axes import STACK_AXES
 
 
 def adapt(model: nnx.Module, config: FinetuneConfig, key: jax.Array) -> None:
-    """Puts adapters into the model, which is being made, in place of the weights that they adapt.
+    """Replaces the adapted weights of a model that is being built by weights with adapters.
 
     At first they change nothing: a ~ U(-1, 1) / sqrt(size of i) and b = 0, as in peft. Each draws
     from `key` and its own path, whatever else is adapted. Call `with_magnitudes` afterwards.
@@ -92,7 +92,7 @@ def _matches(path: str, patterns: Collection[str]) -> bool:
 
 
 def _cut(path: str, weight: MatmulWeight) -> tuple[int, int]:
-    """Returns how many dims count layers, and the dim at which o begins."""
+    """Returns (the number of dims that count layers, the dim at which o begins)."""
     axes = tuple(weight.out_sharding)
     stacked = sum(axis in STACK_AXES for axis in axes)
     if axes[stacked] == "embed":
@@ -100,8 +100,8 @@ def _cut(path: str, weight: MatmulWeight) -> tuple[int, int]:
     if axes[-1] == "embed":
         return stacked, weight.ndim - 1
     raise ConfigError(
-        f"{path} has the logical axes {axes}: which of its dims a matmul contracts is seen by "
-        "'embed', its first dim or its last one",
+        f"{path} has the logical axes {axes}: a matmul contracts its first dim or its last one, "
+        "whichever is 'embed'",
         fix="finetune.targets without it",
     )
 
@@ -115,7 +115,7 @@ def _adapter(
     stack, ins, outs = weight.shape[:stacked], weight.shape[stacked:cut], weight.shape[cut:]
     if part.stop is not None:
         outs = (*outs[:SIDE], part.stop - part.start, *outs[SIDE + 1 :])
-    # Whole over fsdp: the matrices are small, and would each have to be gathered.
+    # Not split over fsdp: the matrices are small, and each would have to be gathered.
     whole = tuple(None if axis == "embed" else axis for axis in axes)
     bound = math.prod(ins) ** -0.5
     a = jax.random.uniform(key, (*stack, *ins, config.rank), minval=-bound, maxval=bound)

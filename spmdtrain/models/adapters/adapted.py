@@ -1,6 +1,6 @@
-"""The weight type of an adapted weight, and the parts of such a weight.
+"""Defines the type of an adapted weight, and its parts.
 
-One array of ours may hold several linear layers of a published model, e.g. the projection to
+One of our arrays may hold several linear layers of a published model, e.g. the projections to
 queries, keys and values. Each of them is a *part*, with its own adapter.
 
 i: the dims that a matmul contracts, o: its other ones, r: the rank.
@@ -54,7 +54,9 @@ def parts_of(path: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
 
 
 class Adapter(nnx.Module):
-    """The adapter of one part: a [*i, r], b [r, *o], and for DoRA the magnitudes of o in a row."""
+    """The adapter of one part: a [*i, r], b [r, *o], and for DoRA the magnitudes, flattened
+    over o.
+    """
 
     any_order = True
 
@@ -67,8 +69,8 @@ class Adapter(nnx.Module):
 class AdaptedWeight(nnx.Module):
     """A frozen weight W with adapters: x W + s (x a) b (LoRA, arXiv:2106.09685).
 
-    With magnitudes m (DoRA, arXiv:2402.09353) each output of that is multiplied by
-    m / |W + s a b|, the norm over i. As in its section 4.3, no gradient goes through the norm.
+    With magnitudes m (DoRA, arXiv:2402.09353) each output is multiplied by m / |W + s a b|, with
+    the norm over i. As in section 4.3 of the paper, no gradient goes through the norm.
     """
 
     any_order = True
@@ -114,7 +116,7 @@ class AdaptedWeight(nnx.Module):
         norm = partial(_norm, part=part, b=adapter.b[...], scale=self.scale)
         w = self._wide(product.contracted)
         a = adapter.a[...]
-        # On a mesh with `context` either may come as copies, with a dim more.
+        # On a mesh with `context` either may come as copies, with one more dim.
         copies = [
             0 if x.ndim > dims else None
             for x, dims in ((w, len(product.names) + 1), (a, product.contracted + 1))
@@ -124,7 +126,7 @@ class AdaptedWeight(nnx.Module):
         else:
             found = norm(w, a)
         assert adapter.magnitude is not None, "the caller has looked"
-        # A place for a layer that pads a pipeline has weights of zero.
+        # The padding layers of a pipeline have weights of zero.
         norms = jnp.maximum(jax.lax.stop_gradient(found), jnp.finfo(jnp.float32).tiny)
         return adapter.magnitude[...].astype(jnp.float32).reshape(norms.shape) / norms
 
@@ -134,7 +136,7 @@ def _side_by_side(parts: list[jax.Array]) -> jax.Array:
 
 
 def _norm(w: jax.Array, a: jax.Array, *, part: Part, b: jax.Array, scale: float) -> jax.Array:
-    """Returns |W + s a b| over i, float32 [*o], without an array of the size of W."""
+    """Returns |W + s a b| over i, float32 [*o], without a further array of W's size."""
     w = part.of(w)
     over = tuple(range(a.ndim - 1))
     dot = partial(jnp.tensordot, preferred_element_type=jnp.float32)

@@ -35,7 +35,7 @@ def with_magnitudes(values: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def wide(values: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns the values with each quantised weight made wide, at the path of the weight."""
+    """Returns the values with each quantised weight dequantised, at the path of the weight."""
     found = dict(values)
     for kind, names in NAMES.items():
         for path in [path for path in values if path.endswith(f".{names[0]}")]:
@@ -62,7 +62,9 @@ def with_few_bits(
 
 
 def dims_in(values: Mapping[str, Any], path: str, w: Any) -> tuple[int, int]:
-    """Returns how many dims of the weight at `path` count layers, and how many are of i."""
+    """Returns the numbers of dims of the weight at `path` that count layers, and that belong to
+    i.
+    """
     a = next(each for each in values if each.startswith(f"{path}.") and each.endswith(".a"))
     stacked = len(values[a].shape) + len(values[f"{a[:-1]}b"].shape) - 2 - w.ndim
     return stacked, len(values[a].shape) - 1 - stacked
@@ -71,11 +73,11 @@ def dims_in(values: Mapping[str, Any], path: str, w: Any) -> tuple[int, int]:
 def merged(values: Mapping[str, np.ndarray], config: FinetuneConfig) -> dict[str, np.ndarray]:
     """Returns the weights of the plain model that computes the same as one with adapters.
 
-    `values` by dotted path, with the layers in order, as `spmdtrain.weights` returns them. A weight
-    with an adapter becomes W + s a b, or m (W + s a b) / |W + s a b|, computed and returned in
-    float32. Other weights are returned unchanged.
+    `values` are keyed by dotted path, with layers in order, as `spmdtrain.weights` returns them. A
+    weight with an adapter becomes W + s a b, or m (W + s a b) / |W + s a b|, computed and returned
+    in float32. Other weights are returned unchanged.
 
-    Raises ConfigError where weights are quantised: what is merged are those they were made of.
+    Raises ConfigError if weights are quantised: adapters are merged with the original weights.
     """
     check_merges(config)
     found = dict(values)
@@ -90,12 +92,12 @@ def merged(values: Mapping[str, np.ndarray], config: FinetuneConfig) -> dict[str
 
 
 def check_merges(config: FinetuneConfig) -> None:
-    """Refuses to merge adapters where the weights that were quantised are not held."""
+    """Refuses to merge adapters if the run holds only quantised weights."""
     if config.has_adapters and config.base != "float":
         raise ConfigError(
-            f"finetune.base={config.base!r}: adapters are merged with the weights that were "
-            "quantised, and the run does not hold them",
-            fix="--base DIR, the published folder of them, or --to peft",
+            f"finetune.base={config.base!r}: adapters are merged with the original weights, and "
+            "the run holds only quantised ones",
+            fix="--base DIR, the published folder with the originals, or --to peft",
         )
 
 
@@ -132,6 +134,6 @@ def _adapters(values: Mapping[str, Any]) -> Iterator[tuple[str, Part, dict[str, 
 
 
 def _dims(w: Any, adapter: Mapping[str, Any]) -> tuple[int, int]:
-    """Returns how many dims of a part of a weight count layers, and how many are of i."""
+    """Returns the numbers of dims of a part of a weight that count layers, and that belong to i."""
     stacked = adapter["a"].ndim + adapter["b"].ndim - 2 - w.ndim
     return stacked, adapter["a"].ndim - 1 - stacked

@@ -1,7 +1,8 @@
-"""Frozen weights of few bits, as weight types: integers of 8 bits by output, and NF4 by blocks.
+"""Quantises frozen weights, as weight types: to 8-bit integers by output, or to NF4 by blocks.
 
-A weight is made wide just before its matmul, and again in the backward pass, so that one layer's is
-wide at a time. Scales are float32, kept as bits: no cast of a model's weights rounds them.
+A weight is dequantised just before its matmul, and again in the backward pass, so only one layer's
+weight is wide at a time. Scales are float32, kept as bits: no cast of a model's weights rounds
+them.
 
 i: the dims that a matmul contracts, o: its other ones; dims that stack layers come first.
 """
@@ -49,7 +50,7 @@ NF4 = np.array(
 
 
 class QuantisedWeight(nnx.Module):
-    """A frozen weight [*i, *o] of few bits: the arrays of `quantised`, as buffers."""
+    """A frozen, quantised weight [*i, *o]: the arrays of `quantised`, as buffers."""
 
     any_order = True
 
@@ -77,14 +78,15 @@ NAMES: Mapping[Kind, tuple[str, ...]] = {
 
 
 def quantised(w: jax.Array, kind: Kind, stacked: int, ins: int, path: str) -> dict[str, jax.Array]:
-    """Returns the arrays of a weight, of which `stacked` dims count layers and `ins` are i.
+    """Returns the arrays of a quantised weight, of which `stacked` dims count layers and `ins` are
+    i. int8:
 
-    int8: `integers` int8 [*i, *o] and `scales` [*o]: the largest of an output is 127 of its scale.
-    nf4: `codes` uint8 [*i / 2, *o], the first of two places in the low half; `scales` uint8
-    [*i / 64, *o] in units of `group_scales` [*i / 64, *o / 256], whose largest is 255. The last dim
-    of i is the one that is cut, and so is the last one of o; one that is shorter is whole.
+    `integers` int8 [*i, *o] and `scales` [*o]: the largest magnitude of an output is 127 times its
+    scale. nf4: `codes` uint8 [*i / 2, *o], the first of two places in the low half; `scales` uint8
+    [*i / 64, *o] in units of `group_scales` [*i / 64, *o / 256], of which the largest is 255.
+    Blocks and groups divide the last dims of i and o; a shorter dim is one block.
 
-    ConfigError where the last dim of i does not divide.
+    Raises ConfigError if the last dim of i does not divide.
     """
     w = w.astype(jnp.float32)
     at = stacked + ins - 1
@@ -118,7 +120,7 @@ def quantised(w: jax.Array, kind: Kind, stacked: int, ins: int, path: str) -> di
 
 
 def dequantised(arrays: Arrays, kind: Kind, ins: int, stacked: int = 0) -> jax.Array:
-    """Returns the weight [*i, *o] that `quantised` made these arrays of, float32."""
+    """Returns the float32 weight [*i, *o] that `quantised` made these arrays from."""
     at = stacked + ins - 1
     if kind == "int8":
         scales = _as_floats(arrays["scales"])
@@ -137,9 +139,10 @@ def dequantised(arrays: Arrays, kind: Kind, ins: int, stacked: int = 0) -> jax.A
 
 
 def axes_of(kind: Kind, axes: tuple, stacked: int, ins: int) -> dict[str, tuple]:
-    """Returns the logical axes of each array, of those of the weight. Blocks and groups are whole.
+    """Returns the logical axes of each array, given those of the weight. Blocks and groups are
+    whole.
 
-    No mesh axis cuts the dim that counts blocks: scales are few.
+    No mesh axis splits the dim that counts blocks: scales are few.
     """
     stack, i, o = axes[:stacked], axes[stacked : stacked + ins], axes[stacked + ins :]
     if kind == "int8":
@@ -149,7 +152,7 @@ def axes_of(kind: Kind, axes: tuple, stacked: int, ins: int) -> dict[str, tuple]
 
 
 def as_buffers(w: nnx.Param, kind: Kind, stacked: int, ins: int, path: str) -> QuantisedWeight:
-    """Returns a weight of a model that is being made, quantised."""
+    """Returns a weight of a model that is being built, quantised."""
     arrays = quantised(w[...], kind, stacked, ins, path)
     axes = axes_of(kind, tuple(w.out_sharding), stacked, ins)
     buffers = {name: Buffer(x, out_sharding=axes[name]) for name, x in arrays.items()}
@@ -157,7 +160,7 @@ def as_buffers(w: nnx.Param, kind: Kind, stacked: int, ins: int, path: str) -> Q
 
 
 def _size(whole: int, asked: int) -> int:
-    """Returns `asked`, or the whole dim where that is shorter; 1 where it does not divide."""
+    """Returns `asked`, or the whole dim if that is shorter; 1 if it does not divide."""
     if whole < asked:
         return whole
     return asked if whole % asked == 0 else 1

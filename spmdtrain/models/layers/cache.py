@@ -1,4 +1,4 @@
-"""The keys and values of earlier tokens, for sampling."""
+"""Defines the cache of earlier tokens' keys and values, for sampling."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from spmdtrain.config.schema import TransformerConfig
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Cache:
-    """Keys and values seen so far, of one layer or with a leading layer dim.
+    """The keys and values so far, of one layer or with a leading layer dim.
 
-    The first `length` of the s places are filled. Of latent attention, the keys are the channels
-    that turn and the values are the latent: one head of each, which all query heads share.
+    The first `length` of the s places are filled. In latent attention, the keys are the rotated
+    channels and the values are the latent: one head of each, which all query heads share.
     """
 
     k_bskd: jax.Array
@@ -36,9 +36,9 @@ def empty_cache(
     dtype: str = "float32",
     constrain: Callable[..., jax.Array] = lambda x, *_: x,
 ) -> Cache:
-    """Returns the cache of all layers [layer, b, s, k, d] without tokens.
+    """Returns the empty cache of all layers [layer, b, s, k, d].
 
-    `shape`: sequences b and places s. `constrain(x, *logical axes)` says where it lies.
+    `shape`: sequences b and places s. `constrain(x, *logical axes)` shards it.
     """
     heads, *widths = config.cached
     of_heads = "kv_heads" if config.latent is None else None

@@ -1,4 +1,4 @@
-"""The table of a model's tokens."""
+"""Defines the embedding table of tokens."""
 
 import jax
 from flax import nnx

@@ -1,7 +1,7 @@
-"""The mlp of a layer with experts: a router, its experts, and those that all tokens share.
+"""Defines the mlp of a layer with experts: a router, its experts, and those that all tokens share.
 
-Letters beside those of this room: x experts, k chosen experts of a token, u the dims of an mlp's
-first projection: f, or 2 and f with a gate.
+Letters in addition to those of this room: x experts, k chosen experts of a token, u the dims of an
+mlp's first projection: f, or 2 and f with a gate.
 """
 
 from typing import Any
@@ -20,9 +20,9 @@ from spmdtrain.parallel.experts import ExpertWeights
 
 
 class ExpertMlp(nnx.Module):
-    """Mlps of which each token goes through some, in place of `Mlp`.
+    """Several mlps, of which each token goes through some, in place of `Mlp`.
 
-    Returns their outputs, weighed and added, and the side losses of the router. Tokens travel to
+    Returns the weighted sum of their outputs, and the side losses of the router. Tokens travel to
     the devices that own their experts; weights stay where they are (`parallel/experts`).
     """
 

@@ -1,7 +1,7 @@
-"""Lets layers of one stack do different things, by their number.
+"""Lets layers of one stack behave differently, by their number.
 
-All layers share one program, which a scan runs. What differs is a table with a row for each kind,
-or a branch: weights have the same shapes in all of them.
+All layers share one program, which a scan runs. Differences are a table with a row for each kind,
+or a branch; weights have the same shapes in all layers.
 """
 
 from collections.abc import Callable, Hashable, Sequence

@@ -1,4 +1,4 @@
-"""The mlp of a layer and its activations."""
+"""Defines the mlp of a layer and its activations."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def gelu(h_btf: jax.Array) -> jax.Array:
 
 @recomputed
 def gelu_exact(h_btf: jax.Array) -> jax.Array:
-    """Computes GELU (arXiv:1606.08415) by the error function."""
+    """Computes GELU (arXiv:1606.08415) with the error function."""
     return jax.nn.gelu(h_btf, approximate=False)
 
 
@@ -36,9 +36,10 @@ def geglu(h_bt2f: jax.Array) -> jax.Array:
 
 @recomputed
 def swiglu_clamped(h_bt2f: jax.Array) -> jax.Array:
-    """Computes the SwiGLU of gpt-oss (arXiv:2508.10925), whose gate and value are bounded.
+    """Computes the SwiGLU of gpt-oss (arXiv:2508.10925), whose gate and value are clamped.
 
-    The gate is at most 7, the value between -7 and 7, and then 1 more; SiLU has the slope 1.702.
+    The gate is at most 7; the value is clamped to -7 to 7, and 1 is added; SiLU has the slope
+    1.702.
     """
     gate = jnp.minimum(h_bt2f[..., 0, :], 7.0)
     value = jnp.clip(h_bt2f[..., 1, :], -7.0, 7.0)
@@ -55,10 +56,10 @@ ACTIVATIONS = {
 
 
 class Mlp(nnx.Module):
-    """Two projections with an activation between them.
+    """The mlp of a layer: two projections with an activation between them.
 
-    A gated one has gate and value in one projection, a dim of two before f. `hidden`: its width;
-    default: `model.ffn`.
+    A gated one has gate and value in one projection, with a dim of two before f. `hidden`: its
+    width; default: `model.ffn`.
     """
 
     any_order = True

@@ -1,4 +1,4 @@
-"""The part of a model that predicts tokens after the next one, in training alone."""
+"""Defines the part of a model that predicts tokens after the next one, only in training."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,10 +17,12 @@ from spmdtrain.parallel.axes import STREAM
 
 
 class FurtherToken(nnx.Module):
-    """Predicts a token one place further than the stream does (arXiv:2412.19437, section 2.2).
+    """A block that predicts a token one place further than the stream does (arXiv:2412.19437,
+    section 2.2).
 
-    It norms the stream and the embedding of the next token, projects both together to the width of
-    the stream, and runs a block. `norm` is that of its result, before the head of the model.
+    It normalises the stream and the embedding of the next token, projects both together to the
+    width of the stream, and runs a block. `norm` normalises the result, before the head of the
+    model.
     """
 
     any_order = True
@@ -57,8 +59,9 @@ def predict_further(
 ) -> tuple[list[jax.Array], SideLosses]:
     """Returns (what the head reads at each depth, side losses of all depths).
 
-    `embeddings` and `contexts` are those of each depth; a context's mask has the tokens with a
-    loss at that depth. The entropy of routers is left out: it is shown for the model's own layers.
+    `embeddings` and `contexts` have an entry for each depth; a context's mask has the tokens with a
+    loss at that depth. The entropy of routers is left out: it is reported for the model's own
+    layers.
     """
     found, total = [], {}
     for part, token_bte, ctx in zip(parts, embeddings, contexts, strict=True):
@@ -69,5 +72,5 @@ def predict_further(
 
 
 def with_noise_of(ctx: ForwardContext, number: int) -> ForwardContext:
-    """Returns the context with the noise of layer `number`, where no layer of the stack is."""
+    """Returns the context with the noise of layer `number`, for a layer outside the stack."""
     return replace(ctx, noise_b=ctx.at_layer(number).noise_b)

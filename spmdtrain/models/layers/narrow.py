@@ -1,4 +1,4 @@
-"""Gives a model the weights that [precision] multiplies in 8-bit floats, while it is made."""
+"""Marks the weights that [precision] multiplies in 8-bit floats, while the model is built."""
 
 import difflib
 from fnmatch import fnmatchcase
@@ -14,7 +14,7 @@ from spmdtrain.models.projection import Float8Weight, matmul_weights
 def narrow(model: nnx.Module, precision: PrecisionConfig) -> None:
     """Puts a `Float8Weight` in place of each `MatmulWeight` that `precision.wide` does not name.
 
-    Adapters stay wide: they are small, and learn from small differences.
+    Adapters are not narrowed: they are small, and learn from small differences.
 
     Raises ConfigError if a pattern of `precision.wide` names no weight, or if none is left.
     """

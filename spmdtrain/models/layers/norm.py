@@ -1,4 +1,4 @@
-"""Norms of the residual stream, and of queries and keys."""
+"""Defines norms of the residual stream, and of queries and keys."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ from spmdtrain.models.layers.weights import bias, recomputed
 
 
 class Norm(nnx.Module):
-    """LayerNorm (arXiv:1607.06450) or RMSNorm (arXiv:1910.07467) of x [b, t, e] over e.
+    """The norm of x [b, t, e] over e: LayerNorm (arXiv:1607.06450) or RMSNorm (arXiv:1910.07467).
 
     Statistics are in float32. RMSNorm multiplies by the weight plus `model.norm_offset`.
     """
@@ -45,12 +45,12 @@ class Norm(nnx.Module):
 
 
 def norm_scale(config: TransformerConfig, size: int, axis: str) -> nnx.Param:
-    """Makes the weight of a norm, which multiplies by 1 at the start."""
+    """Returns the weight of a norm, which multiplies by 1 at the start."""
     return nnx.Param(jnp.full(size, 1 - config.norm_offset), out_sharding=(axis,))
 
 
 class QueryKeyNorm(nnx.Module):
-    """RMSNorm of queries and keys (arXiv:2302.05442): of each head, or of all heads at once.
+    """The RMSNorm of queries and keys (arXiv:2302.05442): of each head, or of all heads at once.
 
     Their scales are [d] for each head, or [k g d] and [k d] for all heads, which `tensor` may split
     like the heads: the mean over all of them is then a sum over devices.
@@ -71,7 +71,7 @@ class QueryKeyNorm(nnx.Module):
             self.key_scale = norm_scale(config, width, "head_dim")
 
     def __call__(self, qk_btknd: jax.Array) -> jax.Array:
-        """Returns queries and keys, normed; the keys of a head are the last of its n slots."""
+        """Returns queries and keys, normalised; the keys of a head are the last of its n slots."""
         queries = self._normed(qk_btknd[..., :-1, :], self.query_scale)
         keys = self._normed(qk_btknd[..., -1:, :], self.key_scale)
         return jnp.concatenate((queries, keys), -2)
@@ -86,7 +86,7 @@ class QueryKeyNorm(nnx.Module):
 
 @partial(recomputed, static_argnums=(2, 3))
 def rms_normed(x: jax.Array, scale: jax.Array, dims: tuple[int, ...], epsilon: float) -> jax.Array:
-    """Returns x over the root of its mean square along `dims`, times `scale`, in float32."""
+    """Returns x divided by its root mean square along `dims`, times `scale`, in float32."""
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(wide * wide, dims, keepdims=True)
     return (wide * jax.lax.rsqrt(mean_square + epsilon) * scale).astype(x.dtype)

@@ -1,4 +1,6 @@
-"""Rotary positions (arXiv:2104.09864), the same in all layers or by their kind."""
+"""Rotates queries and keys by their positions (arXiv:2104.09864), the same way in all layers or by
+their kind.
+"""
 
 import math
 from dataclasses import dataclass
@@ -17,13 +19,13 @@ def rotate(x_btknd: jax.Array, positions_bt: jax.Array, theta: float) -> jax.Arr
 
 @dataclass(frozen=True)
 class Rotation:
-    """Rotates queries and keys of a layer by its kind.
+    """The rotation of a layer's queries and keys, by its kind.
 
-    If layers differ, they read their frequencies from a table: those of a layer without rotary
+    If layers differ, they read their frequencies from a table; those of a layer without rotary
     positions are 0, which rotates nothing.
     """
 
-    kinds: tuple[tuple[float | None, bool], ...]  # of each layer: theta or None, if it is scaled
+    kinds: tuple[tuple[float | None, bool], ...]  # each layer: theta or None, is it scaled
     channels: int  # that are rotated
     scaling: RopeScaling | None
 

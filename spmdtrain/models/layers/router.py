@@ -1,7 +1,8 @@
-"""The router of a layer: it scores experts for each token, chooses some, and weighs them.
+"""Defines the router of a layer: it scores experts for each token, chooses some, and weights them,
+all in float32.
 
-All of it is in float32. Letters beside those of this room: x experts, k chosen experts of a token,
-n experts of a group.
+Letters in addition to those of this room: x experts, k chosen experts of a token, n experts of a
+group.
 """
 
 from functools import partial
@@ -16,14 +17,14 @@ from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers.weights import INIT_STD
 from spmdtrain.models.projection import FullPrecision, LoadBias
 
-JITTER_SITE = 3  # where noise acts; the sites of the block are below
+JITTER_SITE = 3  # site of the noise; those of the block are smaller
 BEST_OF_GROUP = 2  # experts whose scores add up to that of their group
 # A sum of gates is at least this, as in DeepSeek-V3.
 SMALLEST_SUM = 1e-20
 TOKEN = ("batch", "stream_time")
 
-# Side losses. `LOAD` is always 0, and only its gradient says something; ENTROPY is shown, and not
-# minimised.
+# Side losses. `LOAD` is always 0, and only its gradient means something; ENTROPY is reported but
+# not minimised.
 BALANCE, Z_LOSS, LOAD, ENTROPY = "balance_loss", "router_z_loss", "expert_load", "router_entropy"
 
 
@@ -36,13 +37,13 @@ class Routing(NamedTuple):
 
 
 class Router(nnx.Module):
-    """Chooses `model.experts.chosen` experts for each token.
+    """The router of one layer, which chooses `model.experts.chosen` experts for each token.
 
-    The gates are scores without `load_bias_x`, which only has a say in the choice. The bias is
+    The gates are scores without `load_bias_x`, which only influences the choice. The bias is
     updated by the number of tokens that each expert had (arXiv:2408.15664). That number comes as a
     gradient: the side loss sum_x tokens_x (bias_x - bias_x), with the second one held fixed, is 0
     and has the slope tokens_x. So counts are summed like gradients: over microbatches, stages and
-    devices, and not again where a layer's forward is recomputed. Without a bias the same parameter
+    devices, and not twice if a layer's forward is recomputed. Without a bias the same parameter
     stays 0, and its gradient only shows the load.
     """
 
@@ -53,7 +54,7 @@ class Router(nnx.Module):
         self.experts: ExpertsConfig = config.experts
         self.layers = sum(config.has_experts)
         count = self.experts.count
-        # It reads the whole width into a few numbers, without a multiplier: Table 3 of muP.
+        # It maps the whole width to a few numbers, without a multiplier: Table 3 of muP.
         std = INIT_STD / config.width_factor
         drawn = std * jax.random.normal(rngs.params(), (config.embed, count))
         self.weight_ex = FullPrecision(drawn, out_sharding=("embed", None))
@@ -87,7 +88,7 @@ class Router(nnx.Module):
         return jax.nn.sigmoid(logits_btx)
 
     def _choose(self, scores_btx: jax.Array, bias_x: jax.Array, ctx: ForwardContext) -> jax.Array:
-        """Returns the ids of the best experts of each token; of equal ones the first."""
+        """Returns the ids of the best experts of each token, the first among equals."""
         ranks_btx = jax.lax.stop_gradient(scores_btx)
         if self.experts.bias_rate is not None:
             ranks_btx = ranks_btx + jax.lax.stop_gradient(bias_x)
@@ -154,7 +155,8 @@ def _balance(
     """Returns the balance loss times its tokens, for one chosen expert, summed over sequences.
 
     With f_x the share of tokens that chose x, and P_x its mean score, it is count * sum_x f_x P_x.
-    f is of each sequence, or of all that the devices of the batch have in `of_batch`.
+    f is taken over each sequence or, with `of_batch`, over all sequences on the devices of the
+    batch.
     """
     count = tokens_bx.shape[-1]
     if of_batch is None:

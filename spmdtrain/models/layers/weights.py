@@ -22,7 +22,7 @@ recomputed = partial(jax.checkpoint, prevent_cse=False)
 def hidden_std(config: TransformerConfig) -> float:
     """Returns the standard deviation of a matrix from one width of the model to another.
 
-    With `model.mup_base` it falls with the root of the width (arXiv:2203.03466).
+    With `model.mup_base` it falls as the square root of the width (arXiv:2203.03466).
     """
     return INIT_STD * config.width_factor**-0.5
 
@@ -42,5 +42,5 @@ def matmul_weight(
 
 
 def bias(size: int, axis: str) -> nnx.Param:
-    """Makes a vector of zeros with this logical axis."""
+    """Returns a vector of zeros with this logical axis."""
     return nnx.Param(jnp.zeros(size), out_sharding=(axis,))

@@ -1,24 +1,24 @@
 """Ring attention in zigzag order (arXiv:2310.01889): causal, and the same work on every device.
 
 n devices cut the time into 2 n chunks, and device r has the chunks r and 2 n - 1 - r, the *earlier*
-and the *later* half of its tokens. Keys and values go round: after i hops a device has those of
-device j = r - i (mod n), and no hop needs a causal mask.
+and the *later* half of its tokens. Keys and values travel round the ring: after i hops a device has
+those of device j = r - i (mod n), and no hop needs a causal mask.
 
-    i = 0   attention to the own tokens: they ascend, so it is plain causal
-    j < r   both halves of the queries see the earlier half of the keys, all of it, and nothing else
-    j > r   the later half of the queries sees all keys, and the earlier half none
+    i = 0 attention to the device's own tokens: they ascend, so it is plain causal j < r both halves
+    of the queries see the earlier half of the keys, all of it, and nothing else j > r the later
+    half of the queries sees all keys, and the earlier half none
 
 So in every hop the later half of the queries sees the earlier half of the keys, and one more pair
-of halves matches: earlier and earlier, or later and later. Which one it is, is where a slice
-starts: shapes are the same everywhere, and no device takes a branch by its rank, which collectives
+of halves matches: earlier and earlier, or later and later. Only the start of a slice says which
+pair it is: shapes are the same everywhere, and no device branches on its rank, which collectives
 forbid.
 
-With a window the masks are those of positions, and keys go only as far as some query sees: some
-hops one way, as many the other way. Packed documents mask by the segment ids of both sides.
+With a window, positions decide the masks, and keys travel only as far as some query sees: as many
+hops in one direction as in the other. Packed documents mask by the segment ids of both sides.
 
-Softmax is joined by its lse. The backward pass is a second ring, with the lse of all keys.
-The gradients of keys follow them, in float32, and come home in the end. A hop is the body of a
-scan: program and memory do not grow with n.
+Softmax is joined by its lse. The backward pass is a second ring, with the lse of all keys. The
+gradients of keys travel with them, in float32, and end on the keys' own device. A hop is the body
+of a scan: program and memory do not grow with n.
 
 b: sequences, t: tokens of a device, h: query heads, k: key-value heads, d, e: head dims.
 """
@@ -60,14 +60,14 @@ class ContextRing:
 
 
 class Sides(NamedTuple):
-    """What masks a hop."""
+    """The inputs from which the masks of a hop are made."""
 
     kind: jax.Array | None  # the index of the layer's window; None: there is one window
     segment_ids_nbt: jax.Array | None  # of all devices
 
 
 class OfQueries(NamedTuple):
-    """What the backward pass reads of each query; lse and delta are those of all keys."""
+    """The values of each query that the backward pass reads; lse and delta cover all keys."""
 
     q_bthd: jax.Array
     dout_bthe: jax.Array
@@ -82,7 +82,8 @@ TIME, PACKED_TIME = 1, 2  # dims
 
 
 def legs(ring: ContextRing, tokens: int) -> list[tuple[int, int]]:
-    """Returns the ways that keys go: (step of a hop, number of hops) for `tokens` of a device.
+    """Returns the legs of the keys' journey: (step of a hop, number of hops), for `tokens` of a
+    device.
 
     Chunks that are at most m apart are on devices that are at most m hops apart.
     """
@@ -126,7 +127,9 @@ def _ring_forward(ring, q, k, v, segment_ids, kind):
 
 
 def _leg_forward(ring, sides, leg, arrays, state):
-    """Returns (out, lse) with the keys of `leg` joined in. The next keys move beside a kernel."""
+    """Returns (out, lse) with the keys of `leg` joined in. The next keys travel while a kernel
+    runs.
+    """
     step, count = leg
     q, kv = arrays
 
@@ -156,7 +159,7 @@ def _ring_backward(ring, kept, gradients):
 def _leg_backward(ring, sides, leg, arrays, dq):
     """Returns (dq with the part of this leg, packed dk and dv of this leg).
 
-    The sums dk and dv move one hop after their keys, so that they too move beside a kernel.
+    The sums dk and dv travel one hop after their keys, so that they too overlap with a kernel.
     """
     step, count = leg
     queries, kv = arrays
@@ -178,7 +181,7 @@ def _leg_backward(ring, sides, leg, arrays, dq):
 ring_attention.defvjp(_ring_forward, _ring_backward)
 
 
-# One call of a kernel: for the own keys, or for those of one hop.
+# One call of a kernel: for the device's own keys, or for those of one hop.
 
 
 def _own_forward(ring: ContextRing, sides: Sides, q, kv: KeyValues) -> Attended:
@@ -257,7 +260,9 @@ def _backward(ring: ContextRing, queries: OfQueries, kv: KeyValues, masks: dict[
 
 
 def _by_window(ring: ContextRing, sides: Sides, function: Callable[[int | None], Any]) -> Any:
-    """Returns `function` of the layer's window: a branch by its kind, which has no collective."""
+    """Returns `function` applied to the layer's window: a branch by its kind, without a
+    collective.
+    """
     if len(ring.windows) == 1:
         return function(ring.windows[0])
     assert sides.kind is not None, "layers with several windows have a kind"
@@ -299,7 +304,7 @@ def _masks_by_position(ring: ContextRing, sides: Sides, i, q, window: int) -> di
 
 
 def _places(ring: ContextRing, device: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """Returns where the tokens of a device lie in the sequence, int32 [b, t]."""
+    """Returns the positions in the sequence of a device's tokens, int32 [b, t]."""
     chunk = shape[1] // 2
     numbers = jnp.stack([device, 2 * ring.ways - 1 - device])
     places = numbers[:, None] * chunk + jnp.arange(chunk)
@@ -310,12 +315,12 @@ def _places(ring: ContextRing, device: jax.Array, shape: tuple[int, int]) -> jax
 
 
 def _pairs(ring: ContextRing, i, tokens: int) -> list[tuple[Any, Any]]:
-    """Returns the two pairs of halves that see each other: where (queries, keys) of each start."""
+    """Returns the starts (of queries, of keys) of the two pairs of halves that see each other."""
     half = tokens // 2
     source = _source(ring, i)
     matching = jnp.where(source < jax.lax.axis_index(ring.axes), 0, half)
-    # No source is below 0, but XLA must not know: it would slice once before all hops, and keep
-    # the slices.
+    # No source is below 0, but XLA must not know that: it would slice once before all hops, and
+    # keep the slices.
     later = jnp.where(source < 0, 0, half)
     return [(later, 0), (matching, matching)]
 
@@ -350,9 +355,9 @@ def _sum(trees: Any, more: Any) -> Any:
 
 
 def join(found: Attended, more: Attended) -> Attended:
-    """Returns attention to two sets of keys from attention to each; the first is wide.
+    """Returns attention to two sets of keys, given attention to each; the first is float32.
 
-    An lse of -inf is that of no keys.
+    An lse of -inf stands for no keys.
     """
     out, lse = found
     more_out, more_lse = more
@@ -381,6 +386,6 @@ def _unpacked(packed: Packed) -> KeyValues:
 
 
 def _shift(ring: ContextRing, step: int, packed: Packed) -> Packed:
-    """Returns what the device `step` places before this one has."""
+    """Returns the arrays of the device `step` places before this one."""
     pairs = [(device, (device + step) % ring.ways) for device in range(ring.ways)]
     return [jax.lax.ppermute(x, ring.axes, pairs) for x in packed]

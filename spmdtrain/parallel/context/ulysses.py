@@ -1,7 +1,8 @@
-"""Ulysses: heads for time, by an all-to-all before attention and one after (arXiv:2309.14509).
+"""Exchanges heads for tokens by an all-to-all before attention and one after:
 
-In between a device has all tokens of its part of the heads, in their order, so that any mask and
-any kernel will do. b: sequences, t: tokens, k: key-value heads, all of this device; n: devices.
+Ulysses (arXiv:2309.14509). In between, a device has all tokens of its part of the heads, in order,
+so any mask and any kernel will do. b: sequences, t: tokens, k: key-value heads, all of this device;
+n: devices.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,8 @@ Local = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 def heads_for_time(
     attend: Local, axes: tuple[str, ...], q_btkgd: jax.Array, k_btkd: jax.Array, v_btke: jax.Array
 ) -> jax.Array:
-    """Returns attention [b, t, k, g, e] by `attend` on [b, n t, k / n, ...], in manual axes.
+    """Returns attention [b, t, k, g, e], computed by `attend` on [b, n t, k / n, ...]; `axes` are
+    manual.
 
     `attend(q, k, v)` returns [b, n t, k / n, g, e]. k is divisible by n.
     """

@@ -1,12 +1,12 @@
-"""How attention reaches keys on other devices, and the order of tokens that this asks for.
+"""Decides how attention reaches keys on other devices, and the order of tokens that this requires.
 
 ring      keys and values go round, while the tokens are in zigzag order (ring.py)
 ulysses   each device gets all tokens of some heads instead of some tokens of all (ulysses.py)
 gather    every device gathers all keys and values
 
-A ring needs another order. Cut into 2 n chunks, device r of n has the chunks r and 2 n - 1 - r, so
-that causal attention is the same work on each. Positions travel with the tokens, and a model that
-is a function of tokens and positions gives the same results in any order.
+A ring needs another order: the sequence is cut into 2 n chunks, and device r of n has the chunks r
+and 2 n - 1 - r, so that causal attention is the same work on each. Positions travel with the
+tokens, and a model that is a function of tokens and positions gives the same results in any order.
 """
 
 from dataclasses import dataclass
@@ -24,16 +24,16 @@ ASKED = "model.context_attention"
 
 @dataclass(frozen=True)
 class ContextWay:
-    """The way of one run. The default is that of a sequence that no mesh axis splits."""
+    """The way of one run. The default is for a sequence that no mesh axis splits."""
 
     name: WayName = "gather"
     axes: tuple[str, ...] = ()  # the mesh axes that split the tokens, major first
     ways: int = 1  # devices along them
-    reason: str = ""  # why it is not the ring, if nobody asked for that
+    reason: str = ""  # why it is not the ring, unless this way was asked for
 
     @property
     def line(self) -> str:
-        """What a run says about its way; "" if there is one device."""
+        """The line with which a run reports its way; "" if there is one device."""
         if self.ways == 1:
             return ""
         over = f"over {' x '.join(self.axes)} {self.ways}"
@@ -51,7 +51,7 @@ class ContextWay:
 
 
 def zigzag_order(tokens: int, ways: int) -> np.ndarray:
-    """Returns which token stands at each place, int [tokens]: those of a device are together.
+    """Returns the token at each place, int [tokens]: those of a device are contiguous.
 
     `tokens` is a multiple of 2 `ways`, or `ways` is 1.
     """
@@ -65,7 +65,7 @@ def zigzag_order(tokens: int, ways: int) -> np.ndarray:
 def find_way(
     asked: str, rules: Rules, tokens: int, kv_heads: int, keeps_order: str = ""
 ) -> ContextWay:
-    """Returns the way of a run: `asked`, or by itself if that is "auto".
+    """Returns the way of a run: `asked`, or its own choice if that is "auto".
 
     Args:
       tokens: of a sequence.

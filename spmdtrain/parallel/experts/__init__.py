@@ -1,4 +1,4 @@
-"""Experts of a mixture on the devices of a mesh, and the tokens that travel to them.
+"""Distributes the experts of a mixture over the devices of a mesh, and sends tokens to them.
 
 Start with layer.py. A *row* is a token and one of its choices; a *message* is a token and a device
 that has experts of its choice, so that it travels once for all of them. Rows go in *rounds*: a
@@ -7,7 +7,7 @@ next. So shapes are static, memory is that of one round, and nothing is ever dro
 routing costs time.
 
 Every float moves by a gather, in both directions: each row knows its place, and each place its row.
-So no sum depends on the order in which devices or threads come by.
+So no sum depends on the order in which devices or threads run.
 
 n: tokens of a device, k: choices of a token, s: rows sorted by device, d: devices, c: rows of a
 bucket, m: messages of a bucket, q: rows that arrive, p: rows padded to whole tiles, t: tiles,

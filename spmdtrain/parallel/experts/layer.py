@@ -1,4 +1,4 @@
-"""The experts of a layer on the devices of a mesh, as one function of a model's activations.
+"""Makes the experts of a layer, on the devices of a mesh, one function of a model's activations.
 
 b: sequences, t: tokens, e: width of the stream, k: choices of a token.
 """
@@ -23,7 +23,7 @@ BUCKET_FACTOR = 1.25
 
 
 class Experts(Protocol):
-    """What `make_experts` returns."""
+    """The function that `make_experts` returns."""
 
     def __call__(
         self,
@@ -41,14 +41,13 @@ def make_experts(
 ) -> Experts:
     """Returns `experts(x_bte, gates_btk, ids_btk, weights, activation=...) -> y_bte`.
 
-    y is the sum over a token's choices of the gate times what the expert makes of x. Gates travel
-    in float32. An id is the number of an expert among all, or -1 for a choice that is not made;
-    those of a token are distinct. Weights are those of the experts that the device has, or copies
-    of them, with one more leading dim (`copies.py`).
+    y is the sum over a token's choices of the gate times the expert's output for x. Gates travel in
+    float32. An id is the number of an expert among all, or -1 for a choice that is not made; those
+    of a token are distinct. Weights are those of the experts that the device has, or copies of
+    them, with one more leading dim (`copies.py`).
 
-    rules: None for one device.
-    manual: the manual axes of the surrounding region.
-    factor: the rows that a round sends from a device to another, over the even share.
+    rules: None for one device. manual: the manual axes of the surrounding region. factor: the rows
+    that a round sends from one device to another, as a multiple of the even share.
     """
 
     def experts(
@@ -64,7 +63,7 @@ def make_experts(
         places = on_one_device(factor, activation)
         if rules is not None:
             places = find_places(rules, manual, x_bte.shape, weights, places.exchange)
-        # Named, so that a backward pass that keeps matmuls exchanges nothing for it again.
+        # Named, so that a backward pass that keeps matmuls does not repeat the exchange.
         given = (x_bte, gates_btk.astype(jnp.float32), ids_btk, weights)
         y_bte = checkpoint_name(_run(*given, places), SAVED)
         if places.results == places.stream:
@@ -75,13 +74,13 @@ def make_experts(
 
 
 def _counted(x_bte: jax.Array, ids_btk: jax.Array, weights: ExpertWeights) -> jax.Array:
-    """Returns a mark of the FLOPs of the rows alone, without padding."""
+    """Returns a marker with the FLOPs of the rows, without padding."""
     of_row = 2.0 * (weights.up[0].size + weights.down[0].size)
     return marked(x_bte.shape, x_bte.dtype, of_row * ids_btk.size)
 
 
-# XLA takes no part in the derivative: it would sum over axes that it knows nothing about. Both
-# directions are regions of their own.
+# The derivative is not left to XLA, which would sum over axes that it knows nothing about. Both
+# directions are separate regions.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))

@@ -1,4 +1,4 @@
-"""Where the tokens and the experts of a layer are on a mesh, and what is summed over which axes.
+"""Finds where the tokens and experts of a layer are on a mesh, and what is summed over which axes.
 
 b: sequences, t: tokens, e: width of the stream, x: experts, u, f: as in weights.py.
 """
@@ -24,10 +24,9 @@ WHOLE = P(None, None, None)
 
 @dataclass(frozen=True)
 class WeightPlace:
-    """Where a weight is inside the region.
+    """The place of a weight inside the region. is_copied: it has a leading dim for its copies, one
+    on each device. is_added_once: of the devices that sum their results, only the first adds it.
 
-    is_copied: it has a leading dim for copies of it, one on each device.
-    is_added_once: of the devices that sum their results, only the first one adds it.
     summed: the axes over which its gradient is summed.
     """
 
@@ -39,18 +38,16 @@ class WeightPlace:
 
 @dataclass(frozen=True)
 class Places:
-    """Where everything is, in a region that is manual over all axes of the exchange.
+    """The places of all arrays, in a region that is manual over all axes of the exchange.
 
-    Axes over which the surrounding region is manual appear in `exchange` alone.
+    Axes over which the surrounding region is manual appear only in `exchange`.
 
-    stream: the spec of x [b, t, e], and of y.
-    tokens: that of x inside the region.
-    results: that of y as it leaves the region.
-    ffn: the axes that split the width of every expert: results are summed over them.
-    scattered: those of them that split the tokens of `results`, major first.
+    stream: the spec of x [b, t, e], and of y. tokens: the spec of x inside the region. results: the
+    spec of y as it leaves the region. ffn: the axes that split the width of every expert: results
+    are summed over them. scattered: those of them that split the tokens of `results`, major first.
     sliced: the axes of the exchange along which devices hold the same tokens, and each one takes
         its slice; `slices` is the number of devices along them.
-    weights: where each weight is; None where there is none.
+    weights: the place of each weight, or None if there is no such weight.
     """
 
     exchange: Exchange
@@ -93,7 +90,7 @@ class Places:
         return psum_tree(y_bte, [axis for axis in self.ffn if axis not in self.scattered])
 
     def sum_gates(self, dgates_btk: jax.Array) -> jax.Array:
-        """Returns the gradient of the gates, summed likewise."""
+        """Returns the gradient of the gates, summed over the parts of the experts' width."""
         return psum_tree(dgates_btk, self.ffn)
 
     def own_weights(self, weights: ExpertWeights) -> ExpertWeights:
@@ -144,15 +141,14 @@ def find_places(
     weights: ExpertWeights,
     of_one: Exchange,
 ) -> Places:
-    """Returns where the experts of a layer are whose x has this shape, in a region like `manual`.
-
-    of_one: the exchange of one device.
+    """Returns the places for a layer whose x has this shape, in a region that is manual over
+    `manual`.
     """
 
     def in_use(axes: Sequence[str]) -> list[str]:
         return [axis for axis in axes if rules.sizes[axis] > 1]
 
-    # A region splits what the one around it has left whole: manual axes are major.
+    # A region splits what the surrounding one has left whole: manual axes are major.
     over = sorted(in_use(rules.axes_of_experts), key=lambda axis: axis not in manual)
     automatic = tuple(axis for axis in over if axis not in manual)
     ffn = [axis for axis in in_use(rules.parameters["ffn"]) if axis not in (*over, *manual)]
@@ -186,7 +182,7 @@ def _weight_places(
     experts: tuple[str, ...],
     copies: tuple[str, ...],
 ) -> tuple[WeightPlace | None, ...]:
-    """Returns where each weight is, whose experts are split over the axes `experts`."""
+    """Returns the place of each weight, given the axes `experts` that split experts."""
     is_gated = weights.up.shape[-2] != width
     x, f = experts or None, places.ffn or None
     u = (None, f) if is_gated else (f,)

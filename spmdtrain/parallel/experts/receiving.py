@@ -1,4 +1,4 @@
-"""The rows that arrive at a device, padded to tiles of one expert each."""
+"""Lays out the rows that arrive at a device, padded to tiles of one expert each."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from spmdtrain.parallel.experts.sending import NOWHERE, Bucket, count_below, inv
 
 
 class Arrived(NamedTuple):
-    """Where the rows of a round lie at the device of their experts."""
+    """The places of a round's rows on the device of their experts."""
 
     message_p: jax.Array  # the message of each padded row, among d m; NOWHERE for padding
     gate_p: jax.Array  # float32; 0 for padding
@@ -31,10 +31,9 @@ def lay_out(
 ) -> Arrived:
     """Sorts the rows of a round by expert, and pads each expert's to whole tiles.
 
-    message_dc: the place of a row's message in the bucket of its sender; m for none.
-    expert_dc: the number of its expert among the `own`; any other for none.
-    most: the number of rows that a message may have.
-    tile: rows of a tile.
+    message_dc: the place of a row's message in the bucket of its sender; m for none. expert_dc: the
+    number of its expert among the `own`; any other for none. most: the largest number of rows of a
+    message. tile: rows of a tile.
     """
     devices, rows = message_dc.shape[0], message_dc.size
     is_row_dc = message_dc < bucket.messages
@@ -52,7 +51,7 @@ def lay_out(
     place_q = inverse(row_s, rows, place_s)
     row_p = inverse(place_s, padded, row_s)
 
-    # A message's rows follow each other: which of them is each one?
+    # The rows of a message are contiguous: this is the number of each within its message.
     column_c = jnp.arange(message_dc.shape[1], dtype=jnp.int32)
     is_first_dc = jnp.diff(message_dc, axis=1, prepend=-1) != 0
     first_dc = jax.lax.cummax(jnp.where(is_first_dc, column_c, 0), axis=1)

@@ -1,7 +1,7 @@
-"""The rounds of a layer's experts, forward and backward, on each device's own tokens.
+"""Runs the rounds of a layer's experts, forward and backward, on each device's own tokens.
 
-Runs where every mesh axis that experts or their tokens lie over is manual. The backward pass runs
-every round again: what it needs from the forward are the inputs.
+Every mesh axis that splits experts or their tokens must be manual. The backward pass repeats every
+round, so it needs only the inputs of the forward pass.
 """
 
 from collections.abc import Callable
@@ -24,17 +24,15 @@ from spmdtrain.parallel.experts.sending import (
 )
 from spmdtrain.parallel.experts.weights import Activation, ExpertWeights, multiply
 
-TILE = 128  # rows, where experts get many
+TILE = 128  # rows of a tile, if experts get many
 LEAST_TILE = 16
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """How devices exchange the rows of a layer.
-
-    axes: the mesh axes that experts lie over, major first; () for one device.
-    devices: the number of devices along them.
-    factor: the rows of a bucket, over its even share.
+    """The exchange of a layer's rows between devices. axes: the mesh axes that split experts, major
+    first; () for one device. devices: the number of devices along them. factor: the rows of a
+    bucket, as a multiple of its even share.
     """
 
     axes: tuple[str, ...]
@@ -55,7 +53,7 @@ class _Shape:
 
     @property
     def most(self) -> int:
-        """The number of rows that a message may have: its choices are distinct experts."""
+        """The largest number of rows of a message: its choices are distinct experts."""
         return min(self.choices, self.own)
 
 
@@ -66,7 +64,7 @@ def forward(
     ids_nk: jax.Array,
     weights: ExpertWeights,
 ) -> jax.Array:
-    """Returns the sum of what its experts make of each token, times their gates [n, e] in float32.
+    """Returns for each token the sum of its experts' outputs times their gates, float32 [n, e].
 
     gates_nk: float32. ids_nk: int32, the experts of all devices numbered in order.
     weights: those of this device's experts.
@@ -115,7 +113,7 @@ def _shape(how: Exchange, ids_nk: jax.Array, weights: ExpertWeights) -> _Shape:
     tokens, choices = ids_nk.shape
     own = weights.up.shape[0]
     bucket = bucket_of(tokens, choices, how.devices, own, how.factor)
-    of_expert = tokens * choices // own  # as many devices send as there are to choose from
+    of_expert = tokens * choices // own  # the number of sending devices
     return _Shape(
         bucket=bucket,
         own=own,
@@ -126,7 +124,9 @@ def _shape(how: Exchange, ids_nk: jax.Array, weights: ExpertWeights) -> _Shape:
 
 
 def tile_of(rows: int) -> int:
-    """Returns the rows of a tile where an expert gets `rows`: a power of two, at most half."""
+    """Returns the number of rows in a tile if an expert gets `rows`: a power of two, at most half
+    of them.
+    """
     half = max(rows // 2, 1)
     return min(max(1 << half.bit_length() - 1, LEAST_TILE), TILE)
 
@@ -158,7 +158,7 @@ def _over_rounds(
 def _send_rows(
     how: Exchange, shape: _Shape, cut: Shipment, gates_nk: jax.Array, ids_nk: jax.Array
 ) -> Arrived:
-    """Sends what there is to know of each row: its message, its expert and its gate."""
+    """Sends the description of each row: its message, its expert and its gate."""
     expert_dc = look_up(ids_nk.reshape(-1), cut.row_dc, shape.own) % shape.own
     gate_dc = look_up(gates_nk.reshape(-1), cut.row_dc, 0.0)
     bits_dc = jax.lax.bitcast_convert_type(gate_dc, jnp.int32)
@@ -175,13 +175,15 @@ def _send_rows(
 
 
 def _send_messages(how: Exchange, x_ne: jax.Array, cut: Shipment) -> jax.Array:
-    """Returns the rows of x that the tokens of a round's messages have, as they arrive [d m, e]."""
+    """Returns the rows of x for the messages of a round, as they arrive [d m, e]."""
     sent_dme = look_up(x_ne, cut.token_dm, 0)
     return _swap(how, sent_dme).reshape(-1, x_ne.shape[-1])
 
 
 def _return_messages(how: Exchange, y_pe: jax.Array, arrived: Arrived, cut: Shipment) -> jax.Array:
-    """Sums padded rows to messages, sends them home and sums them to tokens [n, e], float32."""
+    """Sums padded rows into messages, sends these back and sums them into tokens, float32 [n,
+    e].
+    """
     of_messages = _sum_of(y_pe, arrived.places_mk).astype(y_pe.dtype)
     home = _swap(how, of_messages.reshape(*cut.token_dm.shape, -1))
     return _sum_of(home.reshape(-1, y_pe.shape[-1]), cut.message_nk)
@@ -195,7 +197,7 @@ def _sum_of(rows: jax.Array, places: jax.Array) -> jax.Array:
 
 
 def _swap(how: Exchange, x: jax.Array) -> jax.Array:
-    """Gives each device the part of x [d, ...] that all others have for it."""
+    """Exchanges x [d, ...]: each device gets the part that every other one has for it."""
     if not how.axes:
         return x
     return jax.lax.all_to_all(x, how.axes, 0, 0, tiled=True)

@@ -1,4 +1,4 @@
-"""Which rows go where in each round, as the sending device sees it."""
+"""Decides which rows go where in each round, as the sending device sees it."""
 
 import math
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ NOWHERE = 2**30  # an index past the end of every array: reads a zero, writes no
 
 @dataclass(frozen=True)
 class Bucket:
-    """How much a round sends from a device to another one at most."""
+    """The most that a round sends from one device to another."""
 
     rows: int
     messages: int
 
     def holds_all(self, tokens: int, choices: int, own: int) -> bool:
-        """Returns whether one round is enough, however the tokens choose."""
+        """Returns True if one round is enough whatever the tokens choose."""
         return self.messages >= tokens and self.rows >= tokens * min(choices, own)
 
 
@@ -40,7 +40,7 @@ class Outbox(NamedTuple):
     """A device's rows, sorted by the device of their expert and then by token."""
 
     row_s: jax.Array  # token k + choice
-    message_s: jax.Array  # the number of the message to which a row belongs
+    message_s: jax.Array  # the number of the row's message
     is_first_s: jax.Array  # of its message
     place_of_message_s: jax.Array  # where each message begins; NOWHERE past the last one
     place_nk: jax.Array  # where each row is
@@ -52,7 +52,7 @@ class Outbox(NamedTuple):
 def sort_rows(ids_nk: jax.Array, devices: int, own: int) -> Outbox:
     """Sorts the rows of tokens that chose the experts `ids_nk`; `own` experts are on each device.
 
-    An id that is no expert's is a choice that is not made.
+    An id that belongs to no expert is a choice that is not made.
     """
     rows, choices = ids_nk.size, ids_nk.shape[1]
     is_made_nk = (ids_nk >= 0) & (ids_nk < devices * own)
@@ -80,9 +80,9 @@ def sort_rows(ids_nk: jax.Array, devices: int, own: int) -> Outbox:
 
 
 class Shipment(NamedTuple):
-    """What one round sends, and where that was."""
+    """The content of one round, and where it came from."""
 
-    end_d: jax.Array  # the first sorted row of each device that has to wait
+    end_d: jax.Array  # the first sorted row of each device that must wait for a later round
     token_dm: jax.Array  # the token of each message; NOWHERE for none
     row_dc: jax.Array  # the row in each place of the buckets; NOWHERE for none
     message_dc: jax.Array  # the place of its message in the bucket; m for none
@@ -105,7 +105,7 @@ def cut_round(outbox: Outbox, begin_d: jax.Array, bucket: Bucket) -> Shipment:
 
     number_dm = message_d[:, None] + jnp.arange(bucket.messages, dtype=jnp.int32)
     first_dm = look_up(outbox.place_of_message_s, number_dm, NOWHERE)
-    # Part of a message may have gone before: then it begins before this round does.
+    # Part of a message may have been sent before: then it begins before this round does.
     is_sent_dm = (first_dm < end_d[:, None]) & (begin_d < end_d)[:, None]
     row_dm = look_up(outbox.row_s, jnp.where(is_sent_dm, first_dm, NOWHERE), NOWHERE)
 

@@ -1,4 +1,4 @@
-"""The weights of experts, and the mlp that they make of rows."""
+"""Defines the weights of experts, and applies their mlp to rows."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.grouped import grouped_matmul
 
-# h [1, p, *u] -> [1, p, f], row by row; one object for each function
+# h [1, p, *u] -> [1, p, f], row by row; always the same object for a function
 Activation = Callable[[jax.Array], jax.Array]
 
 
@@ -31,7 +31,7 @@ def multiply(
     gate_p: jax.Array,
     expert_of_tile_t: jax.Array,
 ) -> jax.Array:
-    """Returns what the expert of each row makes of it, times the row's gate [p, e].
+    """Returns each row's expert output times the row's gate [p, e].
 
     The gate, float32, multiplies what enters the second matmul: then its gradient needs no result
     of this matmul. Padding rows must be zeros, with a gate of 0.

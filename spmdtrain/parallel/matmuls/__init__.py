@@ -1,1 +1,1 @@
-"""The matmuls of layers: split over `tensor`, in rings beside their transfers, and in 8 bits."""
+"""Multiplies in layers: split over `tensor`, overlapped with transfers, and in 8 bits."""

@@ -1,4 +1,4 @@
-"""Matmuls that gather or scatter tokens piece by piece, overlapped with their own work.
+"""Multiplies while it gathers or scatters tokens, piece by piece.
 
 This is the collective matmul of Wang et al. (ASPLOS 2023, "Overlap Communication with Dependent
 Computation via Decomposition"). An all-gather that feeds a matmul, and a matmul that feeds a
@@ -31,9 +31,9 @@ from spmdtrain.parallel.specs import axes_of_dim
 class Ring:
     """The devices along `axis`, and the specs of a matmul's arrays.
 
-    stream: of x [b, t, e]; `axis` is the minor axis that splits its tokens.
-    wide: of h [b, t, *f]; `axis` splits one of f, and not the tokens.
-    in_float8: pieces are multiplied in 8 bits, each with a scale of its own (float8.py).
+    stream: of x [b, t, e]; `axis` is the minor axis that splits its tokens. wide: of h [b, t, *f];
+    `axis` splits one of f, and not the tokens. in_float8: pieces are multiplied in 8 bits, each
+    with its own scale (float8.py).
     """
 
     axis: str
@@ -137,7 +137,7 @@ def _multiply_and_scatter_backward(ring: Ring, kept, dy: jax.Array):
 _multiply_and_scatter.defvjp(_multiply_and_scatter_forward, _multiply_and_scatter_backward)
 
 
-# On one device: arrays are its own parts, a weight is its one copy, as a matrix
+# On one device: arrays are its own parts, and a weight is its own copy, as a matrix
 
 
 def _gather_pieces(

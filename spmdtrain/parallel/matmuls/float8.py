@@ -1,9 +1,9 @@
-"""Matmuls of 8-bit floats, scaled by each array's own largest number (arXiv:2209.05433).
+"""Multiplies 8-bit floats, scaled by each array's largest magnitude (arXiv:2209.05433).
 
-Values are e4m3. Gradients are e5m2, which is wider and less precise. An array divided by its scale
-has the largest number of its format, and a product is multiplied by both scales. The scale comes
-from the array itself ("current scaling"), so that a step keeps no state for it. Inside a manual
-region it is that of a device's own part, and takes no collective.
+Values are e4m3. Gradients are e5m2, which is wider and less precise. The scale maps the largest
+magnitude of an array to the largest number of its format, and a product is multiplied by both
+scales. The scale comes from the array itself ("current scaling"), so it needs no state. Inside a
+manual region it is that of a device's own part, and needs no collective.
 
 If a number is not finite, the scale is infinite and the product NaN, which the guards see.
 
@@ -33,7 +33,7 @@ def check_float8(device_kind: str) -> None:
 
 
 class Scaled(NamedTuple):
-    """An array as 8-bit floats."""
+    """An array stored as 8-bit floats."""
 
     numbers: jax.Array
     scale: jax.Array  # float32; the array is numbers * scale
@@ -52,7 +52,7 @@ def scaled(x: jax.Array, dtype: Any) -> Scaled:
 def dot(a: Scaled, b: Scaled, dims_of_a: Any, dims_of_b: Any, dtype: Any) -> jax.Array:
     """Returns the product of two arrays over these dims, in `dtype`.
 
-    It multiplies 8-bit arrays, so that no pass of a compiler can make the matmul a wide one.
+    It multiplies 8-bit arrays, so no compiler pass can turn it into a wider matmul.
     """
     dims = ((tuple(dims_of_a), tuple(dims_of_b)), ((), ()))
     product = jax.lax.dot_general(a.numbers, b.numbers, dims, preferred_element_type=dtype)
@@ -87,8 +87,8 @@ def _backward(contracted: int, kept, dy: jax.Array):
     return dx.astype(like_x.dtype), dw.astype(like_w.dtype)
 
 
-# What is kept are bits: where `jax.checkpoint` keeps an array, it rounds it to its format as IEEE
-# defines one, in which the upper numbers of e4m3fn, from 256 to 448, are infinite.
+# Bits are kept: `jax.checkpoint` rounds the arrays that it keeps to their format as IEEE would
+# define it, in which the upper numbers of e4m3fn, from 256 to 448, are infinite.
 
 
 def _bits(x: Scaled) -> Scaled:

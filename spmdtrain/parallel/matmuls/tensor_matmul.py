@@ -1,4 +1,4 @@
-"""The matmuls of a layer whose weights are split over `tensor` (arXiv:1909.08053, section 3).
+"""Makes the matmuls of a layer whose weights are split over `tensor` (arXiv:1909.08053, section 3).
 
 `column_parallel` goes from the residual stream to heads or ffn, which `tensor` splits;
 `row_parallel` goes back, and sums over `tensor`. If `tensor` splits the tokens of the stream too
@@ -118,23 +118,23 @@ def _dot(in_float8: bool) -> Dot:
 
 
 def _saved(y: jax.Array, in_float8: bool) -> jax.Array:
-    """Returns y, named where it comes from a rule of its own, which hides its dot from remat."""
+    """Returns y, with a name for remat if it comes from a custom rule, which hides its dot."""
     return checkpoint_name(y, SAVED) if in_float8 else y
 
 
 def _has_copies(weight: jax.Array, names: Names, copies: int) -> bool:
-    """Returns whether the weight is [c, e, *f] or [c, *f, e] rather than [e, *f] or [*f, e]."""
+    """Returns True if the weight is [c, e, *f] or [c, *f, e] rather than [e, *f] or [*f, e]."""
     return copies > 1 and weight.ndim == len(names) + 2
 
 
 def stream_is_split(rules: Rules) -> bool:
-    """Returns whether more mesh axes split the residual stream than the tokens of attention."""
+    """Returns True if more mesh axes split the residual stream than the tokens of attention."""
     split = rules.activation_spec(("stream_time",), (0,))
     return split != rules.activation_spec(("time",), (0,))
 
 
 def check_matmuls(config: RunConfig, rules: Rules, mesh: Mesh | AbstractMesh) -> None:
-    """Refuses ways to multiply that the devices or the rules do not have."""
+    """Refuses kinds of matmul that the devices or the rules do not allow."""
     if config.mesh.collective_matmul:
         _check_collective_matmul(rules)
     if config.precision.matmul == "float8" and isinstance(mesh, Mesh):
@@ -146,7 +146,7 @@ def _check_collective_matmul(rules: Rules) -> None:
     if rules.sizes["tensor"] > 1 and not _stream_adds_tensor(rules):
         raise ConfigError(
             "mesh.collective_matmul: mesh axis 'tensor' splits no tokens of the residual stream, "
-            "so that no matmul gathers or scatters them",
+            "so no matmul gathers or scatters them",
             fix="--set rules.activations.stream_time=context,tensor",
         )
 
@@ -180,4 +180,4 @@ def make_find_ring(rules: Rules, manual: Sequence[str] = ()) -> FindRing:
 
 
 def no_ring(stream_shape: tuple[int, ...], wide_shape: tuple[int, ...], names: Names) -> None:
-    """Returns None, as a `find_ring` that keeps collectives around the matmuls."""
+    """Returns None: the `find_ring` that keeps collectives around the matmuls."""

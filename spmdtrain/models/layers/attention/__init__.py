@@ -1,4 +1,4 @@
-"""The attention of a layer: what makes queries, keys and values, and what attends.
+"""Defines the attention of a layer: what computes queries, keys and values, and what attends.
 
 Letters as in layers/.
 """

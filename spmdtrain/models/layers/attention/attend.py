@@ -1,4 +1,4 @@
-"""Attention of queries to keys on any mesh: from each device's own heads, by the way of the run."""
+"""Attends from queries to keys on any mesh: with each device's own heads, by the way of the run."""
 
 import contextlib
 from collections.abc import Iterator
@@ -29,11 +29,11 @@ OF_KEYS = ("batch", "time", "kv_heads", None)
 class Attend:
     """The settings of a layer's attention; called with queries, keys and values of all heads.
 
-    Letters beside those of this room: e the channels of a value.
+    Letters in addition to those of this room: e the channels of a value.
     """
 
-    windows: tuple[int, ...]  # of each layer: the tokens that a query sees; 0: all
-    scale: float | None  # of scores; None: the root of a key's channels, inverted
+    windows: tuple[int, ...]  # for each layer, the tokens that a query sees; 0: all
+    scale: float | None  # factor of scores; None: 1 / sqrt(channels of a key)
     cap: float | None
     implementation: str | None
     causal: bool = True
@@ -49,11 +49,11 @@ class Attend:
         sinks: jax.Array | None = None,
         is_shared: bool = False,
     ) -> jax.Array:
-        """Returns what each query sees, [b, t, k, g, e].
+        """Returns the attention output of each query, [b, t, k, g, e].
 
-        `cache`: where the keys and values come from, those of earlier tokens among them. `sinks`:
-        a logit for each head, in the order of the heads, those of a key-value head together.
-        `is_shared`: all heads share the keys and values of a cache, and k is 1.
+        `cache`: the source of the keys and values, including those of earlier tokens. `sinks`: a
+        logit for each head, grouped by key-value head. `is_shared`: all heads share the keys and
+        values of a cache, and k is 1.
         """
         if sinks is not None:
             # Their gradient is summed over the devices that share them.
@@ -92,7 +92,7 @@ class Attend:
         return ctx.local_map(local, arrays, names, of_q)
 
     def _by_ring(self, q_btkgd, k_btkd, v_btke, sinks_h, ctx: ForwardContext) -> jax.Array:
-        """Attends to keys that go round the devices of the tokens: [b, t, k, g, e]."""
+        """Attends to keys that travel round the devices of the tokens: [b, t, k, g, e]."""
         tokens = q_btkgd.shape[1]
         befores = [_before(window, tokens) for window in dict.fromkeys(self.windows)]
         kind = None
@@ -147,7 +147,7 @@ class Attend:
         return ctx.local_map(local, arrays, names, OF_QUERIES)
 
     def _traced_layer(self, ctx: ForwardContext) -> jax.Array | None:
-        """Returns the number of the layer if windows depend on it and tracing does not know it."""
+        """Returns the number of the layer if windows depend on it and it is traced; else None."""
         if len(set(self.windows)) > 1 and isinstance(ctx.layer, jax.Array):
             return ctx.layer
         return None
@@ -155,10 +155,10 @@ class Attend:
     def _seen(
         self, q_btkgd, k_bskd, v_bske, sinks_h, options: dict[str, Any], window: int
     ) -> jax.Array:
-        """Returns what queries see through a window, 0 for all tokens: [b, t, k, g, e].
+        """Returns the attention output [b, t, k, g, e] through a window, 0 for all tokens.
 
-        A sink is one more column of the softmax, without a value: the others lose the share of the
-        sink, and keep sigmoid(lse - sink).
+        A sink is one more column of the softmax, without a value: the others lose the sink's share,
+        and keep sigmoid(lse - sink).
         """
         shape = (*q_btkgd.shape[:-1], v_bske.shape[-1])
         q_bthd = q_btkgd.reshape(*q_btkgd.shape[:2], -1, q_btkgd.shape[-1])
@@ -182,7 +182,7 @@ class Attend:
 
     @contextlib.contextmanager
     def _saying_what_refuses(self) -> Iterator[None]:
-        """Turns the refusal of a kernel into a ConfigError."""
+        """Turns a kernel's refusal inside into a ConfigError."""
         try:
             yield
         except Refused as refused:
@@ -203,16 +203,16 @@ def _before(window: int, tokens: int) -> int | None:
 
 @recomputed
 def _sunk(y_bthd: jax.Array, lse_bth: jax.Array, sinks_h: jax.Array) -> jax.Array:
-    """Returns the output of attention if a sink takes its share of each head's softmax."""
+    """Returns the output of attention after a sink has taken its share of each head's softmax."""
     share_bth = jax.nn.sigmoid(lse_bth - sinks_h)
     return (y_bthd * share_bth[..., None]).astype(y_bthd.dtype)
 
 
 def make_attend(config: TransformerConfig, *, causal: bool = True) -> Attend:
-    """Returns the attention that the settings of a model say."""
+    """Returns the attention that a model's settings describe."""
     scale = config.score_factor
     if config.latent and scale is None:
-        scale = config.head_dim**-0.5  # also where queries are as wide as the latent
+        scale = config.head_dim**-0.5  # even if queries are as wide as the latent
     return Attend(
         windows=tuple(each.window for each in config.layer_kinds),
         scale=scale,

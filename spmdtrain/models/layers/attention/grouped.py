@@ -1,4 +1,4 @@
-"""Grouped-query attention: one projection to queries, keys and values, and one back."""
+"""Defines grouped-query attention: one projection to queries, keys and values, and one back."""
 
 from collections.abc import Callable
 from functools import partial
@@ -38,7 +38,7 @@ class Attention(nnx.Module):
         causal: bool = True,
     ):
         if any(config.windows) and not causal:
-            what = "model.windows holds the tokens before; attention here is not causal"
+            what = "model.windows counts earlier tokens; attention here is not causal"
             raise ConfigError(what, fix="--set model.windows=[]")
         self.position = position
         self.causal = causal

@@ -1,8 +1,9 @@
-"""Multi-head latent attention: keys and values of all heads are made of a narrow latent.
+"""Defines multi-head latent attention: keys and values of all heads are computed from a narrow
+latent.
 
-Letters beside those of this room: n the channels of a query or key that do not turn, h those that
-do, r and c the widths of the latents of queries, and of keys and values; u all that is projected
-down together.
+Letters in addition to those of this room: n the channels of a query or key that are not rotated, h
+those that are, r and c the widths of the latents of queries, and of keys and values; u everything
+that is projected down together.
 """
 
 import jax
@@ -24,11 +25,11 @@ OF_HEADS = ("kv_heads", None, "head_dim")  # logical axes
 class LatentAttention(nnx.Module):
     """Attention by the latents of [model.latent] (arXiv:2405.04434, section 2.1).
 
-    Queries and keys of a head are n channels made of a latent, then h channels that turn with the
-    position of the token. The turned channels of keys are made of the stream, and all heads share
-    them. A cache holds the latent and the turned channels, c + h numbers of a token. Queries then
-    read the latent itself: what makes keys of it multiplies the queries instead, and what makes
-    values of it multiplies what they see.
+    Queries and keys of a head have n channels computed from a latent, then h channels rotated by
+    the position of the token. The rotated channels of keys are computed from the stream, and all
+    heads share them. A cache holds the latent and the rotated channels, c + h numbers per token.
+    Queries then attend to the latent itself: the matrix from latent to keys multiplies the queries
+    instead, and the one from latent to values multiplies the attention output.
     """
 
     any_order = True
@@ -45,8 +46,8 @@ class LatentAttention(nnx.Module):
         heads, width = config.heads, config.head_dim
         std = hidden_std(config)
         out_std = std * (2 * config.layers) ** -0.5
-        # One matrix for all that the stream is projected to: the latent of queries, that of keys
-        # and values, and the turned channels of keys.
+        # One matrix for everything that the stream is projected to: the latent of queries, that of
+        # keys and values, and the rotated channels of keys.
         down_shape = (config.embed, self.query_rank + self.rank + self.rope_dim)
         self.down_eu = matmul_weight(rngs, down_shape, ("embed", "rank"), std)
         of_queries = ("latent" if self.query_rank else "embed", "kv_heads", "head_dim")
@@ -92,7 +93,7 @@ class LatentAttention(nnx.Module):
         return y, cache
 
     def _queries(self, x_bte: jax.Array, latent_btr: jax.Array, ctx: ForwardContext) -> jax.Array:
-        """Returns the queries [b, t, k, n + h], the last h channels turned."""
+        """Returns the queries [b, t, k, n + h], with the last h channels rotated."""
         if self.query_scale is not None:
             x_bte = self._normed(latent_btr, self.query_scale)
         q = ctx.column_parallel(x_bte, self.query_rkd, OF_HEADS[::2])
