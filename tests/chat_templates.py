@@ -251,7 +251,7 @@ FAMILIES = {
             {"role": "assistant", "content": "<think>\nOne more.\n</think>\n\nIt is 3."},
         ],
         last_only=True,
-        refused="message 2: the template writes an earlier answer otherwise",
+        refused="message 2: the template writes an answer differently",
     ),
     "gemma": Family(
         GEMMA,
@@ -297,6 +297,6 @@ FAMILIES = {
         "<|start|>assistant<|channel|>final<|message|>It is 3.<|return|>⟧",
         THINKING,
         last_only=True,
-        refused="message 2: the template writes an earlier answer otherwise",
+        refused="message 2: the template writes an answer differently",
     ),
 }

@@ -1,4 +1,4 @@
-"""The data that a run trains on, from text to batches. Nothing here knows about models.
+"""Provides the data that a run trains on, from text to batches. Nothing here knows about models.
 
 Start with batches.py: a batch is a pure function of the sample index. corpus.py opens the corpus
 that batches are cut from. token_files/ reads token files; prepare/ makes them from the documents

@@ -62,12 +62,12 @@ class Windows(Protocol):
 
 
 class EvalSet(NamedTuple):
-    """Windows that are evaluated separately; the overall loss is the mean by `weight`."""
+    """A set of windows that is evaluated separately; the overall loss is the mean by `weight`."""
 
     name: str  # the source in a mixture, else ""
     weight: float  # all weights add up to 1
     windows: Windows
-    tokens: int  # of the split that follow another token, masked or not; or its pairs of answers
+    tokens: int  # tokens of the split that follow another, masked or not; or its pairs of answers
 
 
 def split(
@@ -116,7 +116,7 @@ def batch_ids(step: int, global_batch: int) -> np.ndarray:
 
 
 class TrainStream:
-    """Endless training samples: one epoch after another, seamlessly.
+    """An endless stream of training samples: one epoch after another, seamlessly.
 
     With `shuffle`, each epoch visits its windows in its own order, and its first window starts at a
     random phase in [0, sequence_length). With a fixed phase, the same tokens would always be at the

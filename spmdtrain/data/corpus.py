@@ -72,7 +72,7 @@ SYNTHETIC_LENGTH = 512  # of each document
 
 @dataclass(frozen=True)
 class Corpus:
-    """Token ids, the starts of their documents, and a fingerprint."""
+    """A corpus: token ids, the starts of their documents, and a fingerprint."""
 
     # [tokens] uint16 or uint32; supports len() and slices
     tokens: np.ndarray | StoredRow | Concatenated
@@ -132,9 +132,9 @@ class Corpus:
         return (self._marks(start, stop) & COUNTS).astype(np.float32)
 
     def halves(self, start: int, stop: int) -> np.ndarray:
-        """Returns which conversation of its pair each token is of, int32 0 or 1.
+        """Returns the conversation of its pair that each token belongs to, int32 0 or 1.
 
-        Raises DataError if a stored mark is none.
+        Raises DataError if a stored mark is neither.
         """
         return (self._marks(start, stop) // SECOND).astype(np.int32)
 
@@ -151,7 +151,7 @@ class Corpus:
         return marks
 
     def has_tokenizer_of(self, other: "Corpus") -> bool:
-        """Returns whether ids mean the same in both corpora."""
+        """Returns True if ids mean the same in both corpora."""
         tokenizers = (self.tokenizer, other.tokenizer)
         prints = {tokenizer_fingerprint(each.spec() if each else None) for each in tokenizers}
         return self.vocab == other.vocab and len(prints) == 1
@@ -339,8 +339,8 @@ def token_corpus(
     Our token files carry their tokenizer; `tokenizer` only checks it. The default "bytes" checks
     nothing, since nobody may have asked for it. Files of other programs carry none: theirs is
     `tokenizer`, or unknown with `vocab` ids. `dtype` is the type of the ids in files that do not
-    declare it. The files named by `validation` come last and validate. With `references`, what a
-    reference model gives to pairs of answers is read too, if all files have it.
+    declare it. The files named by `validation` come last and validate. With `references`, a
+    reference model's log-probabilities of pairs are read too, if all files have them.
     """
     training = [_with_ending(pattern) for pattern in patterns]
     validating = [_with_ending(pattern) for pattern in validation]
@@ -449,7 +449,7 @@ def _with_references(corpus: Corpus, sources: Sequence[TokenSource | ForeignToke
 
 
 def common_template(templates: Iterable[str | dict | None]) -> str | dict | None:
-    """Returns the one template of sources, of which some have no conversations; None if several."""
+    """Returns the template shared by all sources with conversations; None if there are several."""
     found = [template for template in templates if template]
     return found[0] if found and found.count(found[0]) == len(found) else None
 
@@ -508,7 +508,7 @@ def _check_tokenizer(asked: str, spec: dict, path: str):
         f"{path} was made with another tokenizer",
         asked=f"data.tokenizer={asked!r}",
         found=f"{made_with!r}",
-        fix="leaving data.tokenizer out: a token file brings its own",
+        fix="leaving data.tokenizer out: a token file has its own",
     )
 
 

@@ -11,7 +11,7 @@ MOST_STEPS = 2**31 - 1
 
 
 class Sized(Protocol):
-    """Data that knows the number of samples in an epoch."""
+    """A kind of data that knows the number of samples in an epoch."""
 
     def samples_per_epoch(self, config: RunConfig) -> int | None:
         """Returns the samples in one pass over the data; None if there is no such number."""

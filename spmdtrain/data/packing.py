@@ -187,7 +187,7 @@ class PackedWindows:
 
 
 class PackedStream:
-    """Endless training samples of packed windows: one epoch after another.
+    """An endless stream of training samples of packed windows: one epoch after another.
 
     The windows are the same in each epoch. With `shuffle`, each epoch visits them in its own order.
     """

@@ -1,6 +1,6 @@
-"""Pairs of answers in packed windows: each pair whole in one window, its answers kept apart.
+"""Puts pairs of answers into packed windows: each pair whole in one window, its answers kept apart.
 
-Of pair i of a window the chosen answer, after its prompt, is segment 2 i and the rejected one
+In pair i of a window the chosen answer, after its prompt, is segment 2 i and the rejected one
 segment 2 i + 1. `reference` holds the log-probability that the reference model gives to an answer,
 at the first token of its segment, and 0 elsewhere.
 """
@@ -37,16 +37,17 @@ def whole_pairs(corpus: Corpus, span: Range, length: int) -> Range:
 def fill_pair(
     batch: Batch, row: int, at: int, number: int, corpus: Corpus, start: int, size: int
 ) -> None:
-    """Marks the two answers of pair `number` of a row, which begins at the position `at`.
+    """Marks the two answers of pair `number` of a row.
 
-    Its first token has the offset `start` in the corpus, and it has `size` positions.
+    The pair begins at the position `at`, its first token has the offset `start` in the corpus, and
+    it has `size` positions.
     """
     halves = corpus.halves(start, start + size + 1)
     place = slice(at, at + size)
     begin = int(halves.argmax())  # of the second
     if begin == 0 or (np.diff(halves) < 0).any():
         raise DataError(
-            f"the pair at token offset {start} has no two answers: its marks are damaged"
+            f"the pair at token offset {start} does not have two answers: its marks are damaged"
         )
     batch["segment_ids"][row, place] = 2 * number + halves[:-1]
     batch["positions"][row, place] = np.arange(size) - begin * halves[:-1]

@@ -1,4 +1,4 @@
-"""Samples that were written down: the data of a bundle, whose corpus may be gone."""
+"""Reads samples that were recorded: the data of a bundle, whose corpus may be gone."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,9 @@ from spmdtrain.config.schema import RunConfig
 
 @dataclass(frozen=True)
 class RecordedData:
-    """Rows of samples by global index: `rows["sample"]` ascends. `fingerprint`: of the corpus."""
+    """Recorded samples, as rows whose global indices `rows["sample"]` ascend. `fingerprint` is that
+    of the corpus.
+    """
 
     rows: Mapping[str, np.ndarray]
     fingerprint: str

@@ -1,4 +1,4 @@
-"""Random numbers and permutations as pure functions of a counter.
+"""Makes random numbers and permutations as pure functions of a counter.
 
 Nothing is stored, and any element can be computed directly. It is all integer arithmetic, so every
 numpy version and every process gets the same bits. All functions are vectorised.

@@ -41,7 +41,7 @@ FINGERPRINTED = 4  # samples of a source that a resumed run compares
 
 @dataclass(frozen=True)
 class Source:
-    """Custom samples: `tokens(seed, index)`, and optionally some for evaluation.
+    """A source of custom samples: `tokens(seed, index)`, and optionally some for evaluation.
 
     `validation(seed, index)` gives the `validation_samples` samples that `eval.every` evaluates on.
     """
@@ -119,7 +119,7 @@ class CorpusData:
 
 @dataclass(frozen=True)
 class MixtureData:
-    """Several corpora with one tokenizer, and the shares in which samples are drawn from them."""
+    """A mixture of several corpora with one tokenizer, and their shares of the samples."""
 
     names: tuple[str, ...]
     sources: tuple[CorpusData, ...]
@@ -302,12 +302,12 @@ def _open_stream(config: RunConfig) -> tuple[RunConfig, StreamData]:
 
 
 def progress_of(data: Data) -> dict[str, Any]:
-    """Returns what a checkpoint keeps of reading: what a stream has learned of its files."""
+    """Returns what a checkpoint stores about reading: what a stream has learned about its files."""
     return {"ledger": data.ledger.document()} if isinstance(data, StreamData) else {}
 
 
 def recall_progress(data: Data, meta: Mapping[str, Any]) -> None:
-    """Spares a stream from reading again what a checkpoint with this meta knows."""
+    """Tells a stream what a checkpoint with this meta knows, which spares reading it again."""
     if isinstance(data, StreamData) and "ledger" in meta:
         data.ledger.recall(meta["ledger"])
 

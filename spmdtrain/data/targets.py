@@ -10,7 +10,7 @@ READ_AT_ONCE = 2**22  # tokens
 
 
 def has_target(corpus: Corpus, span: Range, packing: str) -> bool:
-    """Returns whether a token of a range counts as a target.
+    """Returns True if a token of a range counts as a target.
 
     The first token of the range does not, nor, if documents are kept apart, does the first of each
     document. Marks are read only until one is found.

@@ -153,7 +153,7 @@ def _whole(event: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def is_number(value: Any) -> bool:
-    """Returns whether a value of a file is a finite number."""
+    """Returns True if a value of a file is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -162,7 +162,7 @@ def _has_ended(events: list[dict[str, Any]]) -> bool:
 
 
 def _holds_lock(path: Path) -> bool:
-    """Returns whether a process of this host, or one of another, says that it writes the run."""
+    """Returns True if a process of this host, or one of another, says that it writes the run."""
     holder = _document(path)
     match holder:
         case {"host": str(host), "pid": int(pid)}:

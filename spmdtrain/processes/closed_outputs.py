@@ -71,7 +71,7 @@ def outlived() -> Iterator[None]:
 
 
 def _is_closed(number: int) -> bool:
-    """Returns whether this is a pipe without a reader or a terminal that has hung up."""
+    """Returns True if this is a pipe without a reader or a terminal that has hung up."""
     poll = select.poll()
     poll.register(number, 0)
     closed = select.POLLERR | select.POLLHUP

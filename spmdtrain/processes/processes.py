@@ -110,7 +110,7 @@ def apart() -> Iterator[None]:
 
 
 def any_process(flag: bool) -> bool:
-    """Returns whether `flag` is set in any process. A collective: every process must call it."""
+    """Returns True if `flag` is set in any process. A collective: every process must call it."""
     import numpy as np
     from jax.experimental import multihost_utils
 

@@ -71,7 +71,7 @@ def begin() -> None:
 
 
 def is_watched() -> bool:
-    """Returns whether a launcher watches this process."""
+    """Returns True if a launcher watches this process."""
     return _pipe is not None
 
 

@@ -32,7 +32,7 @@ def arguments_for_jax(environment: Mapping[str, str]) -> dict | None:
 
 
 def starts_a_launcher_each(environment: Mapping[str, str]) -> bool:
-    """Returns whether a scheduler has started several processes, of which this is one."""
+    """Returns True if a scheduler has started several processes, of which this is one."""
     in_slurm = (
         "SLURM_PROCID" in environment and (number(environment, "SLURM_STEP_NUM_TASKS") or 1) > 1
     )
@@ -40,7 +40,7 @@ def starts_a_launcher_each(environment: Mapping[str, str]) -> bool:
 
 
 def is_srun_of_several(environment: Mapping[str, str]) -> bool:
-    """Returns whether this is one of several Slurm tasks, or the batch script of such a job.
+    """Returns True if this is one of several Slurm tasks, or the batch script of such a job.
 
     A shell inside a job has no SLURM_PROCID, and a shell that is itself a step has one task.
     """
@@ -50,7 +50,7 @@ def is_srun_of_several(environment: Mapping[str, str]) -> bool:
 
 
 def is_first(process: int | None, environment: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether this is process 0 of a run, as far as can be known before jax starts.
+    """Returns True if this is process 0 of a run, as far as can be known before jax starts.
 
     `process` is the number given by the arguments.
     """

@@ -96,7 +96,7 @@ def cleaning_up() -> Iterator[None]:
 
 
 def is_free(number: int) -> bool:
-    """Returns whether the signal has its default handler and is not ignored."""
+    """Returns True if the signal has its default handler and is not ignored."""
     return signal.getsignal(number) in (signal.SIG_DFL, _on_signal)
 
 
@@ -158,7 +158,7 @@ def note_end(code: int) -> None:
 
 
 def asked() -> bool:
-    """Returns whether a signal that ends the command has arrived."""
+    """Returns True if a signal that ends the command has arrived."""
     return bool(_asked)
 
 

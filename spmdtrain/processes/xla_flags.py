@@ -188,7 +188,7 @@ def memory_share_variable() -> str:
 
 
 def runs_on_gpus() -> bool:
-    """Returns whether jax, once it starts, will look for GPUs; neither imports nor starts it."""
+    """Returns True if jax, once it starts, will look for GPUs; neither imports nor starts it."""
     platforms = os.environ.get("JAX_PLATFORMS", "").lower()
     if platforms and not re.search("cuda|gpu|rocm", platforms):
         return False

@@ -157,7 +157,7 @@ def _other_tokens(opened: Opened, again: Again) -> Mismatch | None:
 
 
 def _is_repeated(opened: Opened, last: int) -> bool:
-    """Returns whether two replays up to `last` are equal to the bit, figures and leaves."""
+    """Returns True if two replays up to `last` are equal to the bit, figures and leaves."""
     ways = []
     for _ in range(2):
         figures = []

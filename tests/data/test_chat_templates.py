@@ -170,7 +170,7 @@ def test_what_is_a_special_token_once_normalized_is_text_too():
             "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
             "it writes, is nested too deeply",
         ),
-        ("{% if %}", r"is not one of Jinja: .* \(line 1\)"),
+        ("{% if %}", r"is not a Jinja template: .* \(line 1\)"),
         ("{{ raise_exception('No\n  such') }}", "says: No such$"),
         ("{{ messages[0].content + 1 }}", "says: can only concatenate str"),
     ],
@@ -284,7 +284,7 @@ def test_what_else_a_row_holds_is_kept():
         ({"messages": [{"from": "alien", "value": "q"}]}, "a message from 'alien'; try one of"),
         ({"messages": PLAIN, "tools": "["}, "'tools' is not JSON"),
         ({"messages": PLAIN, "tools": "3"}, "'tools' is not a list of objects; found 3"),
-        ({"messages": PLAIN, "chat_template_kwargs": [1]}, "is no object"),
+        ({"messages": PLAIN, "chat_template_kwargs": [1]}, "is not an object"),
         ({"messages": ASKED, "system": "s"}, "two system texts"),
         ({"messages": PLAIN, "tools": [{"a": "\ud800"}]}, "half a surrogate pair"),
         ({"messages": PLAIN, "tools": [{"a": DEEP}]}, "nested too deeply; found more than 100"),
@@ -362,7 +362,7 @@ def test_a_folder_has_its_template_which_is_kept_with_the_tokens(folder, capsys)
         (["--chat-template", "none.jinja"], 5, "cannot read the template none.jinja: No such file"),
         (["--chat-set", "mood"], 4, "--chat-set 'mood' is not NAME=VALUE"),
         (["--chat-set", "mood=1"], 5, "the template does not read the variable 'mood'"),
-        (["--chat-set", "mood=1", "--template", "{role}{content}"], 4, "is for templates of Jinja"),
+        (["--chat-set", "mood=1", "--template", "{role}{content}"], 4, "is for Jinja templates"),
     ],
 )
 def test_what_the_command_cannot_do_is_one_line(arguments, code, said, folder, capsys):

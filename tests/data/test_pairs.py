@@ -219,7 +219,7 @@ def test_references_of_other_tokens_are_refused(here):
         token_corpus(["pairs.bin"], references=True)
     numbers.write_bytes(before)
     described.write_text(json.dumps(json.loads(said) | {"tokens": ["a", "b"]}))
-    with pytest.raises(DataError, match="is of other tokens than pairs.bin"):
+    with pytest.raises(DataError, match="belongs to other tokens than pairs.bin"):
         token_corpus(["pairs.bin"], references=True)
     described.write_text(said)
     assert token_corpus(["pairs.bin"], references=True).references is not None

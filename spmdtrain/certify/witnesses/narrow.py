@@ -25,7 +25,7 @@ NARROW = {"bf16", "f16"}
 
 
 def narrow_sums(small: RunConfig, layout: Layout, own: Own) -> Witness:
-    """Returns whether each sum over axes of the batch is as wide as `precision.accumulate`.
+    """Returns True if each sum over axes of the batch is as wide as `precision.accumulate`.
 
     `small`: the run on one device, in its own precision.
     """

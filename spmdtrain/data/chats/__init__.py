@@ -1,5 +1,6 @@
-"""Conversations as tokens: rows become conversations, a template writes them, answers are learned.
+"""Turns conversations into tokens: rows become conversations, a template writes them, answers are
+learned.
 
-Start with encode.py. A template is simple ({role} and {content}) or one of Jinja, as published with
-a model; code of the latter runs in a separate process.
+Start with encode.py. A template is simple ({role} and {content}) or a Jinja template, as published
+with a model; the latter's code runs in a separate process.
 """

@@ -1,10 +1,10 @@
-"""Finds what a model writes in the text that a template makes of a conversation.
+"""Finds the answers in the text that a template makes of a conversation.
 
-A template that marks it, by {% generation %}, is right about it. For others it is the difference
-between two texts: the conversation up to the answer with the prompt that opens one, and the
-conversation with the answer. The first has to begin the second, and the second the whole, which
-does not hold for templates that write an earlier answer otherwise than the last, such as those that
-leave out old thoughts.
+A template that marks them, by {% generation %}, is trusted. For others an answer is the difference
+between two texts: the conversation up to the answer, with the prompt that opens it, and the
+conversation including the answer. The first must be a prefix of the second, and the second of the
+whole. That fails for templates that write an earlier answer differently from the last, such as
+those that leave out old thoughts.
 
 This runs in the process of `jinja_program.py`.
 """
@@ -21,7 +21,7 @@ OTHER_WAYS = "--last-answer-only, or --chat-template FILE with {% generation %}"
 
 
 class Unsuitable(Exception):
-    """A template or a conversation that cannot be used, in words, and what to try."""
+    """The reason why a template or a conversation cannot be used, and what to try."""
 
     def __init__(self, what: str, fix: str = ""):
         super().__init__(what)
@@ -30,7 +30,7 @@ class Unsuitable(Exception):
 
 @dataclass(frozen=True)
 class Asked:
-    """A request: a conversation, of which `learned` says what to find; None: only the prompt."""
+    """A request: a conversation, and which messages to find (`learned`); None: only the prompt."""
 
     messages: list[dict[str, Any]]
     tools: list | None
@@ -42,7 +42,7 @@ class Asked:
 
 
 class Renders(Protocol):
-    """Renders conversations, as `jinja_program.Program` does."""
+    """A renderer of conversations, such as `jinja_program.Program`."""
 
     @property
     def marks_answers(self) -> bool: ...
@@ -53,11 +53,12 @@ class Renders(Protocol):
 
 
 def probe(program: Renders) -> dict[str, Any]:
-    """Returns what a template does with one question and an answer to it.
+    """Returns what a template makes of one question and an answer to it.
 
-    `text` is all of it; `opening` is what stands between the question and where a model writes,
-    `lead` and `closing` are what a model writes before and after the answer itself. `in_parts` is
-    True if the template reads a content as a list of parts alone. What a template refuses is empty.
+    `text` is all of it; `opening` is the text between the question and the place where a model
+    writes; `lead` and `closing` are what a model writes before and after the answer itself.
+    `in_parts` is True if the template reads a content only as a list of parts. What a template
+    refuses is empty.
     """
     in_parts = False
     asked, whole = _tried(program, QUESTION, REPLY)
@@ -81,7 +82,9 @@ def probe(program: Renders) -> dict[str, Any]:
 
 
 def _tried(program: Renders, question: Any, reply: Any) -> tuple[str, str]:
-    """Returns a question with what opens an answer, and with the answer; empty if refused."""
+    """Returns the text of a question with the opening of an answer, and with the answer; empty if
+    refused.
+    """
     asked = Asked([], None, None, {}, None, ("", ""), 0)
     messages = [{"role": "user", "content": question}, {"role": ANSWERS, "content": reply}]
     before = _part(program, replace(asked, messages=messages), 1, prompting=True)
@@ -106,7 +109,7 @@ def _marked(program: Renders, asked: Asked, text: str) -> list[tuple[int, int]]:
     answers = [at for at, message in enumerate(asked.messages) if message["role"] == ANSWERS]
     if all(asked.learned[at] for at in answers):
         return spans
-    # Which generation is whose: those that a conversation has more with the message than without.
+    # The generations of a message are those that the conversation has only with it.
     counts = [0]
     for at in range(len(asked.messages)):
         is_answer = at in answers
@@ -143,12 +146,12 @@ def _generations(
         else:
             plain += piece
     if text is not None and plain != text:
-        raise Unsuitable("the template writes another text where {% generation %} is marked")
+        raise Unsuitable("the template writes a different text if {% generation %} is marked")
     return spans
 
 
 def _differing(program: Renders, asked: Asked, text: str) -> list[tuple[int, int]]:
-    """Returns the spans of learned answers, found by what each adds to the text."""
+    """Returns the spans of learned answers, found from what each adds to the text."""
     assert asked.learned is not None, "it is asked for"
     spans = []
     for at, learns in enumerate(asked.learned):
@@ -165,7 +168,7 @@ def _differing(program: Renders, asked: Asked, text: str) -> list[tuple[int, int
             )
         if not text.startswith(through):
             raise Unsuitable(
-                f"message {at + 1}: the template writes an earlier answer otherwise once a later "
+                f"message {at + 1}: the template writes an answer differently once a later "
                 "message follows",
                 OTHER_WAYS,
             )

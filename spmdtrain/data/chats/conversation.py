@@ -1,4 +1,4 @@
-"""Reads a conversation from a row of data, in any of the forms in which they are published.
+"""Reads a conversation from a row of data, in any of the usual published forms.
 
     messages              {"messages": [{"role": "user", "content": "..."}, ...]}
     ShareGPT              {"conversations": [{"from": "human", "value": "..."}, ...]}
@@ -48,7 +48,7 @@ class ChatFields:
 
     @property
     def forms(self) -> tuple[tuple[str, ...], ...]:
-        """Sets of fields, each of which holds a conversation, or a pair."""
+        """The sets of fields that may hold a conversation, or a pair."""
         if self.pairs:
             return (PAIR,)
         return ((self.named,),) if self.named else FORMS
@@ -83,7 +83,7 @@ class Conversation:
 
     @property
     def texts(self) -> Iterator[str]:
-        """All texts in it, those in tool calls and the names of keys included."""
+        """The texts in it, including those in tool calls and the names of keys."""
         for value in (self.messages, self.tools, self.documents, self.variables):
             yield from _texts(value)
 
@@ -130,9 +130,9 @@ def read_conversation(
 def read_pair(row: dict[str, Any] | None, where: str) -> tuple[Conversation, Conversation] | None:
     """Returns the conversations with the chosen and with the rejected answer of a row.
 
-    Each is a text or messages. Without a `prompt` in the row, or where an answer repeats it, what
-    both begin with is the prompt, which is not learned. None if the row is empty. Raises DataError,
-    with the name `where`, if it holds no pair.
+    Each is a text or messages. Without a `prompt` in the row, or if an answer repeats it, the
+    common beginning of both is the prompt, which is not learned. None if the row is empty. Raises
+    DataError, with the name `where`, if it holds no pair.
     """
     if row is None or not set(row).issuperset(PAIR) or all(row[name] is None for name in PAIR):
         if row and not set(row).isdisjoint(PAIR):
@@ -194,7 +194,7 @@ def _with_others(found: Conversation, row: dict, where: str) -> Conversation:
     tools, documents = (_list(row.get(name), f"{where}: {name!r}") for name in OTHERS[1:3])
     variables = _from_json(row.get(OTHERS[3]), f"{where}: {OTHERS[3]!r}")
     if not isinstance(variables or {}, dict):
-        raise DataError(f"{where}: {OTHERS[3]!r} is no object", found=f"{variables!r:.60}")
+        raise DataError(f"{where}: {OTHERS[3]!r} is not an object", found=f"{variables!r:.60}")
     _check_depth([tools, documents, variables], where)
     found = replace(found, tools=tools, documents=documents, variables=variables or {})
     for text in found.texts:
@@ -212,7 +212,7 @@ def _list(value: Any, where: str) -> list | None:
 
 
 def _from_json(value: Any, where: str) -> Any:
-    """Returns a value that tables, which have one type for each column, keep as JSON text."""
+    """Returns a value that tables store as JSON text, because a column has one type."""
     if not isinstance(value, str):
         return value
     try:
@@ -294,7 +294,7 @@ def _with_arguments(calls: Any) -> Any:
 
 
 def _is_learned(role: str, weight: Any, where: str) -> bool:
-    """Returns whether a message is learned: an answer is, unless its weight is 0."""
+    """Returns True if a message is learned: an answer is, unless its weight is 0."""
     if weight is not None and (not isinstance(weight, int | float) or weight not in (0, 1)):
         raise DataError(f"{where} has a message with a weight that is not 0 or 1: {weight!r:.40}")
     if weight and role != ANSWERS:
@@ -306,7 +306,7 @@ def _is_learned(role: str, weight: Any, where: str) -> bool:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yields the texts in a JSON value, the names of keys included."""
+    """Yields the texts in a JSON value, including the names of keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

@@ -85,9 +85,9 @@ def encode_conversation(
 def encode_prompt(
     conversation: Conversation, template: Template, tokenizer: Tokenizer, where: str
 ) -> np.ndarray:
-    """Returns the ids of a conversation and the opening of an answer to it, int32 [tokens].
+    """Returns the ids of a conversation and of the opening of an answer to it, int32 [tokens].
 
-    They equal those of the conversation in training, up to the answer. Raises DataError as
+    They equal the ids that training sees, up to the answer. Raises DataError as
     `encode_conversation` does.
     """
     return tokenizer.encode_parts(template.ask(conversation, tokenizer, where)).ids

@@ -1,4 +1,4 @@
-"""Finds out how well a tokenizer and a template of conversations fit each other."""
+"""Finds faults in how a tokenizer and a chat template fit together."""
 
 from spmdtrain.config.errors import DataError
 from spmdtrain.data.chats.encode import Template
@@ -29,7 +29,7 @@ def faults(template: Template, tokenizer: Tokenizer) -> list[str]:
         special = " ".join(f"--special '{marker}'" for marker in spelled)
         lines.append(
             f"to this tokenizer the template's {named} is ordinary text, which a message can "
-            f"spell too; spmdtrain tokenizer train ... {special} makes one that has them"
+            f"also spell; spmdtrain tokenizer train ... {special} makes one that has them"
         )
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return lines  # its tokens never span two texts

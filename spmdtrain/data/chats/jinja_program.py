@@ -1,8 +1,8 @@
 """Renders the Jinja templates of published models, in a separate process.
 
-A template is other people's code. It runs in Jinja's sandbox, which keeps it from attributes and
-from changing what it is given, and the process has little memory and little time for each
-conversation. The process reads a line of JSON and writes one, until its input ends.
+A template is somebody else's code. It runs in Jinja's sandbox, which denies it attributes and
+changes to its input, and the process has limited memory, and limited time for each conversation.
+The process reads a line of JSON and writes one, until its input ends.
 
 The first line is {"text", "text_for_tools", "names", "date", "seconds"}, each later one a request
 that `answers.py` describes. An answer is {"error", "fix"} if the
@@ -34,7 +34,9 @@ LONGEST_ERROR = 300  # characters of an error's text
 
 
 class Generation(Extension):
-    """{% generation %} ... {% endgeneration %}: its text stands between the marks of a render."""
+    """The tag {% generation %} ... {% endgeneration %}, whose text is put between the marks of a
+    render.
+    """
 
     tags = {"generation"}
 
@@ -56,7 +58,7 @@ class Environment(ImmutableSandboxedEnvironment):
 
     def __init__(self, date: datetime):
         self.marks_answers = False  # a template has {% generation %}
-        self.marks: tuple[str, str] = ("", "")  # what stands around a generation
+        self.marks: tuple[str, str] = ("", "")  # the marks around a generation
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -99,7 +101,7 @@ class Program:
     def render(
         self, asked: Asked, messages: list[dict], marks: tuple[str, str], *, prompting: bool
     ) -> str:
-        """Returns the text of messages, and with `prompting` what opens an answer to them.
+        """Returns the text of messages, with `prompting` followed by the opening of an answer.
 
         Raises Unsuitable if it is much longer than the conversation.
         """
@@ -136,14 +138,14 @@ def _said(error: BaseException) -> str:
         return str(error)
     words = " ".join(str(error).split())[:LONGEST_ERROR] or type(error).__name__
     if isinstance(error, TemplateSyntaxError):
-        return f"the template is not one of Jinja: {words} (line {error.lineno})"
+        return f"the template is not a Jinja template: {words} (line {error.lineno})"
     if isinstance(error, SecurityError):
         return f"the template is not safe to run: {words}"
     return f"the template says: {words}"
 
 
 def _limit_time(seconds: int) -> None:
-    """Has the system end the process after about this many more seconds of computing."""
+    """Makes the system end the process after about this many more seconds of computing."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     most = int(used.ru_utime + used.ru_stime) + seconds + 1
     _, hardest = resource.getrlimit(resource.RLIMIT_CPU)

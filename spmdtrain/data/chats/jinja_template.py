@@ -1,8 +1,8 @@
-"""A Jinja template, as published with a model. Its code runs in a separate process.
+"""Applies a Jinja template, as published with a model. Its code runs in a separate process.
 
-The special tokens that other people's texts spell must not become tokens, though templates may cut
-and trim these texts. So each goes through the template as a stand-in of a few characters that are
-nowhere else, and is put back into the text that comes out.
+Special tokens spelled in a conversation must not become tokens, though templates may cut and trim
+its texts. So each passes through the template as a stand-in of a few characters that occur nowhere
+else, and is put back into the result.
 """
 
 import importlib.util
@@ -32,7 +32,7 @@ START = (
 
 
 class JinjaText(NamedTuple):
-    """A template as it is kept with token files and in a run's config."""
+    """The source of a template, as it is stored with token files and in a run's config."""
 
     text: str
     for_tools: str | None = None  # for conversations with tools; None: the same
@@ -47,7 +47,7 @@ class JinjaText(NamedTuple):
 
     @property
     def spec(self) -> dict[str, Any]:
-        """The JSON value of it."""
+        """The JSON value that describes it."""
         return {
             "jinja": self.text,
             "for_tools": self.for_tools,
@@ -61,7 +61,9 @@ class JinjaTemplate:
     """A template that is ready to write. `close()` ends its process."""
 
     def __init__(self, source: JinjaText, today: str | None = None, seconds: int = SECONDS):
-        """`today` is the date that a template may write, as YYYY-MM-DD."""
+        """Starts the template's process. `today` is the date that a template may write, as
+        YYYY-MM-DD.
+        """
         self._source = source
         self._today = today or date.today().isoformat()
         self._seconds = seconds
@@ -183,7 +185,7 @@ class JinjaTemplate:
 
     @cached_property
     def _tried(self) -> dict[str, Any]:
-        """What the template does with one question and an answer."""
+        """The result of trying the template with one question and an answer."""
         for name in self._source.variables:
             if not self._reads(name):
                 raise DataError(f"the template does not read the variable {name!r}")
@@ -255,7 +257,7 @@ class JinjaTemplate:
 
 
 def _unused(count: int, *texts: str) -> list[str]:
-    """Returns characters that are in none of the texts."""
+    """Returns characters that occur in none of the texts."""
     used = set().union(*texts)
     found: list[str] = []
     point = FIRST_PRIVATE
@@ -267,7 +269,7 @@ def _unused(count: int, *texts: str) -> list[str]:
 
 
 def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Returns a JSON value with each of its texts changed, the names of keys included."""
+    """Returns a JSON value with each of its texts changed, including the names of keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
@@ -290,7 +292,7 @@ def _in_parts(messages: list[dict]) -> list[dict]:
 def _uncovered(
     text: str, is_learned: np.ndarray, quote: str, spelled: list[str], where: str
 ) -> tuple[list[str], np.ndarray]:
-    """Returns a text as parts, ours and others' in turn, with what the stand-ins stand for."""
+    """Returns a text as parts, alternately the template's and others', with stand-ins replaced."""
     parts: list[str] = []
     kept = []
     done = 0
@@ -311,7 +313,7 @@ def _uncovered(
 
 
 def _is_left_out(message: dict[str, Any], text: str) -> bool:
-    """Returns whether no line of a message is in a text, as it is or as JSON."""
+    """Returns True if no line of a message is in a text, as it is or as JSON."""
     lines = [line.strip() for line in message.get("content", "").splitlines() if line.strip()]
     return bool(lines) and not any(
         line in text or json.dumps(line, ensure_ascii=False)[1:-1] in text for line in lines

@@ -1,7 +1,6 @@
-"""The simple template: a text with {role} and {content}, which every message is written as.
+"""Applies the simple template: a text with {role} and {content}, as which every message is written.
 
-The text up to {content} opens a message; {content} and the text after it are what a model writes,
-and stops with.
+The text up to {content} opens a message; a model writes {content} and stops with the text after it.
 """
 
 import re
@@ -56,7 +55,7 @@ class SimpleTemplate:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The ids that end an answer, in addition to the closing text: it knows of none."""
+        """The ids that end an answer, in addition to the closing text: none."""
         return ()
 
     def opening_of(self, role: str) -> str:
@@ -99,7 +98,7 @@ class SimpleTemplate:
         return Frame(self.opening_of(ANSWERS), "", self.closing_of(ANSWERS))
 
     def close(self) -> None:
-        """Does nothing: there is nothing to let go of."""
+        """Does nothing: there is nothing to release."""
 
     def _pieces(
         self, conversation: Conversation, tokenizer: Tokenizer, where: str
@@ -129,7 +128,7 @@ class SimpleTemplate:
 
 
 def _alternating(frames: list[str], contents: list[str]) -> list[str]:
-    """Returns the frames with a content after each but the last."""
+    """Returns the frames, with a content after each but the last."""
     return [part for pair in zip(frames, [*contents, ""], strict=True) for part in pair][:-1]
 
 

@@ -1,8 +1,8 @@
 """Finds the template that is published with a tokenizer, and opens templates of either kind.
 
-`chat_template.jinja`, with others in `additional_chat_templates`, counts more than `chat_template`
-of `tokenizer_config.json`, which is a text or a list of named ones. Of these `default` is used, and
-`tool_use` for conversations with tools.
+`chat_template.jinja`, with others in `additional_chat_templates`, takes precedence over
+`chat_template` in `tokenizer_config.json`, which is a text or a list of named ones. Of these
+`default` is used, and `tool_use` for conversations with tools.
 """
 
 import os
@@ -69,7 +69,7 @@ def jinja_text(spec: dict[str, Any]) -> JinjaText:
 
 
 def with_tokens(text: JinjaText, folder: Path, tokenizer: Tokenizer) -> JinjaText:
-    """Returns a template with what the files of a folder call special tokens and ends.
+    """Returns a template with the special tokens and ends that the files of a folder name.
 
     Raises DataError if one of the files is damaged.
     """

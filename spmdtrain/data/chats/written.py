@@ -1,4 +1,4 @@
-"""What a template makes of a conversation, and what it needs to know of roles."""
+"""Defines what a template makes of a conversation, and checks roles."""
 
 import re
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ MARKER = re.compile(r"<[|｜][^<>]*[|｜]>|</?[A-Za-z_]+>|\[/?[A-Z_]+\]")
 class Written(NamedTuple):
     """A conversation as text."""
 
-    parts: list[str]  # the template's text and other people's in turn, as `encode_parts` wants it
+    parts: list[str]  # the template's text and others', alternately, for `encode_parts`
     learned: np.ndarray  # bool [characters], True in answers that are learned
     has_gaps: bool = False  # the template has left out a message
 
@@ -30,7 +30,7 @@ class Frame(NamedTuple):
 
 
 def check_role(role: str, markers: Sequence[str], tokenizer: Tokenizer, where: str) -> None:
-    """Raises DataError if a role could pass for a part of the template."""
+    """Raises DataError if a role could be taken for a part of the template."""
     spells = tokenizer.spells_special(role) or any(marker in role for marker in markers)
     if spells or not role.isprintable():
         raise DataError(f"{where} has a message whose role is not a name", found=f"{role!r:.60}")

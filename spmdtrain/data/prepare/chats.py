@@ -27,9 +27,11 @@ class ChosenTemplate(NamedTuple):
 def choose_template(
     simple: str | None, file: str | None, tokenizer: str, variables: Iterable[str]
 ) -> ChosenTemplate:
-    """Returns the template of a job: the one it names, that of its tokenizer's folder, or ChatML.
+    """Returns the template of a job: the one that it names, that of its tokenizer's folder, or
+    ChatML.
 
-    `variables` are NAME=VALUE, each value JSON or a text. Raises UserError if it cannot be read.
+    `variables` are NAME=VALUE, where a value is JSON or text. Raises UserError if it cannot be
+    read.
     """
     if simple and file:
         raise ConfigError("--template and --chat-template cannot go together", fix="one of them")
@@ -41,7 +43,7 @@ def choose_template(
     if published:
         return ChosenTemplate(published, str(folder), folder)
     if set_by_user:
-        raise ConfigError("--chat-set is for templates of Jinja", fix="--chat-template FILE")
+        raise ConfigError("--chat-set is for Jinja templates", fix="--chat-template FILE")
     return ChosenTemplate(SimpleTemplate.parse(simple or CHATML), simple or "ChatML", folder)
 
 

@@ -29,7 +29,7 @@ from spmdtrain.data.token_files.tokens import DTYPES, SECOND, storage_dtype
 from spmdtrain.data.tokenizers.tokenizer import Tokenizer, from_spec
 
 # Notes on a document.
-SPELLS = 1  # it spells out a special token or a marker of the template
+SPELLS = 1  # it spells a special token or a marker of the template
 HOLDS_END = 2  # it also contains the token that ends it
 HAS_GAPS = 4  # the template has left out a message
 WAITING = 2  # chunks per process handed out ahead of the one being written
@@ -118,7 +118,7 @@ def _size(text, chunk: Chunk, number: int, field: str) -> int:
 def _encode_conversations(
     chunk: Chunk, recipe: Recipe, template: Template, tokenizer: Tokenizer
 ) -> Encoded:
-    assert isinstance(recipe.field, ChatFields), "conversations have fields of their own"
+    assert isinstance(recipe.field, ChatFields), "conversations have their own fields"
     encoded = []
     notes = []
     spelled_as_text = markers_of_text(template, tokenizer)
@@ -190,7 +190,7 @@ def _unlearned(conversation: Conversation, where: str) -> DataError:
 
 
 def _spells(conversation: Conversation, markers: list[str], tokenizer: Tokenizer) -> bool:
-    """Returns whether a message spells out a special token, or a marker that is none."""
+    """Returns True if a message spells out a special token, or a marker that is none."""
     return any(
         tokenizer.spells_special(text) or any(marker in text for marker in markers)
         for text in conversation.texts

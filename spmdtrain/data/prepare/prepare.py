@@ -49,10 +49,10 @@ class Job:
     split_on: str | None = None  # what separates the documents of a text file
     chat: bool = False  # documents are conversations; only answers have loss
     template: str | None = None  # of {role} and {content}; None: the tokenizer's, or ChatML
-    chat_template: str | None = None  # a file of Jinja, in its place
-    variables: Sequence[str] = ()  # of a template of Jinja: NAME=VALUE
+    chat_template: str | None = None  # a file with a Jinja template instead
+    variables: Sequence[str] = ()  # variables of a Jinja template: NAME=VALUE
     last_answer_only: bool = False  # of each conversation
-    pairs: bool = False  # conversations come in twos: with the chosen answer, with the rejected
+    pairs: bool = False  # conversations come in pairs: with the chosen answer, with the rejected
     parse_special: bool = False  # special tokens spelled in a text are tokens
     workers: int = 1
     shard_tokens: int | None = None  # a shard ends with the document that reaches this
@@ -68,8 +68,8 @@ def prepare(job: Job) -> None:
     Progress goes to standard error, the summary to standard output. (The tokenizer `characters`
     reads all files twice: first to find its alphabet.)
 
-    Raises DataError if a file cannot be read, or if the output exists and is not of this job, and
-    StorageError if it cannot be written.
+    Raises DataError if a file cannot be read, or if the output exists and belongs to another job,
+    and StorageError if it cannot be written.
     """
     files = find_inputs(job.paths)
     recipe, origin = _recipe(job, files)
@@ -96,7 +96,7 @@ def prepare(job: Job) -> None:
 
 
 def _recipe(job: Job, files: list[str]) -> tuple[Recipe, str]:
-    """Returns what turns documents into tokens, and where the template comes from."""
+    """Returns the recipe that turns documents into tokens, and the origin of the template."""
     fields = job.fields
     if not isinstance(fields, ChatFields):
         tokenizer = open_tokenizer(job.tokenizer, texts_in(files, fields, job.split_on))
@@ -172,7 +172,7 @@ def _identity(job: Job, recipe: Recipe, files: list[str]) -> dict[str, Any]:
 
 
 def _writes_date(recipe: Recipe) -> bool:
-    """Returns whether tokens may depend on the day on which they are made."""
+    """Returns True if tokens may depend on the day on which they are made."""
     return isinstance(recipe.template, dict) and "strftime_now" in json.dumps(recipe.template)
 
 

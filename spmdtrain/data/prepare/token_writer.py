@@ -41,7 +41,7 @@ class Summary:
     learned: int | None = None  # tokens that count in the loss; None: all do
     spelling: int = 0  # documents that spell out a special token
     holding_end: int = 0  # documents that contain the end of text
-    with_gaps: int = 0  # conversations of which the template has left out a message
+    with_gaps: int = 0  # conversations from which the template has left out a message
 
 
 class TokenWriter:
@@ -61,10 +61,11 @@ class TokenWriter:
         template: str | dict | None = None,
         has_pairs: bool = False,
     ):
-        """`spec` replaces the tokenizer's own if several files share its content.
+        """Opens the files.
 
-        `template` is how a message of a conversation is written; `has_pairs` says that documents
-        are pairs of conversations. Raises StorageError if the file cannot be written.
+        `spec` replaces the tokenizer's own if several files share its content. `template` is the
+        spec of the chat template; `has_pairs` says that documents are pairs of conversations.
+        Raises StorageError if the file cannot be written.
         """
         self._tokenizer = tokenizer
         self._spec = tokenizer.spec() if spec is None else spec

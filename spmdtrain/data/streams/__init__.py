@@ -1,1 +1,1 @@
-"""Documents that are tokenised while a run reads them, from this machine or from afar."""
+"""Tokenises documents while a run reads them, from this machine or from a remote store."""

@@ -1,8 +1,8 @@
-"""Blocks of a stream: consecutive windows of tokens that are held and shuffled together.
+"""Makes blocks of a stream: consecutive windows of tokens that are held and shuffled together.
 
 The windows of an epoch are numbered as in `TrainStream` (batches.py) and cut into blocks of equal
-size, the last of an epoch being smaller. A block is made by reading on from the one before, or from
-the nearest place that the ledger knows.
+size, the last of an epoch being smaller. A block is made by reading on from the previous one, or
+from the nearest place that the ledger knows.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,9 @@ class WindowBlocks:
     """
 
     def __init__(self, reader: ShardReader, empty: Corpus, length: int, size: int):
-        """`empty` describes the tokens."""
+        """Prepares to read. `empty` is a corpus without tokens that describes those of the
+        stream.
+        """
         self._reader = reader
         self._empty = empty
         self._length = length
@@ -126,7 +128,7 @@ class WindowBlocks:
         return self._read[-1].is_end
 
     def _taken(self, start: int, stop: int) -> Corpus:
-        """Returns the tokens start to stop - 1 of what has been read, as a corpus of their own."""
+        """Returns the tokens start to stop - 1 of those read, as a separate corpus."""
         ids = np.concatenate([piece.ids for piece in self._read])
         first = self._read[0].at
         starts = np.concatenate([piece.at + piece.starts for piece in self._read])

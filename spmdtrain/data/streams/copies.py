@@ -1,7 +1,8 @@
-"""Copies of remote files in a folder of this machine, of which the least recently used go first.
+"""Keeps copies of remote files in a folder of this machine, and removes the least recently used
+first.
 
-Several processes share the folder. One of them copies at a time; a file in use is held by a lock of
-the file itself, so that none removes what another one reads.
+Several processes share the folder. One of them copies at a time; a file in use is locked, so that
+no process removes what another one reads.
 """
 
 import contextlib
@@ -21,13 +22,13 @@ PART = ".part"  # ends the name of a file that is being copied
 
 
 def default_folder() -> Path:
-    """Returns the folder of copies where `data.cache` names none."""
+    """Returns the folder of copies if `data.cache` names none."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(home) / "spmdtrain" / "copies"
 
 
 class LocalCopies:
-    """A folder that holds at most `most_bytes` of copies. Files of this machine need none."""
+    """A folder that holds at most `most_bytes` of copies. Local files need none."""
 
     def __init__(self, folder: Path, most_bytes: int):
         self._folder = folder
@@ -47,7 +48,7 @@ class LocalCopies:
             return
         waited = self._ahead.pop(shard.address, None)
         if waited is not None:
-            waited.exception()  # a failure is met again below, by who needs the file
+            waited.exception()  # whoever needs the file meets the failure again below
         while True:
             path = self._copied(shard)
             with contextlib.ExitStack() as open_files:
@@ -71,12 +72,14 @@ class LocalCopies:
         self._ahead[shard.address] = self._thread.submit(self._copied, shard)
 
     def close(self) -> None:
-        """Copies nothing more ahead."""
+        """Stops copying ahead."""
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
     def path_of(self, shard: Shard) -> Path:
-        """Returns where the copy of a shard lies, if it is there; the ending is the shard's."""
+        """Returns the path of a shard's copy, whether or not it exists; it has the shard's
+        ending.
+        """
         known = hashlib.sha256(f"{shard.address} {shard.size} {shard.stamp}".encode())
         name = shard.address.partition("?")[0].rpartition("/")[2]
         return self._folder / f"{known.hexdigest()[:32]}-{name[-100:]}"
@@ -85,7 +88,7 @@ class LocalCopies:
         path = self.path_of(shard)
         if shard.size > self._most:
             raise DataError(
-                f"{shard.address} is larger than the folder of copies may become",
+                f"{shard.address} is larger than the folder of copies may grow",
                 asked=f"data.cache_gb={self._most / 1e9:g}",
                 found=f"{shard.size / 1e9:.3g} GB",
                 fix=f"--set data.cache_gb={2 * shard.size / 1e9:.2g}",
@@ -123,7 +126,7 @@ class LocalCopies:
             spare.unlink(missing_ok=True)
 
     def _make_room(self, size: int) -> None:
-        """Removes the copies that were used the longest ago, but none in use."""
+        """Removes the least recently used copies, but none in use."""
         files = [path for path in self._folder.iterdir() if path.name != "lock"]
         for path in files:
             if path.name.endswith(PART):  # of a process that was killed: we hold the lock

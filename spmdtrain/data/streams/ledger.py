@@ -1,7 +1,7 @@
-"""What is known of the tokens of each shard once they have been made.
+"""Records what is known about the tokens of each shard once they have been made.
 
-It is no position: a sample is found by its index alone. It only spares a run that resumes from
-making tokens of everything before that sample again, and goes along with each checkpoint.
+It is not a position: the index alone determines a sample. But a resumed run need not tokenise again
+everything before that sample; each checkpoint includes the ledger.
 """
 
 import threading
@@ -9,13 +9,13 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from typing import Any
 
-MARK_TOKENS = 2**22  # between two places of a shard that are remembered
+MARK_TOKENS = 2**22  # tokens between two remembered places of a shard
 
 
 class Ledger:
-    """The tokens of the shards that have been read whole, and places inside those last read.
+    """The numbers of tokens of shards that have been read whole, and places inside those last read.
 
-    A place is (tokens, rows) before a document. It may be asked from any thread.
+    A place is (tokens, rows) before a document. Any thread may use it.
     """
 
     def __init__(self, shards: int):
@@ -25,12 +25,12 @@ class Ledger:
         self._lock = threading.Lock()
 
     def total_of(self, shard: int) -> int | None:
-        """Returns the tokens of a shard; None if it has not been read whole."""
+        """Returns the number of tokens of a shard; None if it has not been read whole."""
         return self._totals.get(shard)
 
     @property
     def total(self) -> int | None:
-        """The tokens of all shards; None until each has been read whole."""
+        """The number of tokens of all shards; None until each has been read whole."""
         if len(self._totals) < self._shards:
             return None
         return sum(self._totals.values())
@@ -46,7 +46,7 @@ class Ledger:
                 places.append((tokens, row))
 
     def finish(self, shard: int, tokens: int) -> None:
-        """Remembers the tokens of a whole shard."""
+        """Remembers the number of tokens of a whole shard."""
         with self._lock:
             self._totals[shard] = tokens
 

@@ -1,4 +1,4 @@
-"""Makes the tokens of shards, one epoch after another, from any place on."""
+"""Tokenises shards, one epoch after another, from any place on."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ class _Handed(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardReader:
-    """Reads shards in an order that follows from `seed` alone; None: as they are named."""
+    """A reader of shards in an order that depends only on `seed`; None: as they are named."""
 
     shards: tuple[Shard, ...]
     recipe: Recipe
@@ -87,7 +87,8 @@ class ShardReader:
                 at += len(found.ids)
 
     def _shard_of(self, epoch: int, offset: int) -> tuple[int, int]:
-        """Returns the turn of the shard to read from for a token, and the tokens before it.
+        """Returns the place in the order of the shard to read from for a token, and the tokens
+        before it.
 
         It is the token's own shard, or the first one whose tokens have not been counted.
         """
@@ -119,7 +120,9 @@ class ShardReader:
             epoch += 1
 
     def _chunks_of(self, order: list[int], place: int, row: int) -> Iterator[Chunk]:
-        """Yields the chunks of a shard, named by its address; the next is copied meanwhile."""
+        """Yields the chunks of a shard, named by its address; the next shard is copied
+        meanwhile.
+        """
         shard = self.shards[order[place]]
         with self.copies.held(shard) as path:
             if place + 1 < len(order):

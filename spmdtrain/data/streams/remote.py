@@ -1,8 +1,8 @@
-"""Files in stores of objects and on servers, by fsspec: found, and copied part by part.
+"""Finds files in object stores and on servers, through fsspec, and copies them part by part.
 
-A store may be slow, cut an answer short, refuse for a while, or not know yet what it has listed:
-each request is repeated with growing pauses before it counts as failed. Credentials and endpoints
-are those of fsspec's own packages (s3fs, gcsfs, aiohttp): their variables and files.
+A store may be slow, cut an answer short, refuse for a while, or not yet have what it lists: each
+request is repeated with growing pauses before it counts as failed. Credentials and endpoints are
+those of fsspec's own packages (s3fs, gcsfs, aiohttp): their variables and files.
 """
 
 import functools
@@ -36,7 +36,7 @@ class RemoteFile(NamedTuple):
 
 
 def is_remote(path: str) -> bool:
-    """Returns whether a path is an address of a store or a server."""
+    """Returns True if a path is an address of a store or a server."""
     scheme, separator, _ = path.partition("://")
     return bool(separator) and scheme in PACKAGES
 
@@ -76,7 +76,7 @@ def describe(address: str) -> RemoteFile:
 
 
 def parts_of(address: str, size: int) -> Iterator[bytes]:
-    """Yields the `size` bytes of a file, in order. Raises DataError if they cannot be had."""
+    """Yields the `size` bytes of a file, in order. Raises DataError if they cannot be read."""
     files = _file_system(address.partition("://")[0])
     for start in range(0, size, PART_BYTES):
         stop = min(start + PART_BYTES, size)
@@ -115,7 +115,7 @@ def _file_system(scheme: str) -> Any:
 
 
 def _patiently(ask: Callable[[], Found], address: str) -> Found:
-    """Returns what `ask` gives, asked again after failures. Raises DataError after the last."""
+    """Returns the result of `ask`, repeated after failures. Raises DataError after the last one."""
     for number in range(TRIES):
         try:
             return ask()
@@ -133,7 +133,7 @@ def _is_final(error: Exception) -> bool:
 
 
 def _status(error: Exception) -> int | None:
-    """Returns the code of a server's answer, which fsspec may wrap as a file that is not there."""
+    """Returns the status code of a server's answer, which fsspec may wrap as a missing file."""
     return getattr(error, "status", None) or getattr(error.__cause__, "status", None)
 
 

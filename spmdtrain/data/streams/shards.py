@@ -1,4 +1,4 @@
-"""The files of a stream: what they are called, how large they are, and by what they are known."""
+"""Finds the files of a stream, with their names, sizes and identities."""
 
 import os
 from collections.abc import Iterable

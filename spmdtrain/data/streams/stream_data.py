@@ -1,8 +1,9 @@
-"""Documents that a run tokenises while it reads them: `data.corpus = "jsonl"` or `"parquet"`.
+"""Provides documents that a run tokenises while it reads them: `data.corpus = "jsonl"` or
+`"parquet"`.
 
-The order is a pure function of seed, shards and index. Without shuffling it is that of token files
-which `data prepare` makes of the same documents. With it, each epoch reads the shards in an order
-of its own, and the windows of each block of `data.shuffle_buffer` in another order.
+The order is a pure function of seed, shards and index. Without shuffling it is that of the token
+files that `data prepare` makes from the same documents. With shuffling, each epoch reads the shards
+in its own order, and shuffles the windows of each block of `data.shuffle_buffer`.
 
 Every process makes all tokens and keeps its own rows: no sample depends on their number.
 """
@@ -41,7 +42,7 @@ MOST_BLOCKS = 2**32  # of an epoch
 
 @dataclass(frozen=True)
 class StreamData:
-    """Shards of documents to train on, and the validation tokens, which are held in memory."""
+    """The shards of documents to train on, and the validation tokens, which are held in memory."""
 
     shards: tuple[Shard, ...]
     recipe: Recipe
@@ -69,7 +70,7 @@ class StreamData:
     def train_samples(self, config: RunConfig) -> Callable[[np.ndarray], dict[str, np.ndarray]]:
         """Returns `samples(indices)`, the batch of these global sample indices.
 
-        Any index may be asked for; those that follow each other are made once.
+        Any index is allowed; consecutive ones are made only once.
         """
         settings = config.data
         seed = config.train.seed if settings.shuffle else None
@@ -151,7 +152,7 @@ def open_stream(settings: DataConfig, *, validates: bool) -> StreamData:
 
 
 def recipe_of(settings: DataConfig) -> tuple[Recipe, Tokenizer]:
-    """Returns what makes tokens of documents, as `data prepare` would, and its tokenizer."""
+    """Returns the recipe that tokenises documents as `data prepare` would, and its tokenizer."""
     tokenizer, end = end_of_text(open_tokenizer(settings.tokenizer), "auto", settings.tokenizer)
     return Recipe(tokenizer.spec(), end, settings.field), tokenizer
 
@@ -161,7 +162,7 @@ def _patterns(path: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def _refuse_copies(training: tuple[Shard, ...], validating: tuple[Shard, ...]) -> None:
-    """Raises DataError if a validation file trains too."""
+    """Raises DataError if a validation file is also a training file."""
     known = {(shard.size, shard.stamp): shard.address for shard in training if shard.stamp}
     known |= {(shard.address, ""): shard.address for shard in training}
     for shard in validating:
@@ -192,7 +193,7 @@ def _read_whole(
 
 
 def _fingerprint(shards: tuple[Shard, ...], recipe: Recipe) -> str:
-    """Returns a hash of what the tokens follow from; paths on this machine do not count."""
+    """Returns a hash of everything that determines the tokens; local paths do not count."""
     digest = hashlib.sha256(tokenizer_fingerprint(recipe.tokenizer).encode())
     digest.update(f"{recipe.end_of_text} {recipe.field!r}".encode())
     for shard in shards:

@@ -1,1 +1,1 @@
-"""Documents from common files: text, JSON lines, tables; compressed or not."""
+"""Reads documents from common files: text, JSON lines, tables; compressed or not."""

@@ -35,7 +35,7 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some consecutive rows of one file."""
+    """A chunk of consecutive rows of one file."""
 
     path: str
     first: int  # the index of the first row
@@ -142,7 +142,7 @@ def texts_in(
     split_on: str | None = None,
     advance: Callable[[str, int], None] | None = None,
 ) -> Iterator[str]:
-    """Yields every text in files of documents, incl. each role and content of conversations.
+    """Yields every text in files of documents, including each role and content of conversations.
 
     `advance(file, bytes read from it)` is called from time to time.
     """
@@ -170,7 +170,9 @@ def texts_of_messages(messages: Any) -> Iterator[str]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Returns a value without the keys that a table has added: one has them in all its rows."""
+    """Returns a value without the nulls that a table adds, because all of its rows have the same
+    keys.
+    """
     if isinstance(value, dict):
         held = value.items()
         return {key: _without_nulls(each) for key, each in held if each is not None}

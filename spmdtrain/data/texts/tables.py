@@ -1,7 +1,7 @@
 """Reads columns of Parquet and Arrow files, a few rows at a time.
 
-Of a text it is one column, whose values are the rows. Of a conversation it is those of ChatFields
-that a table has; a row is then an object, or None if it holds no conversation.
+For a text it is one column, whose values are the rows. For a conversation it is the fields of
+ChatFields that a table has; a row is then an object, or None if it holds no conversation.
 """
 
 import os
@@ -185,7 +185,9 @@ def _is_conversation(kind: Any, arrow: Any) -> bool:
 def no_field(
     where: str, field: str | ChatFields, columns: Iterable[str], meant: Sequence[str]
 ) -> DataError:
-    """Returns the error; `meant` are the columns likely meant, the likeliest first."""
+    """Returns the error for a missing field; `meant` are the columns probably meant, likeliest
+    first.
+    """
     name = field if isinstance(field, str) else field.forms[0][0]
     return DataError(
         f"{where} has no field {name!r}",

@@ -1,1 +1,1 @@
-"""Token files, ours and other programs', and the rows that are read from them."""
+"""Reads token files, ours and other programs', and rows of numbers in them."""

@@ -1,4 +1,4 @@
-"""Fixed blocks by which a file is recognised: token files may hold terabytes."""
+"""Reads fixed blocks by which a file is recognised, since token files may hold terabytes."""
 
 import hashlib
 import os

@@ -146,7 +146,7 @@ def _converting(path: str, read: str, vocab: int) -> str:
 
 
 def _is_wider(ids: np.ndarray) -> bool:
-    """Returns whether every second id is the upper half of a wider one.
+    """Returns True if every second id is the upper half of a wider one.
 
     Upper halves are barely above 0, and the others are not.
     """
@@ -161,7 +161,7 @@ def _is_above(lower: np.ndarray, upper: np.ndarray) -> bool:
 
 
 def is_foreign(bin_path: Path, idx_path: Path, json_path: Path) -> bool:
-    """Returns whether a token file is another program's, i.e. without our sidecar."""
+    """Returns True if a token file is another program's, i.e. without our sidecar."""
     if json_path.exists() or loss_path(bin_path).exists():
         return False
     if not idx_path.exists():

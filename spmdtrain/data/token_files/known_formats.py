@@ -47,7 +47,7 @@ def kind_of_file(path: Path, size: int, vocab: int, *, certain: bool = False) ->
 
 
 def _has_header(first: bytes) -> bool:
-    """Returns whether the first KiB is a few numbers and zeros, unlike what follows."""
+    """Returns True if the first KiB is a few numbers and zeros, unlike what follows."""
     row = np.frombuffer(first[: len(first) // HEADER * HEADER], np.uint8).reshape(-1, HEADER)
     rest = first[HEADER:]
     if not len(row) or rest.count(0) > len(rest) // 2:  # zeros are just as common later
@@ -64,7 +64,7 @@ def _is_safetensors(first: bytes, size: int) -> bool:
 
 
 def _is_chunk_of_samples(first: bytes, size: int) -> bool:
-    """Returns whether a file begins with n and n + 1 offsets, uint32, the first being their end."""
+    """Returns True if a file begins with n and n + 1 offsets, uint32, the first being their end."""
     numbers = np.frombuffer(first[: len(first) // 4 * 4], "<u4").astype(np.int64)
     if len(numbers) < 3:
         return False
@@ -76,7 +76,7 @@ def _is_chunk_of_samples(first: bytes, size: int) -> bool:
 
 
 def _is_text(first: bytes) -> bool:
-    """Returns whether bytes are UTF-8 without control characters, which ids never are for long."""
+    """Returns True if bytes are UTF-8 without control characters, which ids never are for long."""
     if len(first) < 8:
         return False
     try:

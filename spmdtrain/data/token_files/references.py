@@ -1,4 +1,4 @@
-"""The log-probabilities that a reference model gives to pairs of answers: `NAME.ref`.
+"""Reads and writes a reference model's log-probabilities of pairs of answers: `NAME.ref`.
 
 NAME.ref       [documents, 2] float32, little endian: of the chosen and of the rejected answer
                of each pair, the sum over its learned tokens
@@ -30,7 +30,7 @@ def reference_paths(path: str | Path) -> tuple[Path, Path]:
 def read_references(source: TokenSource) -> np.ndarray | None:
     """Returns the log-probabilities [documents, 2], float32; None if there are none.
 
-    Raises DataError if they are damaged, or of other tokens.
+    Raises DataError if they are damaged, or belong to other tokens.
     """
     reference, described = reference_paths(source.path)
     if not described.exists():
@@ -51,7 +51,8 @@ def read_references(source: TokenSource) -> np.ndarray | None:
     if not is_whole or numbers.size != 2 * count or not np.isfinite(numbers).all():
         raise DataError(f"{reference} is damaged", fix=_command(source))
     if not is_of_these:
-        raise DataError(f"{reference} is of other tokens than {source.path}", fix=_command(source))
+        what = f"{reference} belongs to other tokens than {source.path}"
+        raise DataError(what, fix=_command(source))
     return numbers.reshape(count, 2)
 
 
@@ -64,7 +65,7 @@ def no_references(path: str) -> DataError:
 
 
 def write_references(source: TokenSource, numbers: np.ndarray, run: str, step: int) -> None:
-    """Puts log-probabilities [documents, 2] next to a token file, in the place of earlier ones.
+    """Writes log-probabilities [documents, 2] next to a token file, replacing earlier ones.
 
     Raises StorageError if they cannot be written.
     """
@@ -88,7 +89,7 @@ def write_references(source: TokenSource, numbers: np.ndarray, run: str, step: i
 
 
 def _tokens_of(source: TokenSource) -> list[str]:
-    """Returns what tells the tokens and marks of a file from others."""
+    """Returns the hashes that identify the tokens and marks of a file."""
     return [source.sidecar["sha256"], source.sidecar["loss_sha256"]]
 
 

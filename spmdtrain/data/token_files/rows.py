@@ -1,4 +1,4 @@
-"""Rows of numbers in a file, and several rows viewed as one.
+"""Reads rows of numbers in a file, and views several rows as one.
 
 Files are read with pread, not mapped: truncating a mapped file kills the process with SIGBUS. The
 price is a system call per window (benchmarks/reading.py).
@@ -42,13 +42,13 @@ def require_file(path: str | Path) -> None:
 
 
 class StoredRow:
-    """Numbers in a file, opened on first read. Supports len() and slices of step 1.
+    """A row of numbers in a file, opened on first read. Supports len() and slices of step 1.
 
     Raises DataError if the file has been truncated.
     """
 
     def __init__(self, path: str, dtype: np.dtype, size: int, skip: int = 0):
-        """The file holds `size` numbers after `skip` bytes."""
+        """Describes a file that holds `size` numbers after `skip` bytes."""
         self.path = path
         self.dtype = dtype
         self.size = size
@@ -140,7 +140,7 @@ _opened = _Opened()
 
 
 def _may_be_kept(file: int) -> bool:
-    """Whether the process can spare this descriptor.
+    """Returns True if the process can spare this descriptor.
 
     A descriptor is the lowest number that was free: all below it are in use, whoever opened them.
     """
@@ -170,7 +170,7 @@ def _pread(file: int, wanted: int, begin: int) -> bytes:
 
 
 class Concatenated:
-    """Several rows of tokens viewed as one. Supports len() and slices of step 1.
+    """A view of several rows of tokens as one. Supports len() and slices of step 1.
 
     A slice reads only the parts it touches.
     """

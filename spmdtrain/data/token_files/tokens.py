@@ -120,7 +120,7 @@ class TokenSource:
 
     @property
     def loss(self) -> np.ndarray:
-        """Marks of the tokens that count in the loss, uint8 [tokens], read in full."""
+        """The marks of the tokens that count in the loss, uint8 [tokens], read in full."""
         row = self.loss_row
         return np.broadcast_to(np.uint8(1), self.sidecar["tokens"]) if row is None else row[:]
 

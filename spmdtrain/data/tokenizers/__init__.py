@@ -1,1 +1,1 @@
-"""Text to ids and back: bytes, characters, Hugging Face files, and conversations."""
+"""Turns text into ids and back, with bytes, characters or Hugging Face files."""

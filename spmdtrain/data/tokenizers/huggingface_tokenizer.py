@@ -1,4 +1,4 @@
-"""A tokenizer from a `tokenizer.json` of Hugging Face's library `tokenizers`.
+"""Wraps a `tokenizer.json` of Hugging Face's library `tokenizers`.
 
 A *control token* does not stand for text: it ends a document or opens a message. Control tokens are
 those the file marks as special, added tokens of the form <|...|>, and those named by the caller,
@@ -97,7 +97,7 @@ class HuggingFaceTokenizer:
         spans = [match.span() for match in self._spelled.finditer(text)]
         if not self._normalizes:
             return spans
-        # What is no token as it is spelled may be one once it is normalized: <|IM_END|>, say.
+        # Text that is no token as spelled may become one once it is normalized, e.g. <|IM_END|>.
         encoding = self._with_offsets(self._parsing, text)
         is_control = np.isin(encoding.ids, list(self.control.values()))
         for start, end in zip(encoding.starts[is_control], encoding.ends[is_control], strict=True):
@@ -168,7 +168,7 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _normalizes(self) -> bool:
-        """Returns whether a control token may be spelled otherwise than it is written."""
+        """True if a control token may be spelled in another way than it is written."""
         flags = (self._flags.get(token) for token in self.control)
         is_any = any(token is not None and token.normalized for token in flags)
         return is_any and self._tokenizer.normalizer is not None

@@ -1,4 +1,4 @@
-"""The characters of a text that each token stands for."""
+"""Relates each token to the characters of the text that it stands for."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 class Encoding(NamedTuple):
-    """Tokens and their spans in the text, in characters."""
+    """The tokens of a text and their spans in it, in characters."""
 
     ids: np.ndarray  # int32 [tokens]
     starts: np.ndarray  # int64 [tokens]

@@ -53,7 +53,7 @@ class Tokenizer(Protocol):
         ...
 
     def spells_special(self, text: str) -> bool:
-        """Returns whether a text spells out a special token."""
+        """Returns True if a text spells out a special token."""
         ...
 
     def special_spans(self, text: str) -> list[tuple[int, int]]:
@@ -61,7 +61,7 @@ class Tokenizer(Protocol):
         ...
 
     def is_special(self, token: int) -> bool:
-        """Returns whether an id is that of a special token."""
+        """Returns True if an id is that of a special token."""
         ...
 
     def id_of(self, token: str) -> int | None:
@@ -186,7 +186,7 @@ class CharacterTokenizer:
 
 
 def has_file(name: str) -> bool:
-    """Returns whether a tokenizer of this name, as for `open_tokenizer`, comes from a file."""
+    """Returns True if a tokenizer of this name, as for `open_tokenizer`, comes from a file."""
     return name not in ("bytes", "characters")
 
 

@@ -1,4 +1,4 @@
-"""The files published with a `tokenizer.json`, which name its special tokens."""
+"""Reads the files published with a `tokenizer.json`, which name its special tokens."""
 
 import json
 import os
@@ -18,7 +18,7 @@ OF_IDS = ("generation_config.json", "config.json")
 def tokenizer_file(name: str) -> Path:
     """Returns the `tokenizer.json` that `name` is the path or the folder of.
 
-    A run that was imported is such a folder too. Raises DataError if there is none.
+    An imported run is such a folder too. Raises DataError if there is none.
     """
     path = Path(os.path.expanduser(name))
     for inside in (path / NAME, path / KEPT / NAME):

@@ -34,7 +34,7 @@ class Alarm(NamedTuple):
 
 
 def alarm(run: RunRead) -> Alarm | None:
-    """Returns whether the newest steps are slower than the band, None if they are not."""
+    """Returns True if the newest steps are slower than the band, None if they are not."""
     took, waits = run.steps["step_seconds"][1:], run.steps["input_seconds"][1:]
     steps = run.steps["step"][1:]
     count = len(took) // WINDOW

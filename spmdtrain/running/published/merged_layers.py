@@ -39,7 +39,7 @@ class OfRun:
         return self._beside(path, OF_ADAPTER)
 
     def trains(self, path: str) -> bool:
-        """Returns whether the run trains the weight at `path` itself."""
+        """Returns True if the run trains the weight at `path` itself."""
         finetune = self.finetune
         trained = any(fnmatchcase(path, pattern) for pattern in finetune.also_train)
         return trained or not finetune.has_adapters
