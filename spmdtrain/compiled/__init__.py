@@ -1,1 +1,3 @@
-"""What the text of a compiled program says: collectives, memory, traffic and what is hidden."""
+"""Reads the text of a compiled program: collectives, memory, traffic, and which traffic is
+hidden.
+"""

@@ -1,8 +1,9 @@
-"""A compiled program without what changes from process to process, and a hash of it.
+"""Strips a compiled program of what changes from process to process, and hashes it.
 
 XLA's text names every instruction, and says from which line of which file it comes. Names depend on
-what was compiled before, files on where the checkout lies. Without both, two compiles of one
-program give one text, and any other instruction, operand, layout or constant gives another.
+what was compiled before, and files on the location of the checkout. Without both, two compiles of
+one program give the same text, and a different instruction, operand, layout or constant gives a
+different one.
 """
 
 import hashlib
@@ -20,7 +21,7 @@ HEADER = re.compile(r"(ENTRY )?(%?[\w.-]+) (?:\(.*)?\{$")
 
 
 def program(hlo_text: str) -> dict[str, Any] | None:
-    """Returns what identifies a compiled program: its hash, and how often each opcode occurs.
+    """Returns the identity of a compiled program: its hash, and how often each opcode occurs.
 
     None if the text cannot be read.
     """
@@ -38,7 +39,7 @@ def program_hash(hlo_text: str) -> str:
 
 
 def canonical(hlo_text: str) -> str:
-    """Returns the text of a module without metadata, names numbered in the order of first use.
+    """Returns the text of a module without metadata, with names numbered in the order of first use.
 
     Tables of files and stack frames are left out, and so are the numbers of channels.
     """

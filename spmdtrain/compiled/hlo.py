@@ -202,7 +202,7 @@ def _event(instruction: "_Instruction") -> str | None:
 def overlaps(hlo_text: str, mesh_axes: Mapping[str, int]) -> list[dict[str, Any]]:
     """Counts, by kind and axis, the collectives that overlap with work.
 
-    `count` is their number in the text; `beside_work` is how many of them have a matmul or a loop
+    `count` is their number in the text; `beside_work` is the number of them with a matmul or a loop
     between their start and their end. One that is not split in two overlaps with nothing.
     """
     totals: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
@@ -219,9 +219,9 @@ def overlaps(hlo_text: str, mesh_axes: Mapping[str, int]) -> list[dict[str, Any]
 def traffic(hlo_text: str, mesh_axes: Mapping[str, int]) -> list[dict[str, Any]]:
     """Returns what a device sends in one step, by kind, axis and inside_loop.
 
-    A loop's body counts as often as it runs. `bytes` are those of the outputs, `sent` what a ring
-    of that kind sends for them, and `sent_beside_work` the part of it with a matmul or a loop
-    between start and end.
+    A loop's body counts once for each time that it runs. `bytes` are those of the outputs, `sent`
+    what a ring of that kind sends for them, and `sent_beside_work` the part of it with a matmul or
+    a loop between start and end.
     """
     totals: dict[tuple, list[float]] = defaultdict(lambda: [0, 0, 0])
     for each in instructions(hlo_text, mesh_axes):

@@ -1,4 +1,4 @@
-"""The memory of a compiled step, by XLA's account."""
+"""Reads the memory of a compiled step, by XLA's account."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import jax
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes on one device while a step runs; its fields are the keys of compiled.json."""
+    """The bytes on one device while a step runs; its fields are the keys of compiled.json."""
 
     argument_bytes: int
     output_bytes: int
@@ -18,7 +18,7 @@ class StepMemory:
 
     @property
     def held(self) -> int:
-        """The bytes held at once: what is aliased counts once."""
+        """The bytes held at once; aliased arrays count once."""
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
 
 

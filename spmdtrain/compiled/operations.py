@@ -1,6 +1,7 @@
-"""What each instruction of a compiled step is: its sort of work, and the part that it belongs to.
+"""Classifies each instruction of a compiled step: its sort of work, and the part that it belongs
+to.
 
-A trace of the profiler knows instructions by name alone. The text of the program says the rest.
+A profiler trace has only the names of instructions. The text of the program says the rest.
 """
 
 import re
@@ -17,7 +18,7 @@ MATMUL, NETWORK, KERNEL, COPY, ELEMENTWISE = (
 SORTS = (MATMUL, NETWORK, KERNEL, COPY, ELEMENTWISE)
 MATMULS = {"dot", "convolution", "ragged-dot"}
 COPIES = {"copy", "copy-start", "copy-done", "transpose", "reshape", "bitcast", "slice"}
-# Their time is that of what they call.
+# Instructions whose time is that of what they call.
 CALLERS = {"while", "conditional", "call"}
 # Custom calls of libraries that are matmuls; any other is a kernel of ours or of cuDNN.
 GEMM = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul|cublas)', re.I)
@@ -35,7 +36,8 @@ class KindOfWork(NamedTuple):
 
 
 def operations(hlo_text: str) -> dict[str, KindOfWork]:
-    """Returns the instructions of a module that do work, by name. Those that only call have none.
+    """Returns the instructions of a module that do work, by name; those that only call are left
+    out.
 
     Raises an error of hlo.UNREADABLE for text that cannot be read.
     """

@@ -1,4 +1,4 @@
-"""The parts of a step whose names XLA keeps in its text, so that a profile can tell them apart."""
+"""Names the parts of a step in XLA's text, so that a profile can tell them apart."""
 
 import functools
 from collections.abc import Callable
@@ -11,13 +11,14 @@ T = TypeVar("T")
 
 # In the order of a step. Outer parts count: the norm of queries belongs to attention.
 PARTS = ("gather", "embedding", "norm", "attention", "mlp", "head", "reduction", "optimizer")
-OTHER = "other"  # between them: residuals, noise, loops, parts of an own model
+OTHER = "other"  # everything else: residuals, noise, loops, parts of a custom model
 
 
 def part(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Returns a decorator: what the function traces bears the name of this part of a step.
+    """Returns a decorator that gives everything the function traces the name of this part of a
+    step.
 
-    It changes no instruction, only what XLA writes beside it.
+    It changes no instruction, only its metadata.
     """
     assert name in PARTS, name
 

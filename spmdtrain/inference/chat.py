@@ -1,4 +1,4 @@
-"""A conversation with a trained run: each question is answered with all that was said so far."""
+"""Holds a conversation with a trained run: each answer takes account of everything said so far."""
 
 from collections.abc import Sequence
 from functools import partial

@@ -49,7 +49,7 @@ def evaluate(
     """Returns the loss of `run` after `step` steps (default: the newest) on data or files.
 
     `paths` are either texts as `data prepare` reads them (`field` names the texts of a table or of
-    JSON lines), which the run's own tokenizer encodes, or token files made with that tokenizer; all
+    JSON lines), which the run's own tokenizer encodes, or token files made with that tokenizer. All
     of their tokens count. `overrides` may set mesh.* (default: one device) and the settings in
     SETTABLE. `make` is what the run was trained with: a class or its name, as in `model.make`. With
     `ema` the loss is that of the average of the weights, which a run with `optimizer.ema` has.
@@ -110,10 +110,10 @@ def _by_source(found: Sequence[tuple[Predicted, int]]) -> dict[str, Any]:
 
 
 def _bits_per_byte(found: Sequence[tuple[Predicted, int]]) -> float | None:
-    """Returns the bits per byte of text that mixes the tokens of the sources by their shares.
+    """Returns the bits per byte of a text that mixes the sources' tokens by their shares: bits per
+    token over bytes per token, each a mean weighted by the shares.
 
-    This is bits per token over bytes per token, each a mean weighted by the shares. None if a
-    source has no bytes.
+    None if a source has no bytes.
     """
     counted = [(predicted, size) for predicted, size in found if predicted.tokens]
     if not all(size for _, size in counted):
@@ -161,16 +161,17 @@ def _corpus_of(opened: OpenedRun, paths: Sequence[str], field: str) -> Corpus:
 
 
 def _ended(ids: np.ndarray, end: int | None) -> np.ndarray:
-    """Returns a document as the run was trained on it: with the token that ends it."""
+    """Returns a document as in the run's training data: with the token that ends it."""
     return ids if end is None else np.append(ids, end)
 
 
 def _predict(
     opened: OpenedRun, sets: Sequence[EvalSet], limit: int | None
 ) -> list[tuple[Predicted, int]]:
-    """Returns what the model predicted of each set, and the bytes of that text.
+    """Returns the model's predictions for each set, and the bytes of their text, 0 if ids have no
+    text.
 
-    The bytes are 0 if ids have no text. `limit`: windows of each set, or all.
+    `limit`: windows of each set; None: all.
     """
     setup = opened.setup
     # Which tokens such a model restores is not known here, so neither are their bytes.

@@ -31,14 +31,18 @@ Ids = np.ndarray
 
 @dataclass(frozen=True)
 class Programs:
-    """What answers requests with any weights of one model: compiled once, for each length."""
+    """The programs that answer requests with any weights of one model, compiled once for each
+    length.
+    """
 
     score: Callable[..., tuple[jax.Array, jax.Array]]  # see `_make_score`
     generate: Callable[[int], Callable[..., list[Ids]]]  # by the number of new tokens
 
 
 def make_programs(setup: Setup, end_of_text: int | None) -> Programs:
-    """Returns the programs for a setup. Raises ConfigError if it cannot answer: a pipeline."""
+    """Returns the programs for a setup. Raises ConfigError if it has a pipeline, which cannot
+    answer.
+    """
     ends = () if end_of_text is None else (end_of_text,)
 
     @functools.cache
@@ -51,11 +55,12 @@ def make_programs(setup: Setup, end_of_text: int | None) -> Programs:
 def likelihoods(
     opened: OpenedRun, pairs: Sequence[tuple[Ids, Ids]], programs: Programs | None = None
 ) -> list[tuple[float, bool]]:
-    """Returns (log-likelihood in nats, is it the likeliest?) of each (context, continuation).
+    """Returns (log-likelihood in nats, whether it is the likeliest) of each (context,
+    continuation).
 
     A continuation is scored given its context. The model sees the last `max_length` tokens of the
     two together, the length it was trained for. Both must have at least one token. `programs` are
-    those of the run's setup, if they were made before.
+    those of the run's setup, if already made.
     """
     limit = opened.config.model.max_length
     score = (programs or make_programs(opened.setup, opened.end_of_text)).score
@@ -135,8 +140,8 @@ def evaluate_tasks(
     """Runs `tasks` of lm-evaluation-harness on `run`. Returns its results, by task.
 
     `limit` is the number of examples per task. The harness fetches its own data. With `ema` the
-    average of the weights is judged. Raises ConfigError if the harness is not installed or does not
-    know a task.
+    average of the weights is evaluated. Raises ConfigError if the harness is not installed or does
+    not know a task.
     """
     import_harness()
     opened = open_run(run, step=step, make=make, overrides=overrides, ema=ema)
@@ -182,7 +187,9 @@ def harness_model(opened: OpenedRun, programs: Programs | None = None) -> Any:
         return before, whole[len(before) :]
 
     class TrainedRun(LM):
-        """Answers requests, which are texts, in the order in which they were asked."""
+        """A trained run as the harness sees it. It answers requests, which are texts, in their
+        order.
+        """
 
         def loglikelihood(self, requests, disable_tqdm: bool = False):  # noqa: ARG002
             asked = [pair(*request.args) for request in requests]

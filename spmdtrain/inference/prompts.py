@@ -1,4 +1,4 @@
-"""Prompts as token ids, read from texts, conversations, or ids."""
+"""Turns prompts into token ids: texts, conversations, or ids."""
 
 import sys
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ NOTHING = "--prompt is empty: there is nothing to continue"
 
 
 class Prompts(NamedTuple):
-    """Prompts, and the form in which they were given."""
+    """The prompts, and the form in which they were given."""
 
     ids: list[np.ndarray]  # int32 [time] each
     tokenizer: Tokenizer | None = None  # None: the prompts were given as ids
@@ -77,7 +77,7 @@ def prompt_ids(messages: list, template: Template, tokenizer: Tokenizer) -> np.n
 
 
 def ending_of(opened: OpenedRun, template: Template) -> AnswerEnd:
-    """Returns what ends an answer of a run."""
+    """Returns the tokens and the text that end an answer of a run."""
     ends = [*template.ends, opened.end_of_text]
     ids = tuple(dict.fromkeys(end for end in ends if end is not None))
     return AnswerEnd(ids, template.frame.closing)
@@ -132,7 +132,7 @@ def texts_to_stop(stop: Any) -> list[str]:
 
 
 def stops_of(prompts: Prompts, texts: Sequence[str], end: int | None) -> Stops:
-    """Returns what ends the generated texts: `texts`, the id `end`, and the close of a message."""
+    """Returns the stops of generated texts: `texts`, the id `end`, and the close of a message."""
     ids = [] if end is None else [end]
     texts = list(texts)
     if texts and prompts.tokenizer is None:

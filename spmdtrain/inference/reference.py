@@ -1,6 +1,6 @@
-"""The log-probabilities that a run, as the reference model, gives to pairs of answers.
+"""Computes the log-probabilities that a run, as the reference model, gives to pairs of answers.
 
-They are computed once and kept next to the token file, so that training needs no second model.
+They are stored next to the token file, so training needs no second model.
 """
 
 from collections.abc import Sequence
@@ -42,9 +42,9 @@ def write_reference(
 ) -> np.ndarray:
     """Writes and returns the log-probabilities of the pairs in a token file, float32 [pairs, 2].
 
-    They are those of the chosen and of the rejected answers by the weights of `run` after `step`
-    steps (default: the newest). `overrides` may set mesh.* (default: one device) and the settings
-    in SETTABLE; a pair must fit into `train.sequence_length`. Raises UserError.
+    They are the log-probabilities of the chosen and of the rejected answers, by the weights of
+    `run` after `step` steps (default: the newest). `overrides` may set mesh.* (default: one device)
+    and the settings in SETTABLE; a pair must fit into `train.sequence_length`. Raises UserError.
     """
     source = open_tokens(as_path(path, "path"))
     if not source.has_pairs:

@@ -1,4 +1,6 @@
-"""The figures of an evaluation during a run: losses, and every n-th time tasks of the harness."""
+"""Computes the figures of an evaluation during a run: losses, and every n-th time tasks of the
+harness.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +17,8 @@ from spmdtrain.train.state import TrainState
 def make_evaluate_with_tasks(setup: Setup, data: Data) -> Callable[[TrainState], dict[str, float]]:
     """Returns `figures(state)`, those of `make_eval_figures` and of `eval.tasks`.
 
-    Which evaluations run the tasks follows from the step alone, so that a resumed run has the same.
-    Raises ConfigError if the tasks cannot be run.
+    Which evaluations run the tasks depends only on the step, so a resumed run makes the same
+    choice. Raises ConfigError if the tasks cannot be run.
     """
     losses = make_eval_figures(setup, data)
     settings = setup.config.eval
@@ -34,10 +36,10 @@ def make_evaluate_with_tasks(setup: Setup, data: Data) -> Callable[[TrainState],
 
 
 def make_task_figures(setup: Setup, data: Data) -> Callable[[TrainState], dict[str, float]]:
-    """Returns `figures(state)`: what the harness finds with these weights for each `eval.tasks`.
+    """Returns `figures(state)`: the harness's results with these weights for each of `eval.tasks`.
 
-    A figure is called task/TASK/METRIC. All processes call it and ask the same. Raises ConfigError
-    if the run cannot answer, or if the harness is not installed.
+    A figure is called task/TASK/METRIC. All processes call it, with the same requests. Raises
+    ConfigError if the run cannot answer, or if the harness is not installed.
     """
     tasks, limit = setup.config.eval.tasks, setup.config.eval.task_examples
     asked = f"eval.tasks={','.join(tasks)}"

@@ -1,4 +1,4 @@
-"""A trained run, opened for reading: its settings, its model, its weights, its tokenizer."""
+"""Opens a trained run for reading: its settings, its model, its weights, its tokenizer."""
 
 import contextlib
 import math
@@ -22,14 +22,16 @@ from spmdtrain.parallel.axes import BATCH_AXES, batch_shards
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.shard import shard
 
-# What may be set when a run is read: what belongs to the devices, not to the run.
+# Settings that may be changed when a run is read: those that belong to the devices, not to the run.
 OF_DEVICES = ("mesh.", "rules.", "model.attention")
 SEQUENCES = 8  # per batch shard, if no number is given
 
 
 @dataclass(frozen=True)
 class OpenedRun:
-    """A run, opened by `open_run`. `params` are those of `step`, in the shards of `setup`."""
+    """An opened run, as `open_run` returns it. `params` are those of `step`, in the shards of
+    `setup`.
+    """
 
     run: Path
     step: int
@@ -46,7 +48,9 @@ class OpenedRun:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the run; CheckpointError if it was trained on ids that have no text."""
+        """The tokenizer of the run. Raises CheckpointError if it was trained on ids that have no
+        text.
+        """
         if self.tokenizer_spec is None:
             raise CheckpointError(
                 f"{self.run} was trained on tokens without a tokenizer: there is no text"
@@ -68,9 +72,9 @@ def open_run(
 
     Without `step` it is the newest intact one: see `read_step` in restore.py. `make` is what the
     run was trained with: a class or its name, as in `model.make`. The mesh is one device unless
-    `overrides` set `mesh.*`; they may set what is in `settable` and nothing else. With `ema` the
-    weights are the average that was kept with `optimizer.ema`. A run that learned from pairs of
-    answers is read as one that learned from texts, unless `with_pairs`. Raises UserError.
+    `overrides` set `mesh.*`; they may set only what is in `settable`. With `ema` the weights are
+    the average that was kept with `optimizer.ema`. A run that learned from pairs of answers is read
+    as one that learned from texts, unless `with_pairs`. Raises UserError.
     """
     run, step, ema = as_run(run, "run"), as_step(step), as_flag(ema, "ema")
     overrides = as_overrides(overrides)

@@ -34,8 +34,8 @@ def pipeline_schedule(config: RunConfig, stages: int, accumulation: int) -> Tabl
     table = choose_table(asked.schedule, stages, asked.chunks, accumulation)
     if table.split and config.train.remat != "none":
         raise ConfigError(
-            f"train.remat={config.train.remat!r}: "
-            f"{asked.schedule!r} takes a layer's backward apart",
+            f"train.remat={config.train.remat!r}: {asked.schedule!r} splits a layer's backward "
+            "in two",
             fix="--set train.remat=none",
         )
     return table

@@ -1,4 +1,4 @@
-"""Draws schedules: as text with a column per tick, and as an SVG to the scale of time."""
+"""Draws schedules: as text with a column per tick, and as an SVG drawn to scale."""
 
 from colorsys import hls_to_rgb
 from typing import TYPE_CHECKING
@@ -66,8 +66,7 @@ def describe_pipeline(table: Table, layout: "StageLayout") -> str:
 def bubbles(table: Table, times: Times, *, peers: bool) -> str:
     """Describes the bubble in one line, with the times from which it follows.
 
-    `peers`: add the bubble of other frameworks, which run a schedule of this kind in their own
-    order; only for kinds that they have.
+    `peers`: adds the bubble of other frameworks that run this kind of schedule in their own order.
     """
     found = [f"{bubble_fraction(table, times):.1%} in lockstep"]
     if peers and table.kind in ("1f1b", "interleaved"):

@@ -1,4 +1,4 @@
-"""Takes the gradient of one layer apart, into what to keep and a part for each gradient.
+"""Splits the gradient of one layer into what to keep and a part for each gradient.
 
 The residuals of `jax.vjp` are of two kinds. Those that depend on the layer's input are *kept* from
 forward to backward. The others (weights, and whatever follows from weights, positions, segments and
@@ -8,7 +8,7 @@ The split backward of zero-bubble schedules (Qi et al., arXiv 2401.10241) first 
 gradient of the input needs. The results that the weight gradient reads are *deferred*: they wait,
 with what was kept, for the tick of the weight gradient.
 
-This is the only file that takes jaxprs apart. `_evaluate` runs those equations of a jaxpr that lead
+This is the only file that cuts jaxprs up. `_evaluate` runs those equations of a jaxpr that lead
 from known variables to wanted ones.
 """
 
@@ -31,7 +31,7 @@ class LayerGradient:
     Side losses are a tree of scalars, which may be empty. The layer is traced once; only the shapes
     of the given arguments count.
 
-    `kept` are the shapes of what waits from forward to backward. With `split`, `deferred` are those
+    `kept` has the shapes of what waits from forward to backward. With `split`, `deferred` has those
     of what waits from backward to the weight gradient.
 
     Two jaxprs are cut up: `_forward`, (weights, x, rest) -> (y, side losses, residuals), and with

@@ -1,4 +1,4 @@
-"""Assigns the layers of a stack to pipeline stages, and gives the shape in which it rests.
+"""Assigns the layers of a stack to pipeline stages, and gives the shape in which it is stored.
 
 With v chunks on each of p stages and Lc layers in a chunk, chunk c of stage s holds the layers
 (c p + s) Lc up to (c p + s + 1) Lc. A stack [layers, ...] in pipeline layout is therefore
@@ -20,7 +20,9 @@ Stack = TypeVar("Stack", jax.Array, np.ndarray)
 
 @dataclass(frozen=True)
 class StageLayout:
-    """`layers` layers in `chunks` v on each of `stages` p, with `per_chunk` Lc places in each."""
+    """The layout of `layers` layers in `chunks` v on each of `stages` p, with `per_chunk` Lc places
+    in each.
+    """
 
     chunks: int
     stages: int
@@ -46,7 +48,7 @@ class StageLayout:
 
     @property
     def padding(self) -> int:
-        """The number of places without a layer of their own. They cost as much as layers."""
+        """The number of padding places. They cost as much as layers."""
         return self.places - self.layers
 
     def staged(self, stack: jax.Array) -> jax.Array:

@@ -35,13 +35,13 @@ class Phase:
 
     @property
     def flags(self) -> tuple[bool, ...]:
-        """All fields but `start` and `stop`, in order."""
+        """The fields except `start` and `stop`, in order."""
         return tuple(getattr(self, field.name) for field in fields(self)[2:])
 
 
 @dataclass(frozen=True)
 class RepeatedPhases:
-    """Phases that run one after another, `repeats` times.
+    """A sequence of phases that runs `repeats` times.
 
     All repeats have phases of the same lengths with the same kinds of work. `phases` are those of
     the first repeat, with every flag that any of the repeats has.

@@ -1,4 +1,5 @@
-"""Pipeline schedules as numpy tables: what every stage does at every tick, and where data waits.
+"""Builds pipeline schedules as numpy tables: what every stage does at every tick, and where data
+waits.
 
 Words. A *stage* is a share of the devices. It holds `chunks` runs of layers, and a microbatch
 passes chunk 0 of all stages, then chunk 1 of all stages, and so on. A *unit* is one microbatch in
@@ -113,22 +114,22 @@ class Table:
 
     @property
     def entering_microbatch(self) -> np.ndarray:
-        """[ticks]: the microbatch whose first forward, on stage 0, runs at this tick, or -1."""
+        """The microbatch [ticks] whose first forward, on stage 0, runs at this tick, or -1."""
         return np.where(self.forward_chunk[:, 0] == 0, self.forward_microbatch[:, 0], -1)
 
     @property
     def leaving_microbatch(self) -> np.ndarray:
-        """[ticks]: the microbatch whose last backward, on stage 0, runs at this tick, or -1."""
+        """The microbatch [ticks] whose last backward, on stage 0, runs at this tick, or -1."""
         return np.where(self.backward_chunk[:, 0] == 0, self.backward_microbatch[:, 0], -1)
 
     @property
     def embed_microbatch(self) -> np.ndarray:
-        """[ticks]: the microbatch that is embedded at this tick, or -1; it enters at the next."""
+        """The microbatch [ticks] that is embedded at this tick, or -1; it enters at the next."""
         return np.append(self.entering_microbatch[1:], np.int32(-1))
 
     @property
     def embed_backward_microbatch(self) -> np.ndarray:
-        """[ticks]: the microbatch whose embedding has its backward at this tick, or -1.
+        """The microbatch [ticks] whose embedding has its backward at this tick, or -1.
 
         It left stage 0 at the previous tick.
         """
@@ -136,7 +137,7 @@ class Table:
 
     @property
     def head_microbatch(self) -> np.ndarray:
-        """[ticks]: the microbatch whose head runs at this tick, leaving the last stage, or -1."""
+        """The microbatch [ticks] whose head runs at this tick, leaving the last stage, or -1."""
         leaves = self.forward_chunk[:, -1] == self.chunks - 1
         return np.where(leaves, self.forward_microbatch[:, -1], -1)
 
@@ -259,13 +260,13 @@ def assign_slots(
     *,
     stash: np.ndarray | None = None,
 ) -> Table:
-    """Makes the table of these units: gives whatever waits a slot for as long as it lives.
+    """Makes the table of these units, giving everything that waits a slot for as long as it lives.
 
     The units, [ticks, stages, (microbatch, chunk)] each, must have passed `check.check_units`.
     `stash`, [ticks, stages], sets the stash slots of the forwards by hand.
 
-    Slots are assigned greedily, by the start of lives. That takes as many slots as lives overlap at
-    most, so no fewer would do.
+    Slots are assigned greedily, by the start of lives. That takes as many slots as lives that
+    overlap at most, so fewer would not do.
     """
     stages = forward.shape[1]
     split = bool((weight >= 0).any())

@@ -1,8 +1,8 @@
 """Compiles the best layouts and ranks them again by XLA's figures: `spmdtrain plan --compile K`.
 
-A formula cannot know whether XLA compiles a layout, is off by a few per cent in the memory held,
-and assumes that this layout hides as much traffic as the fleet does. Each layout is compiled in a
-separate process, because XLA ends the process if it fails.
+A formula cannot know whether XLA compiles a layout, is off by a few per cent in the memory that is
+held, and assumes that this layout hides as much traffic as the fleet does. Each layout is compiled
+in a separate process, because XLA ends the process if it fails.
 """
 
 import json
@@ -21,11 +21,9 @@ LONGEST = 1200  # seconds for one layout; 1T over 3072 devices takes about 60
 
 @dataclass(frozen=True)
 class CompiledPlan:
-    """A layout, and what its compiled step says about it.
-
-    held: bytes on a device by XLA's account; None if it did not compile because of `problem`.
-    seconds: of a step, predicted with what the compiled step hides of its traffic; None in the same
-    case.
+    """A layout, with the figures of its compiled step. held: bytes on a device by XLA's account;
+    None if it did not compile because of `problem`. seconds: those of a step, predicted with the
+    traffic that the compiled step hides; None in the same case.
     """
 
     plan: Plan

@@ -1,4 +1,4 @@
-"""Compiles the real step for absent GPUs: XLA's own figures for memory and collectives.
+"""Compiles the real step for absent GPUs, for XLA's own figures of memory and collectives.
 
 Needs jax's CUDA plugin and the compiler wheels, but no driver and no GPU: `pip install --no-deps
 jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm`, of the versions of the installed
@@ -21,8 +21,8 @@ from spmdtrain.planner.cost.hardware import Hardware, devices_per_host
 def compile_step(config: RunConfig, sizes: dict[str, int], device: Hardware) -> dict[str, Any]:
     """Compiles the step; returns the contents of RUN/compiled.json, "overlap" and "traffic".
 
-    They come from hlo.report, hlo.overlaps and hlo.traffic. The last two are None if they cannot be
-    read off the text, e.g. because XLA does not say how often a loop runs; `unread` is the reason.
+    They come from hlo.report, hlo.overlaps and hlo.traffic. The last two are None if the text does
+    not tell them, e.g. because XLA does not say how often a loop runs; `unread` is the reason.
     `model.vocab` must be set.
     """
     from spmdtrain.compiled import hlo
@@ -62,7 +62,7 @@ def described_devices(device: Hardware, count: int) -> list[Any]:
             target_config=target(device),
             topology=f"1x{count // per_host}x{per_host}",
         )
-    except Exception as error:  # which one depends on what is missing
+    except Exception as error:  # the type of error depends on what is missing
         raise ConfigError(
             f"cannot compile for {device.name} here: {str(error).splitlines()[0]}",
             fix="make cuda-compiler, or pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt "

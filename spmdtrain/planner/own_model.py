@@ -1,9 +1,9 @@
-"""The planner's view of a custom model.
+"""Gives the planner its view of a custom model.
 
 Parameters, gradients and optimizer state are counted in the model's abstract state, layout by
 layout, and FLOPs in its program. What a layer keeps for its backward, and what a step does apart
-from matmuls, are taken from a transformer of the sizes in [model] with as many FLOPs. XLA knows
-better: `plan --compile`, `estimate --compile`.
+from matmuls, are taken from a transformer of the sizes in [model] with as many FLOPs. `plan
+--compile` and `estimate --compile` ask XLA for the real figures.
 """
 
 from dataclasses import replace
@@ -39,7 +39,7 @@ class OwnModel:
 
         self._config, self._make = choose_model(config)
         self._optimizer = optimizer
-        self.refusal: ConfigError | None = None  # for the last layout that the model does not allow
+        self.refusal: ConfigError | None = None  # why the model does not allow the last layout
         self.divided = model_shape(config)  # its sizes must be divisible by a mesh
         self.shape = shape_of_own(config, self.divided)
         self._built = cache(self._build)
@@ -93,7 +93,7 @@ def shape_of_own(config: RunConfig, shape: ModelShape) -> ModelShape:
     """Returns a transformer that stands for a custom model: `shape`, with as many FLOPs a token.
 
     They are counted in the model's own program, and the width of the mlp is adjusted to match. If
-    the FLOPs of a program cannot be counted, the shape stays as it is.
+    the FLOPs of a program cannot be counted, the shape is unchanged.
     """
     from spmdtrain.models.abstract import build_model
     from spmdtrain.models.choose import choose_model

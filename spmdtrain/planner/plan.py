@@ -3,7 +3,7 @@
 A *layout* is a mesh shape with a microbatch, a schedule and its chunks, remat and ZeRO. Candidates
 are what this framework can run: the tensor axis stays inside a host and divides the heads, and
 microbatches divide the batch. A closed form of the memory sorts out what cannot fit. For a mesh on
-which nothing fits, one layout stands for all.
+which nothing fits, one layout represents all.
 """
 
 from collections.abc import Iterator, Sequence
@@ -155,7 +155,9 @@ def best_of_each_mesh(plans: Sequence[Plan], count: int) -> list[Plan]:
 
 
 def why_not(plan: Plan, best: Plan) -> str:
-    """Names the memory of a plan that does not fit, else the term in which it loses most time."""
+    """Returns the memory of a plan that does not fit, or else the term in which it loses most
+    time.
+    """
     if not plan.fits:
         needed = plan.memory.total / 1e9
         safe = SAFE_SHARE * plan.estimate.hardware.memory / 1e9
@@ -171,10 +173,7 @@ def why_not(plan: Plan, best: Plan) -> str:
 
 
 def why_experts(plans: Sequence[Plan]) -> list[str]:
-    """Says why the best plan has its size of `expert`: lines that compare it with other sizes.
-
-    None for a model without experts.
-    """
+    """Returns lines that compare the best plan's size of `expert` with other sizes;"""
     best = plans[0]
     if best.workload.model.experts is None:
         return []
@@ -280,7 +279,7 @@ def _best_matmuls(
 
 
 def _sequence_parallel(workload: Workload, mesh: MeshShape) -> bool:
-    """Returns True if the residual stream is split over `tensor`: wherever the tokens divide.
+    """Returns True if the residual stream is split over `tensor`, which it is if the tokens divide.
 
     It saves memory and moves the same number of bytes: a reduce-scatter and an all-gather replace
     the all-reduce.
@@ -289,7 +288,7 @@ def _sequence_parallel(workload: Workload, mesh: MeshShape) -> bool:
 
 
 def _dense_over_expert(workload: Workload, mesh: MeshShape) -> bool:
-    """Returns True if `expert` splits all weights: wherever their width divides.
+    """Returns True if `expert` splits all weights, which it does if their width divides.
 
     A device that owns experts would otherwise have a copy of everything else.
     """
@@ -297,7 +296,8 @@ def _dense_over_expert(workload: Workload, mesh: MeshShape) -> bool:
 
 
 def _experts_over_tensor(workload: Workload, mesh: MeshShape) -> bool:
-    """Returns True if `tensor` owns whole experts: where it splits the tokens, and experts divide.
+    """Returns True if `tensor` owns whole experts, which it does if it splits the tokens and
+    experts divide.
 
     Then nothing is sent twice, and no sum over `tensor` follows.
     """

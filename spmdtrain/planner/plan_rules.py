@@ -64,7 +64,9 @@ class Assignment:
         return {"parameters": unsplit, "activations": unsplit | STREAMS[self.streams[0]]}
 
     def extended(self, kind: str, way: str, stream: str, cost: tuple[float, float]) -> "Assignment":
-        """Returns it with one kind and the stream after that. `cost`: (seconds, more bytes)."""
+        """Returns the assignment extended by one kind and the stream after it. `cost`: (seconds,
+        more bytes).
+        """
         seconds, more_bytes = cost
         return Assignment(
             ways=self.ways | {kind: way},
@@ -84,7 +86,7 @@ def plan_rules(
     """
     if config.model.experts and not config.model.make:
         raise ConfigError(
-            "plan --rules knows no ways of a model with experts",
+            "plan --rules does not support models with experts",
             asked="[model.experts]",
             fix="spmdtrain plan, whose settings include the rules of experts",
         )
@@ -234,7 +236,7 @@ def _resharding(
 def _way_seconds(
     kind: str, way: str, workload: Workload, hardware: Hardware, software: Software
 ) -> float:
-    """Returns the seconds of a microbatch of a kind, less the sums that resharding counts."""
+    """Returns the seconds of a microbatch of a kind, without the sums that resharding counts."""
     laid_out = _laid_out(way, workload)
     # Sums over `tensor` turn "partial" into "whole": they are resharding here.
     if kind == "vocabulary":

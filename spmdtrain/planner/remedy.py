@@ -27,7 +27,7 @@ def cheapest_change(config: RunConfig, sizes: Mapping[str, int], share: float) -
 
 
 def _candidates(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    """Yields changes, the cheapest first."""
+    """Yields changes, cheapest first."""
     train = config.train
     shards = batch_shards(sizes)
     whole = train.microbatch or train.global_batch // shards

@@ -1,4 +1,4 @@
-"""The bytes that theory makes a device send in one step of a layout, by mesh axis.
+"""Counts the bytes that, in theory, a device sends in one step of a layout, by mesh axis.
 
 `hlo.traffic` says what the compiled step sends. Both count a ring: of `whole` bytes, an all-gather
 and a reduce-scatter over n devices send (n - 1) / n each, and an all-reduce sends both. Scalars do
@@ -19,8 +19,8 @@ from spmdtrain.planner.cost.workload import Workload
 def needed_traffic(workload: Workload) -> dict[str, float]:
     """Returns, by mesh axis of more than one device, the bytes each device sends in one step.
 
-    Weights and gradients that `fsdp` and `expert` split together are under "fsdp+expert", as in
-    what is said of a compiled step.
+    Weights and gradients that `fsdp` and `expert` split together are under "fsdp+expert", as in the
+    report of a compiled step.
     """
     sizes = workload.mesh.sizes
     dense_axes = _dense_axes(workload)
@@ -73,9 +73,10 @@ def _expert_reduction_bytes(workload: Workload) -> float:
 
 
 def _exchange_bytes(workload: Workload) -> float:
-    """Counts the tokens that travel to their experts and back, in one round if loads are even.
+    """Counts the bytes of tokens that travel to their experts and back, in one round if loads are
+    even.
 
-    With `tensor` as an owner of experts they travel over both axes, and all count here.
+    If `tensor` owns experts too they travel over both axes, and all count here.
     """
     model = workload.model
     if model.experts is None:
@@ -174,8 +175,8 @@ def _of_ring(workload: Workload) -> float:
     """Returns how often a device sends keys and values, or as many bytes, for one layer.
 
     The forward takes n - 1 hops, and runs again with remat "full": other policies keep its results.
-    The backward sends keys n times, since its scan also sends what nobody reads any more, and the
-    gradients in float32 n - 1 times.
+    The backward sends keys n times, since its scan also sends those that are no longer read, and
+    the gradients in float32 n - 1 times.
     """
     hops = workload.mesh.context - 1
     forward = hops * (2 if workload.remat == "full" else 1)

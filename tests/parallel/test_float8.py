@@ -122,5 +122,5 @@ def test_a_gpu_without_8_bit_matmuls_is_refused():
     assert DEVICES["h100"].peak("float8") == pytest.approx(
         2 * DEVICES["h100"].peak("bfloat16"), rel=1e-3
     )
-    with pytest.raises(ConfigError, match="no rate of 8-bit floats is known of a100-80"):
+    with pytest.raises(ConfigError, match="no rate of 8-bit floats is known for a100-80"):
         DEVICES["a100-80"].peak("float8")

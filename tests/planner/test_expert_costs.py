@@ -260,5 +260,5 @@ def test_further_tokens_are_planned_without_a_pipeline():
 
 
 def test_rules_of_experts_are_not_searched_and_it_says_so():
-    with pytest.raises(ConfigError, match=r"plan --rules knows no ways .*\[model.experts\]"):
+    with pytest.raises(ConfigError, match=r"plan --rules does not support .*\[model.experts\]"):
         plan_rules(tiny(*LLAMA, *EXPERTS, "mesh.tensor=2"), 2, H100)

@@ -1,4 +1,5 @@
-"""Seconds of single collectives on one device: rings over a mesh axis, and sends between stages.
+"""Estimates the seconds of single collectives on one device: rings over a mesh axis, and sends
+between stages.
 
 A ring collective takes bytes / bandwidth for the data and one latency per hop. `Group` says which
 devices take part: the members on one host share fast links, and a ring that leaves its host uses
@@ -85,8 +86,8 @@ def all_to_all_seconds(sent: float, group: Group, hardware: Hardware) -> float:
 def relayed_seconds(sent: float, across: float, group: Group, hardware: Hardware) -> float:
     """Returns the seconds of an all-to-all whose messages are passed on inside their host.
 
-    A member sends `sent` bytes to members of all hosts in the end, of which only `across` cross the
-    network: once to each host. Both happen at the same time (DeepEP; Hybrid-EP of NVIDIA).
+    A member sends `sent` bytes to members of all hosts, of which only `across` cross the network:
+    once to each host. Both happen at the same time (DeepEP; Hybrid-EP of NVIDIA).
     """
     if group.size == 1:
         return 0.0

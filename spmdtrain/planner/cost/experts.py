@@ -1,6 +1,6 @@
-"""The experts of a model, and what their exchange moves (`spmdtrain.parallel.experts`).
+"""Sizes the experts of a model, and the traffic of their exchange (`spmdtrain.parallel.experts`).
 
-Plain numbers. Buckets and tiles are those that a run makes, by the same functions.
+All are plain numbers. Buckets and tiles are those that a run makes, by the same functions.
 """
 
 import math
@@ -12,8 +12,8 @@ from spmdtrain.parallel.experts.sending import Bucket, bucket_of
 # Large all-to-alls of a layer. The backward sends the tokens again, and does not keep them.
 FORWARD_EXCHANGES = 2  # tokens there, results back
 BACKWARD_EXCHANGES = 3  # tokens and gradients there, gradients back
-# Bytes of a row beside its token: message, expert and gate there, in both passes, and the gradient
-# of the gate back.
+# Bytes of a row in addition to its token: message, expert and gate there, in both passes, and the
+# gradient of the gate back.
 TOLD_BYTES = 12 + 12 + 4
 
 
@@ -40,7 +40,7 @@ class ExpertShape:
 
     @property
     def router_biases(self) -> int:
-        """Returns the parameters of a router beside its matrix."""
+        """The number of a router's parameters other than its matrix."""
         return self.count * (2 if self.logit_bias else 1)
 
 
@@ -48,7 +48,7 @@ class ExpertShape:
 class Dispatch:
     """One layer's exchange of the `tokens` of one device, with `devices` that own the experts.
 
-    imbalance: rows of the fullest device over the mean, and likewise of its buckets.
+    imbalance: rows of the fullest device over the mean, which also holds for its buckets.
     """
 
     experts: ExpertShape
@@ -80,7 +80,7 @@ class Dispatch:
 
     @property
     def messages(self) -> int:
-        """The number of messages that a device has room for in one round, its own included."""
+        """The number of messages that a device has room for in one round, including its own."""
         return self.devices * self.bucket.messages
 
     @property
@@ -90,14 +90,14 @@ class Dispatch:
 
     @property
     def padded(self) -> int:
-        """`places` with room to fill up each expert's rows to whole tiles."""
+        """The number of `places` with room to fill each expert's rows up to whole tiles."""
         return self.places + min(self.own, self.places) * self.tile
 
     @property
     def rows_of_expert(self) -> int:
         """The rows that an expert of the fullest device multiplies, padded to whole tiles.
 
-        Half a tile is wasted on average. A device that owns all experts has its own rows alone.
+        Half a tile is wasted on average. A device that owns all experts has only its own rows.
         """
         imbalance = self.imbalance if self.devices > 1 else 1.0
         rows = imbalance * self.tokens * self.experts.chosen / self.own
@@ -108,21 +108,20 @@ class Dispatch:
         return tile_of(self.tokens * self.experts.chosen // self.own)
 
     def sent_bytes(self, width: int, size: int) -> float:
-        """Returns what a device sends for one large all-to-all, in all of its rounds.
-
-        width: of a token, in elements of `size` bytes.
+        """Returns the bytes that a device sends for one large all-to-all, in all of its rounds.
+        width: that of a token, in elements of `size` bytes.
         """
         return self.rounds * (self.devices - 1) * self.bucket.messages * width * size
 
     def row_bytes(self, width: int, size: int) -> float:
-        """Returns what a device sends if each of a token's experts gets an own copy of it."""
+        """Returns the bytes that a device sends if each of a token's experts gets its own copy."""
         share = (self.devices - 1) / self.devices
         return share * self.tokens * self.experts.chosen * width * size
 
     def host_bytes(self, hosts: int, width: int, size: int) -> float:
-        """Returns what a device sends to other hosts if each gets a token once.
+        """Returns the bytes that a device sends to other hosts if each gets a token once.
 
-        As `bucket_of` counts devices: all sets of experts are equally likely.
+        As in `bucket_of`, all sets of experts are equally likely.
         """
         count, chosen = self.experts.count, self.experts.chosen
         absent = math.comb(count - count // hosts, chosen) / math.comb(count, chosen)
@@ -130,5 +129,7 @@ class Dispatch:
 
     @property
     def told_bytes(self) -> float:
-        """Returns what a device sends of rows beside their tokens, forward and backward."""
+        """The bytes that a device sends about rows in addition to their tokens, forward and
+        backward.
+        """
         return self.rounds * (self.devices - 1) * self.bucket.rows * TOLD_BYTES

@@ -1,4 +1,4 @@
-"""FLOPs of a training step in closed form.
+"""Counts the FLOPs of a training step in closed form.
 
 A multiplication and an addition count as two. The FLOPs that a kernel really computes are counted
 where its time is estimated (layer_time.py).
@@ -12,10 +12,10 @@ def model_flops_per_token(
 ) -> float:
     """Returns the FLOPs of forward and backward per token: causal attention, no recomputation.
 
-    Two for a multiplication by a weight, two for the gradient of what it multiplies, and two for
-    its own where it is trained: those of adapters are. Frozen first layers have only the first two.
-    Of experts those count that a token goes through. Equal to what the metrics of a run use,
-    `models.size.train_flops_per_token` and, where weights are frozen,
+    These are two for a multiplication by a weight, two for the gradient of its input, and two for
+    the weight's own gradient if it is trained, as those of adapters are. Frozen first layers have
+    only the first two. Only the experts that a token goes through count. Equal to what the metrics
+    of a run use, `models.size.train_flops_per_token` and, if weights are frozen,
     `models.flops.counted_flops_per_token`.
     """
     trained = trained or Trained()

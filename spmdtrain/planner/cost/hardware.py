@@ -1,4 +1,4 @@
-"""The peaks, memory and links of devices, and the source of each figure. No jax.
+"""Describes the peaks, memory and links of devices, with the source of each figure. No jax.
 
 Facts about a chip are in pallas_kernels/gpus.py, where a new one is entered; the machine around it
 is in BOXES here.
@@ -53,7 +53,7 @@ class Hardware:
         """
         if dtype == "float8" and not self.float8:
             raise ConfigError(
-                f"precision.matmul='float8': no rate of 8-bit floats is known of {self.name}",
+                f"precision.matmul='float8': no rate of 8-bit floats is known for {self.name}",
                 fix="--set precision.matmul=compute, or float8 in the file of the hardware",
             )
         limited = min(1.0, (self.power_limit or self.power) / self.power) ** 0.5

@@ -1,4 +1,5 @@
-"""Seconds of single kernels on one device: matmuls, passes over memory, fused attention.
+"""Estimates the seconds of single kernels on one device: matmuls, passes over memory, fused
+attention.
 
 All sizes are per device.
 """

@@ -1,4 +1,4 @@
-"""Seconds of one transformer layer: each term of one microbatch on one device.
+"""Estimates the seconds of one transformer layer: each term of one microbatch on one device.
 
 A layer has two halves, attention and MLP. Each half is two matmuls, its elementwise passes (norm,
 residual, activation function), its collectives and what the backward recomputes. A half can be
@@ -31,7 +31,7 @@ from spmdtrain.planner.cost.workload import Group, ModelShape, Workload, bytes_o
 
 
 class Work(NamedTuple):
-    """Seconds of one microbatch on one device."""
+    """The seconds of one microbatch on one device."""
 
     forward: float
     backward: float  # the gradient of the input
@@ -130,10 +130,10 @@ def _layer_time(sizes: LayerSizes, hardware: Hardware, software: Software) -> Ma
 
 
 def _launch_wait(sizes: LayerSizes, layer: Mapping[str, Work], software: Software) -> Work:
-    """Returns the seconds in which a device waits for its host to launch a layer's kernels.
+    """Returns the seconds for which a device waits for its host to launch a layer's kernels.
 
-    They run beside each other, and the slower one decides: a host cannot run ahead from one layer
-    to the next, since it reads from the device how many rows each expert gets.
+    Both run concurrently, and the slower one decides: a host cannot run ahead from one layer to the
+    next, since it reads from the device how many rows each expert gets.
     """
     if sizes.model.experts is None:
         return NO_WORK
@@ -148,7 +148,7 @@ def _launch_wait(sizes: LayerSizes, layer: Mapping[str, Work], software: Softwar
 
 
 def _expert_kernels(sizes: LayerSizes, software: Software) -> int:
-    """Returns the kernels of all experts of a device, if each has its own."""
+    """Returns the number of kernels of a device's experts, if each has its own."""
     assert sizes.model.experts is not None, "a model with experts"
     is_narrow = sizes.matmul != "compute" and software.narrow_experts
     each = software.expert_kernels + is_narrow * software.narrow_kernels
@@ -303,7 +303,7 @@ def _context_collectives(
         ways = sizes.context.size
 
         def beside(seconds: float, work: float) -> float:
-            # The own tokens and the last hop are beside nothing but the first and no transfer.
+            # A device's own tokens overlap with the first hop, and the last hop's work with none.
             return left_over(seconds, min(seconds, (ways - 1) / ways * work))
 
         backward = (1 + 2 * FLOAT32 / (2 * bytes_of(sizes.dtype))) * moving
@@ -321,7 +321,7 @@ def _context_collectives(
 def _mlp_half(sizes: LayerSizes, hardware: Hardware, software: Software) -> _Half:
     model = sizes.model
     tensor = sizes.tensor
-    if not model.ffn:  # beside experts, none of which are shared
+    if not model.ffn:  # the mlp next to experts, none of which are shared
         return _Half(NO_WORK, NO_WORK, 0.0, 0.0, NO_WORK)
     up = _matmul_work(sizes, model.up_width // tensor, model.embed, hardware, software)
     down = _matmul_work(sizes, model.embed, model.ffn // tensor, hardware, software)
@@ -363,7 +363,7 @@ def _expert_time(sizes: LayerSizes, hardware: Hardware, software: Software) -> M
 def _exchange_seconds(
     sizes: LayerSizes, dispatch: Dispatch, hardware: Hardware, software: Software
 ) -> float:
-    """Returns the seconds in which all tokens travel one way."""
+    """Returns the seconds that all tokens take to travel one way."""
     width, size = sizes.model.embed, bytes_of(sizes.dtype)
     if software.copies_per == "rows":
         return all_to_all_seconds(dispatch.row_bytes(width, size), sizes.exchange, hardware)
@@ -376,7 +376,7 @@ def _exchange_seconds(
 
 
 def _in_rounds(sent: float, dispatch: Dispatch, sizes: LayerSizes, hardware: Hardware) -> float:
-    """Returns the seconds of sending what all rounds send; each of them waits for its messages."""
+    """Returns the seconds of sending what all rounds send; each round waits for its messages."""
     rounds = dispatch.rounds
     return rounds * all_to_all_seconds(sent / rounds, sizes.exchange, hardware)
 
@@ -429,9 +429,8 @@ def _grouped_work(
 
 
 def _narrowing_bytes(dtype: str) -> int:
-    """Returns the bytes moved for a number that is read for the largest, and again to be written.
-
-    It is written in 8 bits.
+    """Returns the bytes moved per number that is narrowed: it is read to find the largest, read
+    again, and written in 8 bits.
     """
     return 2 * bytes_of(dtype) + 1
 
@@ -468,9 +467,10 @@ def _dispatch_passes(
 
 
 def _expert_sums(sizes: LayerSizes, hardware: Hardware, software: Software) -> Work:
-    """Returns the seconds in which results of the devices of `tensor` are summed, or joined.
+    """Returns the seconds of summing, or joining, the results of the devices of `tensor`.
 
-    Joined, where each device sent its own tokens: half a sum, and nothing if the stream is split.
+    They are joined if each device sent its own tokens: half a sum, and nothing if the stream is
+    split.
     """
     one_sum = all_reduce_seconds(sizes.activation_bytes, Group(sizes.tensor, 1), hardware)
     if sizes.experts_over_tensor:
@@ -522,7 +522,8 @@ def _fused_attention_work(sizes: LayerSizes, hardware: Hardware, software: Softw
     # Causal: half of the 4 b h d s^2 FLOPs of two matmuls over all pairs.
     flops = 2 * sizes.microbatch * heads * model.mean_dim * queries * keys
     if sizes.context_way == "gather":
-        # Tokens in their order: those of the last device see nearly all keys, and the others wait.
+        # With tokens in order, those of the last device see nearly all keys, and the other devices
+        # wait.
         flops *= (2 * sizes.context.size - 1) / sizes.context.size
     flops *= model.seen_share(keys)
     seconds = partial(

@@ -1,4 +1,4 @@
-"""Bytes per device that a training step of this framework holds, by category.
+"""Estimates the bytes per device that a training step of this framework holds, by category.
 
 `exact_state` reads the bytes of parameters and optimizer off the abstract state. The other terms
 follow what the executors keep alive (train/gradients/grad_accumulation.py, pipeline/executor.py). A
@@ -37,7 +37,7 @@ ROUTER_ARRAYS = 4  # of one float32 for each token and expert that a router keep
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the fullest device.
+    """The bytes on the fullest device.
 
     `buffers` holds the rest: copies of weights in compute precision, gathered weights, what stages
     send each other, and one layer's workspace.
@@ -177,7 +177,9 @@ def _layer_elements(workload: Workload) -> float:
 
 
 def _dense_layer_elements(workload: Workload) -> float:
-    """Counts those of no expert: matrices split over `tensor`; vectors, which are few, whole."""
+    """Counts the elements that belong to no expert: matrices split over `tensor`; vectors, which
+    are few, whole.
+    """
     model = workload.model
     vectors = model.layer_parameters - model.layer_matrices
     split = model.layer_matrices - model.whole_matrices
@@ -221,10 +223,11 @@ def kept_bytes(workload: Workload, remat: str | None = None) -> int:
 
 
 def _kept_of_experts(workload: Workload, remat: str) -> float:
-    """Returns what a layer with experts keeps beside one without: what its router computes.
+    """Returns the bytes that a layer with experts keeps more than one without: what its router
+    computes.
 
-    The experts keep nothing but that router's input, a token's gates and its choices. With "dots"
-    the logits are kept, and the rest computed again, but for what was exchanged: nobody reads it.
+    The experts keep only the router's input, a token's gates and its choices. With "dots" the
+    logits are kept, and the rest is recomputed, except what was exchanged, which nothing reads.
     """
     experts = workload.model.experts
     if experts is None or remat == "full":
@@ -251,7 +254,7 @@ def _kept_bytes(
     of_heads, whole = model.qkv_columns
     if remat == "dots":
         matmuls = size * (of_heads + model.up_width)
-        # The layer's input, and what attention adds to it; a norm behind the mlp reads its output.
+        # The layer's input, and what attention adds to it; a norm after the mlp reads its output.
         streams = 2 if model.norm_places == "before" else 3
         stream = streams * size * model.embed // stream_ways
         if model.sinks:
@@ -261,7 +264,7 @@ def _kept_bytes(
     # A norm keeps its input and output, and in float32 its deviation (and its mean, if centred).
     statistics = 2 * FLOAT32 if model.layernorm else FLOAT32
     norm = tokens * (2 * size * model.embed + statistics) // stream_ways
-    # The output of a norm behind attention or mlp is added to the stream, and not kept.
+    # The output of a norm after attention or mlp is added to the stream, and not kept.
     out_norm = tokens * (size * model.embed + statistics) // stream_ways
     norms = 2 * norm + (model.norms - 2) * out_norm
     # It also keeps its input, and the matmul after it keeps its own.
@@ -285,9 +288,9 @@ def deferred_bytes(workload: Workload) -> int:
 
 
 def _deferred_of_experts(workload: Workload) -> float:
-    """Returns what a layer's experts leave: both factors of each weight's gradient.
+    """Returns the bytes that a layer's experts leave: both factors of each weight's gradient.
 
-    If there may be several rounds, these are in a loop that leaves the gradients themselves.
+    If there may be several rounds, they are in a loop, which leaves the gradients themselves.
     """
     model, experts = workload.model, workload.model.experts
     if experts is None:
@@ -373,7 +376,7 @@ def _accumulated_memory(
         unscattered = size * (layer + table) * workload.trained.share
 
     # The first layer's input, the last one's output, and what the head reads; a further token has
-    # two more streams joined.
+    # two more joined streams.
     ends = (3 + 4 * model.further) * size * workload.tokens * model.embed
     layers = workload.layers_per_stage - below
     if workload.offloads:
@@ -469,7 +472,7 @@ def _pipelined_memory(
     working += _round_bytes(workload)
     if layers_per_chunk > 1:  # a scan of one layer is no loop: XLA keeps less of it
         working += _workspace_bytes(workload)
-    if workload.chunks > 1:  # its weights are cut out of the stage's, on top of a tick's work
+    if workload.chunks > 1:  # its weights are sliced from the stage's, in addition to a tick's work
         working += size * chunk_elements
     if rings.deferred:
         working += 2 * deferred
@@ -543,7 +546,7 @@ def _gathered_token_bytes(workload: Workload) -> float:
 
 
 def _widened_bytes(workload: Workload) -> float:
-    """Returns the bytes of the widest matrix of a layer, where it rests in few bits."""
+    """Returns the bytes of a layer's largest matrix, dequantised, if it is stored in few bits."""
     if workload.trained.base_bytes is None:
         return 0.0
     model = workload.model
@@ -587,7 +590,7 @@ def _round_bytes(workload: Workload) -> float:
     moved = ROUND_MESSAGES * dispatch.messages * model.embed
     of_rows = dispatch.padded * (ROUND_ROWS * model.embed + ROUND_COLUMNS * columns)
     each = workload.compute_bytes + (0 if dispatch.is_one_round else FLOAT32)
-    # Those of a layer that has experts, and not of the mean.
+    # Those of a layer that has experts, not the mean over layers.
     of_layer = _expert_elements(workload) / model.expert_share
     of_weights = each * workload.trained.share * of_layer
     return workload.compute_bytes * (moved + of_rows) + of_weights

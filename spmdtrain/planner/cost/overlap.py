@@ -1,4 +1,4 @@
-"""The share of each kind of traffic that overlaps with work, and what hiding it costs.
+"""Finds the share of each kind of traffic that overlaps with work, and what hiding it costs.
 
 For this framework the shares are read off compiled steps: off the step itself if it has been
 compiled (`estimate --compile`, `plan --compile`), otherwise they are means over the fleet
@@ -23,7 +23,9 @@ FLEET = "fleet_overlap.json"  # in this folder
 
 @dataclass(frozen=True)
 class Overlap:
-    """Kind of traffic -> share of its bytes whose transfer overlaps with work."""
+    """The overlap of each kind of traffic: the share of its bytes whose transfer overlaps with
+    work.
+    """
 
     tensor: float = 0.0  # activations over `tensor`, around whole matmuls
     collective_matmul: float = 1.0  # the same, around matmuls in pieces
@@ -53,7 +55,7 @@ def saving(share: float) -> float:
 def hidden_shares(
     traffic: Sequence[Mapping[str, Any]], *, pipelined: bool, collective_matmul: bool
 ) -> dict[str, float]:
-    """Returns fields of `Overlap` -> shares, for what a compiled step sends (`hlo.traffic`).
+    """Returns field of `Overlap` -> share, given what a compiled step sends (`hlo.traffic`).
 
     Kinds that the step does not send are left out, and so are sums over several axes at once, which
     are small. With a pipeline, weights cross `fsdp` once a step and overlap with nothing: the
@@ -82,7 +84,7 @@ def hidden_shares(
 def fleet_overlap(family: str) -> Overlap:
     """Returns the means over the fleet's layouts on GPUs of this family, "a100" or "h100".
 
-    For traffic that the layouts on A100s do not send, those on H100s decide.
+    Traffic that no layout on A100s sends takes the mean of those on H100s.
     """
     tables = json.loads(Path(__file__).with_name(FLEET).read_text(encoding="utf-8"))
     return Overlap(**(tables["h100"] | tables[family]))

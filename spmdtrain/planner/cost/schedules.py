@@ -1,4 +1,4 @@
-"""Closed forms of the named pipeline schedules: the planner's only look-up by name.
+"""Gives closed forms of the named pipeline schedules: the planner's only look-up by name.
 
 A table of a schedule (pipeline/schedule.py) says everything, but a search asks about thousands of
 layouts and cannot lay out a table for each. Tests hold the closed forms equal to the tables.
@@ -27,7 +27,7 @@ class Pipeline(NamedTuple):
 
 
 class RingSlots(NamedTuple):
-    """Slots of the executor's three ring buffers, including the trash slot of each."""
+    """The slots of the executor's three ring buffers, including the trash slot of each."""
 
     stash: int
     cotangents: int
@@ -63,8 +63,8 @@ def lockstep_seconds(kind: str, pipeline: Pipeline, times: Times, overlap: float
 
     A tick lasts as long as the kinds of work in it take together. The share `overlap` of an
     activation's send overlaps with the same tick's backward and weight gradient; that of a
-    cotangent's send with the weight gradient and the next tick's forward. Whatever a send takes
-    longer is added.
+    cotangent's send with the weight gradient and the next tick's forward. The excess of a send is
+    added.
     """
     p, m, v = pipeline
     schedule = SCHEDULES[kind]

@@ -1,4 +1,4 @@
-"""The share of a device's data-sheet figures that training software reaches.
+"""Gives the share of a device's data-sheet figures that training software reaches.
 
 There are few constants. Most are fixed: they come from a kernel's own benchmark, or from counting.
 Six are fitted (`FITTED`), by benchmarks/planner/fit.py, to the tables that
@@ -54,7 +54,7 @@ class Software:
     host_seconds: float = 0.02  # per step outside the device: data, logging
     # Judged, and not fitted, the next two. Ours is a Triton kernel, whose public relatives reach
     # 40 to 57 % of peak where a dense matmul has 65 %.
-    grouped_share: float = 0.8  # of a dense matmul's rate, of one that takes each row's expert
+    grouped_share: float = 0.8  # of a dense matmul, for one by the experts of rows
     expert_imbalance: float = 1.2  # rows of the fullest device over the mean
     keeps_dispatched: bool = True  # what arrived is kept, and not sent and computed again
     # What holds the copies of a token that travel: "rows", one for each of its experts; "devices",
@@ -68,7 +68,7 @@ class Software:
     narrow_kernels: int = 0
     launches_ahead: bool = True  # False: a device waits for all launches, and not for late ones
     # Columns as wide as an expert that its activation moves, forward and backward; None: in one
-    # kernel, as the mlp's.
+    # kernel, like the mlp's.
     activation_columns: tuple[int, int] | None = None
     launch_wait: float = 10e-6  # s in which a host launches one of them
 

@@ -1,4 +1,5 @@
-"""Seconds of one training step: the layers (layer_time.py), and everything around them.
+"""Estimates the seconds of one training step: the layers (layer_time.py), and everything around
+them.
 
 Every term is kept, because the breakdown is half of the answer. A pipeline takes m microbatches of
 its slowest stage, plus a bubble. Two kinds of executor are estimated (schedules.py): this framework
@@ -84,7 +85,7 @@ class StepTime:
 
     @property
     def model_flops_per_device(self) -> float:
-        """The FLOP/s that count: forward and backward once, causal attention."""
+        """The model FLOP/s: forward and backward once, causal attention."""
         per_token = model_flops_per_token(
             self.workload.model, self.workload.sequence_length, self.workload.trained
         )
@@ -92,7 +93,7 @@ class StepTime:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation: the share of the data sheet's peak at full power."""
+        """The model FLOPs utilisation: the share of the data sheet's peak at full power."""
         unlimited = replace(self.hardware, power_limit=0.0)
         return self.model_flops_per_device / unlimited.peak(self.workload.dtype)
 
@@ -145,7 +146,7 @@ def step_time(
 
 
 def _host_seconds(workload: Workload, layer: Mapping[str, Work]) -> float:
-    """Returns the seconds of what the host keeps, there and back, that no layer's work hides."""
+    """Returns the seconds of transfers to the host and back that no layer's work hides."""
     if not workload.offloads:
         return 0.0
     moved = kept_bytes(workload) / HOST_BANDWIDTH
@@ -175,7 +176,9 @@ def stage_parameters(workload: Workload, software: Software) -> float:
 
 
 def stage_expert_parameters(workload: Workload) -> float:
-    """Counts those of the experts that a device of a stage owns, before `data` and `fsdp`."""
+    """Counts the parameters of the experts that a device of a stage owns, before `data` and
+    `fsdp`.
+    """
     mesh = workload.mesh
     layer = workload.model.expert_parameters / (mesh.expert * mesh.tensor)
     return workload.layers_per_stage * layer
@@ -203,7 +206,7 @@ def _adapter_work(workload: Workload, hardware: Hardware, software: Software) ->
     for width in trained.adapter_widths(workload.model, workload.mesh.tensor).values():
         wide = math.ceil(width)
         for side in (embed, wide):
-            # The three products of a matrix [side, rank], whichever of them is the forward.
+            # The three products of a matrix [side, rank], whichever of them is the forward one.
             to_rank, from_rank = seconds(tokens, rank, side), seconds(tokens, side, rank)
             of_weight = seconds(side, rank, tokens)
             work = add_work(
@@ -391,21 +394,21 @@ def _fsdp_seconds(
     beside_work = of_layers
     if software.overlap.fsdp is not None:
         beside_work = software.overlap.fsdp * moving
-    # Collectives slow the work beside them, and slower work hides more of them.
+    # Collectives slow down concurrent work, and slower work hides more of them.
     slowing = 1 - LOST_BESIDE_COLLECTIVES * software.work_beside_gathers
     hidden = min(beside_work, software.work_beside_gathers * stage_seconds / slowing)
     return workload.accumulation * left_over(moving, hidden)
 
 
 def _if_any(gather: Callable[..., float], moved: float, pieces: int = 1) -> float:
-    """Returns the seconds of gathering experts' weights: none where there are none."""
+    """Returns the seconds of gathering experts' weights; 0 if there are none."""
     return gather(moved, pieces=pieces) if moved else 0.0
 
 
 def _dense_reduction_seconds(workload: Workload, hardware: Hardware, software: Software) -> float:
     """Returns the seconds of summing gradients over `expert`, once per step: all but experts'.
 
-    Where `expert` splits these weights, it is counted with `fsdp`.
+    If `expert` splits these weights, the sum is counted with `fsdp`.
     """
     if workload.mesh.expert == 1 or workload.dense_over_expert:
         return 0.0

@@ -1,7 +1,7 @@
-"""The run to be estimated: a model's sizes, its mesh, and the division of its batch.
+"""Describes the run to be estimated: a model's sizes, its mesh, and the division of its batch.
 
-Plain numbers. `workload_of(config)` reads them off a run's settings; benchmarks write published
-runs down as workloads directly.
+All are plain numbers. `workload_of(config)` reads them off a run's settings; benchmarks write
+published runs down as workloads directly.
 """
 
 import math
@@ -28,7 +28,7 @@ class LatentShape:
 
     @property
     def down_width(self) -> int:
-        """What the stream is projected to, which no axis of heads splits."""
+        """The width of the stream's projection, which no axis of heads splits."""
         return self.query_rank + self.rank + self.rope_dim
 
     @property
@@ -62,8 +62,8 @@ class ModelShape:
     sinks: bool = False
     windows: tuple[int, ...] = ()  # tokens that attention sees, repeating over the layers; 0: all
     experts: ExpertShape | None = None  # in place of the mlp, in some or all layers
-    latent: LatentShape | None = None  # of which keys and values are made
-    further: int = 0  # blocks behind the last layer that predict further tokens
+    latent: LatentShape | None = None  # from which keys and values are computed
+    further: int = 0  # blocks after the last layer that predict further tokens
 
     @property
     def value_dim(self) -> int:
@@ -88,7 +88,9 @@ class ModelShape:
 
     @property
     def qkv_matmuls(self) -> tuple[tuple[int, int, bool], ...]:
-        """(columns, rows, whether heads split the columns) of the matrices that make q, k, v."""
+        """The matrices that compute q, k and v, each as (columns, rows, whether heads split the
+        columns).
+        """
         if self.latent is None:
             return ((self.qkv_width, self.embed, True),)
         latent = self.latent
@@ -101,7 +103,9 @@ class ModelShape:
 
     @property
     def qkv_columns(self) -> tuple[int, int]:
-        """(columns that heads split, others) of the matrices that make q, k and v."""
+        """The columns of the matrices that compute q, k and v: (those that heads split, the
+        others).
+        """
         of_heads = sum(columns for columns, _, splits in self.qkv_matmuls if splits)
         return of_heads, sum(columns for columns, _, splits in self.qkv_matmuls if not splits)
 
@@ -146,7 +150,7 @@ class ModelShape:
         return replace(self, experts=None, ffn=ffn, mlp_bias=self.has_mlp_bias and ffn > 0)
 
     def mean_of_layers(self, of_layer: Callable[["ModelShape"], float]) -> float:
-        """Returns the mean over the layers of what `of_layer` says of one, without its experts."""
+        """Returns the mean of `of_layer` over the layers, without their experts."""
         share = self.expert_share
         if not share:
             return of_layer(self)
@@ -157,8 +161,8 @@ class ModelShape:
     def layer_matrices(self) -> float:
         """The number of parameters of one layer that multiply every token.
 
-        With experts, here and in what follows, it is the mean of the layers. Those of the experts
-        that are chosen are `expert_matrices`.
+        With experts, here and in what follows, it is the mean of the layers. Those of experts are
+        `expert_matrices`.
         """
         if self.experts is None:
             qkv = sum(columns * rows for columns, rows, _ in self.qkv_matmuls)
@@ -192,7 +196,7 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> float:
-        """Returns all parameters of one layer but those of its experts."""
+        """The number of parameters of one layer, except those of its experts."""
         if self.experts is not None:
             router = self.embed * self.experts.count + self.experts.router_biases
             others = self.mean_of_layers(lambda layer: layer.layer_parameters)
@@ -207,17 +211,17 @@ class ModelShape:
 
     @property
     def norms(self) -> int:
-        """Returns the norms of one layer."""
+        """The number of norms of one layer."""
         return 4 if self.norm_places == "both" else 2
 
     @property
     def query_key_width(self) -> int:
-        """Returns the width of queries and keys together."""
+        """The width of queries and keys together."""
         return (self.heads + self.kv_heads) * self.head_dim
 
     @property
     def _biases(self) -> int:
-        """Returns the parameters of one layer's projections that are biases."""
+        """The number of biases of one layer's projections."""
         qkv, out = (
             self.bias if given is None else given for given in (self.qkv_bias, self.out_bias)
         )
@@ -226,19 +230,19 @@ class ModelShape:
 
     @property
     def query_norm_size(self) -> int:
-        """Returns the parameters of the norms of queries and keys in one layer."""
+        """The number of parameters of the norms of queries and keys in one layer."""
         if self.query_norm == "all":
             return self.query_key_width
         return 2 * self.head_dim if self.query_norm == "head" else 0
 
     @property
     def latent_norm_size(self) -> int:
-        """Returns the parameters of the norms of latents in one layer."""
+        """The number of parameters of the norms of latents in one layer."""
         return self.latent.norm_width if self.latent else 0
 
     @property
     def head_sinks(self) -> int:
-        """Returns the sinks of one layer: one for each head, or none."""
+        """The number of sinks of one layer: one for each head, or none."""
         return self.heads if self.sinks else 0
 
     def seen_share(self, sequence_length: int) -> float:
@@ -275,7 +279,9 @@ class ModelShape:
 
     @property
     def further_matrices(self) -> float:
-        """The number of those that a token goes through, the head once more for each block."""
+        """The number of parameters that a token goes through in these blocks, counting the head
+        once for each block.
+        """
         own = 2 * self.embed**2 + self.embed * self.vocab
         return self.further * (self.last_layer.active_matrices + own)
 
@@ -297,11 +303,11 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Trained:
-    """The trained part of a model.
+    """The trained part of a model. share: that of the model's own weights, by elements, and
+    `of_matrices` that of those that multiply every token.
 
-    share: of the model's own weights, by elements, and `of_matrices` of those that multiply every
-    token. `targets`: the linear layers of each block that have an adapter of `rank`, and
-    `magnitudes` if DoRA's; () for none. `frozen_layers`: the first layers, without a backward.
+    `targets`: the linear layers of each block that have an adapter of `rank`, and `magnitudes` if
+    DoRA's; () for none. `frozen_layers`: the first layers, without a backward.
     """
 
     share: float = 1.0
@@ -347,7 +353,7 @@ class Trained:
     def adapter_widths(self, model: ModelShape, tensor: int) -> dict[str, float]:
         """Returns target -> the width, on a device, of an adapter's side that is not the stream.
 
-        That one is split as its weight is, and the side in the stream is whole.
+        It is split like its weight; the side in the stream is whole.
         """
         heads = model.attention_width / tensor
         kv_heads = model.kv_heads * model.head_dim / tensor
@@ -435,7 +441,7 @@ class Workload:
     sent_gradient_bytes: float | None = None  # as it crosses `data`; None: as the software sends it
     gradients_at_weights: bool = True  # False: at a separate point, which a step holds as well
     item_bytes: int = 0  # per weight, of other items of the state, such as its average
-    dense_over_expert: bool = False  # `expert` splits all weights, beside `fsdp`
+    dense_over_expert: bool = False  # `expert` splits all weights, in addition to `fsdp`
     experts_over_tensor: bool = False  # `tensor` owns experts, and does not split each of them
 
     @property
@@ -445,7 +451,7 @@ class Workload:
 
     @property
     def context_way(self) -> str:
-        """`context_attention` with "auto" decided as a run decides it."""
+        """The value of `context_attention`, with "auto" resolved as a run resolves it."""
         if self.context_attention != "auto":
             return self.context_attention
         return "gather" if self.sequence_length % (2 * self.mesh.context) else "ring"
@@ -603,10 +609,10 @@ def _expert_shape(config: RunConfig) -> ExpertShape | None:
 
 
 def trained_part(config: RunConfig) -> Trained:
-    """Returns what of the config's model is trained. `model.vocab` must be set.
+    """Returns the trained part of the config's model. `model.vocab` must be set.
 
-    Its own weights are counted in the built model where [finetune] or a group of the optimizer
-    names some of them, and so are the adapters of a custom model: as weights of the model.
+    Its own weights are counted in the built model if [finetune] or a group of the optimizer names
+    some of them, and so are the adapters of a custom model, as weights of the model.
     """
     finetune = config.finetune
     patterns = [group.match for group in config.optimizer.groups if group.frozen]
@@ -687,13 +693,15 @@ def workload_of(config: RunConfig, mesh_sizes: Mapping[str, int]) -> Workload:
 
 
 def _sent_gradient_bytes(config: RunConfig) -> float | None:
-    """Returns the bytes of a compressed gradient. All are taken for matrices: vectors are few."""
+    """Returns the bytes of a compressed gradient, as if all were matrices: vectors are few."""
     settings = config.compression
     return None if settings.codec == "none" else 1 + 4 / settings.block
 
 
 def _context_attention(config: RunConfig) -> str:
-    """Returns the way of attention over `context`; a custom model is taken to gather by itself."""
+    """Returns the way of attention over `context`; a custom model is assumed to gather by
+    itself.
+    """
     asked = config.model.context_attention
     return "gather" if asked == "auto" and config.model.make else asked
 
