@@ -1,19 +1,41 @@
 """CI's two shares of the tests: nothing is lost between them."""
 
-from two_pythons import BOTH, COMPILES_FASTER, SHARES, Case, shares_of
+from pathlib import Path
+
+from two_pythons import (
+    BOTH,
+    COMPILES_FASTER,
+    MEET_JAX,
+    SHARES,
+    WITHOUT_JAX,
+    Case,
+    shares_of,
+)
 
 GRID = [Case(f"tests/train/test_layouts.py::test_it[{mesh}]") for mesh in "abcdefgh"]
-PLAIN = [Case(f"tests/data/test_chat.py::test_{number}") for number in range(40)]
+PLAIN = [Case(f"tests/data/test_{number}.py::test_it") for number in range(40)]
 
 
 def test_each_test_runs_on_at_least_one_python():
     assert all(shares_of([*GRID, *PLAIN]))
 
 
-def test_the_first_case_of_a_test_that_meets_jax_runs_on_both_and_the_others_on_one():
+def test_the_first_case_of_a_test_that_meets_jax_runs_on_both_and_the_others_where_it_is_fast():
     first, *others = shares_of(GRID)
     assert first == BOTH
-    assert {len(share) for share in others} == {1}
+    assert set(others) == {COMPILES_FASTER}
+
+
+def test_what_a_file_shares_is_made_on_one_python():
+    alike = [Case(f"tests/data/test_chat.py::test_{number}") for number in range(40)]
+    assert len(set(shares_of(alike))) == 1
+    compiling = [Case(f"tests/inference/test_answer.py::test_{number}") for number in range(40)]
+    assert set(shares_of(compiling)) == {COMPILES_FASTER}
+
+
+def test_every_room_and_file_that_is_named_is_there():
+    for name in MEET_JAX | WITHOUT_JAX:
+        assert (Path(__file__).parent / name).exists(), name
 
 
 def test_what_is_long_runs_where_it_compiles_faster_but_for_what_is_next_to_jax():

@@ -3,8 +3,8 @@
 `--share first` and `--share second` each leave out what the other one runs; without the option all
 tests run. On both run what is marked `core`, what may be skipped on one of them, and the first case
 of each test that depends on the version of jax (all of NEAR_JAX; of MEET_JAX what is not `long`).
-The other `long` tests run on the first Python, whose older jax compiles in half the time. What is
-left is dealt out evenly.
+Whatever else may compile runs on the first Python, whose older jax compiles in half the time, and
+where the tests of a file share what they compile. The files of WITHOUT_JAX are dealt out evenly.
 """
 
 import zlib
@@ -21,6 +21,21 @@ COMPILES_FASTER = frozenset({"first"})
 NEAR_JAX = {"compiled", "kernels", "parallel"}
 # Rooms whose tests compile, or read what jax and Orbax give.
 MEET_JAX = NEAR_JAX | {"certify", "checkpoints", "models", "pipeline", "running", "train"}
+# Rooms and files whose tests compile nothing.
+WITHOUT_JAX = {
+    "config",
+    "data",
+    "fuzz_data",
+    "launch",
+    "mutations",
+    "test_closed_streams.py",
+    "test_house.py",
+    "test_locale.py",
+    "test_meant.py",
+    "test_odd_paths.py",
+    "test_tries.py",
+    "test_two_pythons.py",
+}
 
 
 @dataclass(frozen=True)
@@ -36,15 +51,21 @@ class Case:
         return self.name.partition("[")[0]
 
     @property
+    def file(self) -> str:
+        return self.name.partition("::")[0]
+
+    @property
     def depends_on_jax(self) -> bool:
-        rooms = NEAR_JAX if self.is_long else MEET_JAX
-        return not rooms.isdisjoint(self.function.partition("::")[0].split("/"))
+        return self.is_in(NEAR_JAX if self.is_long else MEET_JAX)
+
+    def is_in(self, rooms: set[str]) -> bool:
+        return not rooms.isdisjoint(self.file.split("/"))
 
 
 def shares_of(cases: Iterable[Case]) -> list[frozenset[str]]:
     """Returns the shares that run each case.
 
-    A hash of its name decides, not its place: the two Pythons may collect different cases.
+    A hash of the file's name deals, not its place: the two Pythons may collect different cases.
     """
     seen = set()
     found = []
@@ -53,11 +74,11 @@ def shares_of(cases: Iterable[Case]) -> list[frozenset[str]]:
         seen.add(case.function)
         if case.is_on_both or (case.depends_on_jax and is_first):
             found.append(BOTH)
-        elif case.is_long:
-            found.append(COMPILES_FASTER)
-        else:
-            turn = zlib.crc32(case.name.encode()) % len(SHARES)
+        elif case.is_in(WITHOUT_JAX) and not case.is_long:
+            turn = zlib.crc32(case.file.encode()) % len(SHARES)
             found.append(frozenset({SHARES[turn]}))
+        else:
+            found.append(COMPILES_FASTER)
     return found
 
 
