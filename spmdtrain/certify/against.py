@@ -1,8 +1,8 @@
 """Compares a certificate with an older one: its verdicts, and what one device trains.
 
-What is wrong on one device too, as a constant that somebody has changed, shows beside an older
-certificate of the same settings, whatever the version of jax: rounding is told from a change by the
-floors of this certificate.
+An error that one device shares, such as a changed constant, shows in comparison with an older
+certificate of the same settings, whatever the version of jax: the floors of this certificate tell
+rounding from a change.
 """
 
 import json
@@ -13,7 +13,7 @@ from spmdtrain.certify.compare import MARGIN, norm, rounding_of
 from spmdtrain.certify.noise import Reference
 from spmdtrain.config.errors import ConfigError
 
-# The state of the second step is that of a first one that was rounded otherwise.
+# The second step starts from a state that was rounded differently.
 OF_STEPS = (MARGIN, 8 * MARGIN)
 PARTS = (("layouts", "verdict"), ("witnesses", "holds"), ("resume", "holds"), ("others", "holds"))
 NAMED = 3
@@ -50,13 +50,13 @@ def read(path: Path) -> dict[str, Any]:
         missing = [name for name, _ in PARTS if not isinstance(found[name], list)]
         assert not missing and isinstance(found["reference"], list), missing
     except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
-        what = f"{path} is no certificate: {type(error).__name__} {error}"
+        what = f"{path} is not a certificate: {type(error).__name__} {error}"
         raise ConfigError(what, fix="the .json of one") from None
     return found
 
 
 def changes(older: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Returns in what a certificate differs from an older one, a line each."""
+    """Returns the differences between a certificate and an older one, a line each."""
     found = []
     for part, verdict in PARTS:
         after = {each["name"]: each[verdict] for each in now[part]}
@@ -68,7 +68,7 @@ def changes(older: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _trained(older: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Returns what one device trains otherwise, step by step, the largest first."""
+    """Returns the figures that one device trains differently, step by step, largest first."""
     for at, (before, after) in enumerate(zip(older["reference"], now["reference"], strict=False)):
         apart = {}
         for name, x in after["norms"].items():

@@ -1,4 +1,4 @@
-"""The run in its own precision: the layouts as configured, and the width of their sums."""
+"""Examines the run in its own precision: the layouts as configured, and the width of their sums."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from spmdtrain.certify.witnesses.narrow import narrow_sums
 
 
 def in_asked_precision(found: Certificate, asked: Shrunk, own: Own, say: Say) -> None:
-    """Adds to a certificate what the run's own precision shows, with a noise floor of its own."""
+    """Adds the results in the run's own precision to a certificate, with a separate noise floor."""
     if asked.config.precision == found.shrunk.config.precision:
         say("precision   the run's own is float32: certified above")
         return

@@ -28,16 +28,16 @@ from spmdtrain.config.errors import ConfigError, UserError
 
 Verdict = Literal["agrees", "differs", "broken", "refused", "not reached"]
 Say = Callable[[str], None]
-NAMED = 6  # differences that are kept of a layout, beside the first
+NAMED = 6  # differences that are kept of a layout, in addition to the first
 
 
 @dataclass(frozen=True)
 class Examined:
-    """A layout beside the reference.
+    """A layout compared with the reference.
 
-    `ratios`: of all figures, in floors, the largest first. `first`: what differs first in the order
-    of the step, or else the figure with the largest ratio; `worst` has those with the largest.
-    `said`: why the layout is refused or broken. `precision`: float32, or asked.
+    `ratios`: those of all figures, in floors, largest first. `first`: what differs first in the
+    order of the step, or else the figure with the largest ratio; `worst` has those with the
+    largest. `said`: why the layout is refused or broken. `precision`: float32, or asked.
     """
 
     layout: Layout
@@ -57,7 +57,7 @@ class Examined:
 
 @dataclass
 class Certificate:
-    """All that a certificate says."""
+    """The contents of a certificate."""
 
     shrunk: Shrunk
     steps: int
@@ -70,7 +70,7 @@ class Certificate:
 
     @property
     def wrong(self) -> list[str]:
-        """What is wrong, a line each; empty if the run is certified."""
+        """The failures, a line each; empty if the run is certified."""
         found = [each.layout.name for each in self.layouts if each.is_wrong]
         kept = (*self.witnesses, *self.resume, *self.others)
         return found + [each.name for each in kept if each.holds is False]
@@ -92,11 +92,12 @@ def certify(  # noqa: PLR0913 - what is asked of a certificate
     first: bool = False,
     say: Say = lambda _: None,
 ) -> Certificate:
-    """Returns the certificate of a run, made small, on these layouts.
+    """Returns the certificate of a shrunk run on these layouts.
 
-    `budget`: seconds after which no further layout begins. `first`: likewise after the first that
-    is wrong. `own`: what replaces settings. `say` gets a line for each part as it is done. Raises
-    UserError if the run does not train on one device, or if there are not enough devices.
+    `budget`: seconds after which no further layout begins. `first`: no further layout begins after
+    one that is wrong. `own`: what replaces settings. `say` gets a line for each part when it is
+    done. Raises UserError if the run does not train on one device, or if there are not enough
+    devices.
     """
     start = time.monotonic()
     own = own or Own()
@@ -141,7 +142,7 @@ def examine(reference: Reference, layout: Layout, own: Own) -> Examined:
         found = _compared(reference, layout, own)
     except UserError as error:
         return Examined(layout, "refused", said=str(error), seconds=time.monotonic() - start)
-    except Exception as error:  # whatever a broken layout ends in is what is looked for
+    except Exception as error:  # any error of a broken layout is what we look for
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         return Examined(layout, "broken", said=said, seconds=time.monotonic() - start)
     wrong = [each for each in found if each.is_wrong]
@@ -178,7 +179,7 @@ def _compared(reference: Reference, layout: Layout, own: Own) -> list[FigureApar
 
 
 def _resumable(layouts: Sequence[Examined]) -> Layout | None:
-    """Returns the layout that is resumed: the first that agrees, with a pipeline if one has."""
+    """Returns the layout to resume: the first that agrees, preferably one with a pipeline."""
     agreed = [each.layout for each in layouts if each.verdict == "agrees"]
     staged = (layout for layout in agreed if any("pipeline=" in text for text in layout.settings))
     return next(staged, next(iter(agreed), None))
@@ -197,11 +198,11 @@ def line_of(number: int, count: int, found: Examined) -> str:
 
 
 def told(what: str, found: Sequence[Witness]) -> str:
-    """Returns some witnesses in a line, and one more for each that fails."""
+    """Returns a line about some witnesses, and one more for each that fails."""
     asked = [each for each in found if each.holds is not None]
     holding = [each for each in asked if each.holds]
     skipped = len(found) - len(asked)
-    rest = f" ({skipped} have nothing to be asked of)" if skipped else ""
+    rest = f" ({skipped} do not apply)" if skipped else ""
     lines = [f"{what:<11} {len(holding)} of {len(asked)} hold{rest}"]
     lines += [f"{'':<11} FAILS: {each.name}: {each.said}" for each in asked if not each.holds]
     return "\n".join(lines)

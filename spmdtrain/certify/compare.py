@@ -1,9 +1,10 @@
-"""Compares one step in two layouts, figure by figure, with what rounding does to each figure.
+"""Compares one step in two layouts, figure by figure, on the scale of what rounding does to each
+figure.
 
 Both steps begin in the same state, so differences do not grow. A figure is the gradient, the update
 or a leaf of the next state, compared by Euclidean norm, or a number that the step reports. How far
 rounding alone moves a figure is measured (noise.py), and called its floor; a figure is wrong beyond
-`MARGIN` floors. Healthy layouts stay within 2, and wrong ones are beyond 1e5.
+`MARGIN` floors. Correct layouts stay within 2, and wrong ones are beyond 1e5.
 """
 
 import math
@@ -29,10 +30,10 @@ COUNTS = ("tokens", "pairs", "skipped", "overflow", "loss_scale")
 
 
 class Figures(NamedTuple):
-    """What one step made. `arrays`: float64, gradients, updates, and how far each leaf of the state
-    moved. `whole`: leaves of whole numbers after the step. `stored`: how far storing a leaf of the
-    state rounds it, at most, as a norm. `numbers`: the metrics. `fine`: the rounding of the dtype
-    of each array.
+    """The results of one step. `arrays`: float64, gradients, updates, and how far each leaf of the
+    state moved. `whole`: integer leaves after the step. `stored`: the norm of the largest rounding
+    of a leaf of the state when it is stored. `numbers`: the metrics. `fine`: the rounding of the
+    dtype of each array.
     """
 
     arrays: dict[Leaf, np.ndarray]
@@ -43,7 +44,7 @@ class Figures(NamedTuple):
 
 
 class Floors(NamedTuple):
-    """How far rounding alone moves the figures of one step."""
+    """The distances by which rounding alone moves the figures of one step."""
 
     arrays: dict[Leaf, float]
     numbers: dict[str, float]
@@ -123,7 +124,7 @@ def norm(x: np.ndarray) -> float:
 
 
 def apart(got: np.ndarray, want: np.ndarray) -> float:
-    """Returns the norm of the difference; infinity for another shape or what is no number."""
+    """Returns the norm of the difference; infinity if shapes differ or a value is not finite."""
     if got.shape != want.shape:
         return math.inf
     distance = norm(got - want)
@@ -131,7 +132,7 @@ def apart(got: np.ndarray, want: np.ndarray) -> float:
 
 
 def farther(floors: Floors, got: Figures, want: Figures) -> Floors:
-    """Returns the floors, raised to where a sibling of the reference `want` lies."""
+    """Returns the floors, raised to the distance of a sibling from the reference `want`."""
     arrays = {
         leaf: max(floors.arrays.get(leaf, 0.0), apart(got.arrays[leaf], x))
         for leaf, x in want.arrays.items()
@@ -144,7 +145,9 @@ def farther(floors: Floors, got: Figures, want: Figures) -> Floors:
 
 
 def differences(step: int, got: Figures, want: Figures, floors: Floors) -> list[FigureApart]:
-    """Returns every figure of a step in another layout beside the reference `want`."""
+    """Returns the difference of every figure of a step in another layout from the reference
+    `want`.
+    """
     together: dict[str, float] = {}
     for leaf, x in want.arrays.items():
         together[leaf.kind] = math.hypot(together.get(leaf.kind, 0.0), norm(x))
@@ -187,12 +190,14 @@ def _difference(step: int, leaf: Leaf, off: float, floor: float, size: float) ->
 
 
 def unequal(step: int, kind: str, names: Iterable[str]) -> list[FigureApart]:
-    """Returns a difference for each thing that must be equal to the bit, and is not."""
+    """Returns a difference for each thing that should be bit-equal and is not."""
     return [FigureApart(step, Leaf(kind, name), math.inf, 0.0, 0.0, math.inf) for name in names]
 
 
 def first_of(wrong: Iterable[FigureApart]) -> FigureApart:
-    """Returns the difference that comes first in the order of the step; the largest of those."""
+    """Returns the difference that comes first in the order of the step, the largest if there are
+    several.
+    """
 
     def place(each: FigureApart) -> tuple[int, int, float]:
         after_gradients = each.leaf == Leaf(NUMBER, "grad_norm")
@@ -203,5 +208,5 @@ def first_of(wrong: Iterable[FigureApart]) -> FigureApart:
 
 
 def without_step(plain: Plain) -> Plain:
-    """Returns a state without its step, which says where it is and not what it is."""
+    """Returns a state without its step number, which is a position and not a result."""
     return {leaf: x for leaf, x in plain.items() if leaf.kind != STEP}

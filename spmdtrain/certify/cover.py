@@ -1,9 +1,9 @@
-"""The layouts that a certificate covers.
+"""Chooses the layouts that a certificate covers: first those that the run asks for, with each axis
+shortened, then some in which every pair of axes meets.
 
-First those that the run asks for, each axis shortened; then such as every pair of axes meets in.
-A ring of two is its own mirror: what goes round it in the wrong direction comes down in the right
-place. So each axis that is longer in the real run, and each axis of the rest that passes things
-round a ring, stands once with 4 devices.
+A ring of two is its own mirror: data sent round it in the wrong direction arrives in the right
+place. So each axis that is longer in the real run, and each other axis that passes data round a
+ring, occurs once with 4 devices.
 """
 
 import itertools
@@ -31,7 +31,7 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """The mesh in words, and what else it sets."""
+        """The mesh in words, and its other settings."""
         mesh = [text for text in self.settings if _axis_of(text)]
         rest = [text for text in self.settings if not _axis_of(text)]
         axes = " x ".join(f"{_axis_of(text)} {text.partition('=')[2]}" for text in mesh)
@@ -93,7 +93,7 @@ def _as_configured(config: RunConfig, asked: list[str]) -> Iterator[Layout]:
 
 
 def _triples(axes: list[str], size: int) -> list[tuple[str, ...]]:
-    """Returns groups of axes in which every pair of them stands, greedily few."""
+    """Returns few groups of axes, chosen greedily, such that every pair is in one."""
     missing = set(itertools.combinations(axes, 2))
     groups = []
     while missing:
@@ -107,7 +107,9 @@ def _triples(axes: list[str], size: int) -> list[tuple[str, ...]]:
 
 
 def _rings(config: RunConfig, asked: list[str]) -> Iterator[Layout]:
-    """Yields a layout for each axis of more than 2: 4 of it, beside 2 of another asked axis."""
+    """Yields a layout for each axis of more than 2: 4 devices along it, and 2 along another axis of
+    the run.
+    """
     for axis in asked:
         if config.mesh.sizes[axis] in (1, 2):
             continue
@@ -148,7 +150,8 @@ def _microbatch(shards: int, stages: int) -> int:
 
 
 def _pairs(config: RunConfig) -> Iterator[Layout]:
-    """Yields a fixed set of layouts: every pair of axes meets, every schedule and remat stands.
+    """Yields a fixed set of layouts in which every pair of axes meets, and every schedule and remat
+    occurs.
 
     So do all ways of attention over `context`, if the run leaves the choice.
     """
@@ -177,6 +180,8 @@ _FIXED = (
 
 
 def given(lines: Iterable[str]) -> list[Layout]:
-    """Returns the layouts of a file, one a line: settings apart by blanks. # begins a remark."""
+    """Returns the layouts of a file, one per line: settings separated by blanks. # begins a
+    comment.
+    """
     texts = (line.partition("#")[0].split() for line in lines)
     return [Layout(tuple(text), "given") for text in texts if text]

@@ -1,4 +1,4 @@
-"""Layouts drawn at random: mesh, rules, schedule and microbatch, as far as they fit together.
+"""Draws layouts at random: mesh, rules, schedule and microbatch, as far as they fit together.
 
 What fits is not known exactly: the trainer may still refuse a drawn layout in one line.
 """
@@ -22,9 +22,9 @@ SCHEDULES = get_args(PipelineSchedule)
 
 
 def draw_layouts(small: RunConfig, count: int, seed: int = 0) -> list[Layout]:
-    """Returns `count` layouts for a run, the same for the same seed, no two of them alike.
+    """Returns `count` different layouts for a run, the same for the same seed.
 
-    `small`: the run made small (shrink.py), on one device.
+    `small`: the shrunk run (shrink.py), on one device.
     """
     found: dict[tuple[str, ...], Layout] = {}
     number = 0

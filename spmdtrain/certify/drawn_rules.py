@@ -1,6 +1,6 @@
 """Draws tables of rules: which mesh axes split which dims, in any order.
 
-Every tensor still divides, if it is to.
+Every tensor still divides, unless `unchecked`.
 """
 
 import math
@@ -16,7 +16,7 @@ NEVER = ("pipeline", "data")  # split by the training step itself: refused in a 
 NEVER_DRAWN = ("batch", "chunk", "stage", "layer")  # refused, or without a size of their own
 Table = dict[str, tuple[str, ...]]
 
-# Logical axes that stand on one tensor: none of them may want another one's mesh axis.
+# Logical axes that occur on one tensor: no two of them may use the same mesh axis.
 PARAMETERS = (
     ("embed", "kv_heads", "head_dim"),
     ("embed", "ffn"),
@@ -38,8 +38,8 @@ def draw_rules(
 ) -> Values:
     """Returns `rules.*` settings for a mesh, at random.
 
-    Names that do not divide by default are kept whole first of all. `unchecked`: what divides and
-    what does not, for those who test refusals.
+    Names that do not divide by default are kept whole first of all. `unchecked`: dims need not
+    divide, for tests of refusals.
     """
     sizes = sizes_of(config)
     drawn: Values = {}
@@ -89,7 +89,7 @@ def _one_table(
         return whole | {name: _axes(random, mesh) for name in base if random.random() < 0.2}
     if random.random() < 0.3:
         return whole
-    share = random.choice((0.5, 1.0))  # all, so that a tensor has more axes free than its own
+    share = random.choice((0.5, 1.0))  # 1: more free axes than a tensor needs
     drawn = [name for name in base if name not in NEVER_DRAWN and random.random() < share]
     table = {**base, **whole, **dict.fromkeys(drawn, ())}
     for name in random.sample(drawn, len(drawn)):
@@ -102,7 +102,9 @@ def _one_table(
 
 
 def _axes(random: random.Random, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the mesh axes that a rule may name, in any order; mostly such as split something."""
+    """Returns the mesh axes that a rule may name, in any order; mostly ones that split
+    something.
+    """
     named = [axis for axis in mesh if axis not in NEVER]
     if random.random() > 0.1:
         named = [axis for axis in named if mesh[axis] > 1]

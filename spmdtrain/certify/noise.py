@@ -1,9 +1,10 @@
-"""The reference: some steps on one device, and how far rounding alone moves each of their figures.
+"""Makes the reference: some steps on one device, and how far rounding alone moves each of their
+figures.
 
-Five siblings take each step again, from the same state but for rounding: three with every weight
-rounded otherwise, one with the batch in reverse, one with the batch in more microbatches. No
-constant tolerance could do this: leaves differ in how much of them is rounding. The gradient of a
-key's bias, which is 0 but for rounding, is nothing else.
+Five siblings repeat each step, from the same state except for rounding: three with every weight
+rounded differently, one with the batch in reverse, one with the batch in more microbatches. A
+constant tolerance would not do: leaves differ in how much of them is rounding. The gradient of a
+key's bias, whose exact value is 0, is nothing but rounding.
 """
 
 from dataclasses import dataclass
@@ -24,13 +25,13 @@ from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.train.compared.in_order import WEIGHT, Plain
 
-ROUNDED = (1, 2, 3)  # seeds of the siblings whose weights are rounded otherwise
+ROUNDED = (1, 2, 3)  # seeds of the siblings whose weights are rounded differently
 MICROBATCHES = 4  # of the sibling that cuts the batch, if it divides
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Steps on one device. `states`: before each step, and after the last."""
+    """The steps on one device. `states`: before each step, and after the last."""
 
     stepper: Stepper
     batches: list[HostBatch]
@@ -105,7 +106,7 @@ def _take_one(made: Reference, batch: HostBatch, cutting: Stepper, rounding: flo
 
 
 def rounded_otherwise(plain: Plain, rounding: float, seed: int) -> Plain:
-    """Returns a state whose weights are a little larger or smaller, by twice the rounding."""
+    """Returns a state whose weights are slightly larger or smaller, by twice the rounding."""
     random = np.random.default_rng(seed)
 
     def moved(x: np.ndarray) -> np.ndarray:

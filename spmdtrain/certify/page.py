@@ -1,7 +1,7 @@
-"""The certificate as a page of its own: no script, nothing from elsewhere.
+"""Renders the certificate as a self-contained page, without scripts.
 
-A row is a layout, a dot a figure of it, on a logarithmic axis of "times what rounding does". Beyond
-the line at 8 a figure is wrong.
+A row is a layout, and a dot one of its figures, on a logarithmic axis of "times what rounding
+does". Beyond the line at 8 a figure is wrong.
 """
 
 import html
@@ -40,7 +40,7 @@ svg path{vector-effect:non-scaling-stroke;fill:none}
 def page(found: Certificate, name: str, facts: Sequence[tuple[str, str]]) -> str:
     """Returns the page. `name`: of the run; `facts`: rows of (what, value), versions and the like.
 
-    Every text is escaped: names come from files.
+    Every text is escaped, because names come from files.
     """
     verdict = "certified" if found.is_certified else "refused"
     kind = "good" if found.is_certified else "bad"
@@ -85,7 +85,7 @@ def _axis() -> str:
 
 
 def _strip(found: Examined) -> str:
-    """Returns the dots of a layout; the more figures fall on one, the larger it is."""
+    """Returns the dots of a layout; a dot for more figures is larger."""
     counts = Counter(round(_place(ratio) / STEP) for ratio in found.ratios)
     dots = "".join(
         f'<path class="dot{" wrong" if at * STEP > _place(MARGIN) else ""}" '
@@ -134,7 +134,7 @@ def _lost(found: Certificate) -> str:
 
 
 def not_proved(found: Certificate) -> list[str]:
-    """Returns what the certificate does not prove, a line each."""
+    """Returns the limits of the certificate, a line each."""
     width = found.shrunk.config.model.embed
     missed = [each.layout.name for each in found.layouts if each.verdict == "not reached"]
     refused = [each.layout.name for each in found.layouts if each.verdict == "refused"]

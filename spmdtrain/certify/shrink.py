@@ -1,9 +1,9 @@
-"""Makes a run small enough to certify: the same blocks, rules and loss on a model of a few widths.
+"""Shrinks a run for its certificate: the same blocks, rules and loss with small widths.
 
 A pure function of the settings. It keeps what decides which code runs (kinds of blocks, patterns
 over the layers, ratios of heads, biases, tying, packing, dropout, the loss, the optimizer and its
-groups, sharding rules), and shrinks what only decides how long it runs. What no shrinking keeps is
-said, so that a certificate can tell what it does not prove.
+groups, sharding rules), and shrinks what only decides how long it runs. Whatever shrinking loses is
+listed, so that a certificate can say what it does not prove.
 """
 
 import json
@@ -34,7 +34,7 @@ FLOAT32 = {
 
 @dataclass(frozen=True)
 class Shrunk:
-    """A run made small, on one device. `lost`: what of the real run it does not test."""
+    """A shrunk run, on one device. `lost`: the parts of the real run that it does not test."""
 
     config: RunConfig
     lost: tuple[str, ...]
@@ -51,7 +51,7 @@ class Shrunk:
 
 
 def shrink(config: RunConfig, *, as_is: bool = False, precision: str = "float32") -> Shrunk:
-    """Returns the run in small. `as_is` keeps the model and the sequences as they are.
+    """Returns the shrunk run. `as_is` keeps the model and the sequences unchanged.
 
     `precision`: float32, or asked, which keeps the run's own. Raises ConfigError for what cannot be
     certified, and if the small settings do not fit together.
@@ -59,7 +59,7 @@ def shrink(config: RunConfig, *, as_is: bool = False, precision: str = "float32"
     if config.train.learns_pairs:
         raise ConfigError(
             f"train.preference={config.train.preference!r} learns from pairs of answers, which a "
-            "certificate does not have",
+            "certificate cannot examine",
             fix="--set train.preference=none",
         )
     values = json.loads(json.dumps(resolved(config)["config"]))
@@ -97,7 +97,7 @@ def shrink(config: RunConfig, *, as_is: bool = False, precision: str = "float32"
 
 
 def _train(config: RunConfig) -> dict[str, Any]:
-    """Returns [train] of one device: how a batch is cut and what is recomputed are of a layout."""
+    """Returns [train] for one device: layouts decide how a batch is cut and what is recomputed."""
     return {
         "steps": STEPS,
         "epochs": None,
@@ -164,7 +164,7 @@ def _model(config: RunConfig, lost: list[str]) -> dict[str, Any]:
 
 
 def _width(config: RunConfig) -> int:
-    """Returns the smallest width of a head of which an even number of channels turn."""
+    """Returns the smallest width of a head in which an even number of channels is rotated."""
     share = config.model.rope_share
     widths = (WIDTH * n for n in (1, 2, 4, 8))
     return next((w for w in widths if int(w * share) and int(w * share) % 2 == 0), 8 * WIDTH)
@@ -196,7 +196,7 @@ def _ffn(config: RunConfig, embed: int) -> int | None:
 
 
 def _experts(config: RunConfig, embed: int, lost: list[str]) -> dict[str, Any]:
-    """Returns the settings of [model.experts] in small: 8 experts, or 2 for each group of 4."""
+    """Returns the shrunk settings of [model.experts]: 8 experts, or 2 in each of 4 groups."""
     experts = config.model.experts
     assert experts is not None, "the caller has looked"
     groups = min(experts.groups, 4)
@@ -219,7 +219,7 @@ def _experts(config: RunConfig, embed: int, lost: list[str]) -> dict[str, Any]:
 
 
 def _latent(config: RunConfig) -> dict[str, Any]:
-    """Returns the settings of [model.latent] in small: all of its widths differ."""
+    """Returns the shrunk settings of [model.latent]: all of its widths differ."""
     latent = config.model.latent
     assert latent is not None, "the caller has looked"
     sizes = {"rank": 2 * WIDTH, "plain_dim": WIDTH, "rope_dim": WIDTH // 2, "value_dim": WIDTH - 2}
@@ -234,7 +234,7 @@ def _vocab(config: RunConfig) -> int:
 
 
 def _windows(config: RunConfig, lost: list[str]) -> tuple[int, ...]:
-    """Returns the windows in the ratio of the sequences; one that never binds does not bind."""
+    """Returns the windows scaled like the sequences; one that never binds still does not."""
     length = config.train.sequence_length
 
     def small(window: int) -> int:

@@ -27,7 +27,7 @@ HostBatch = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Own:
-    """What a caller gives in place of the settings, as `shard` takes it."""
+    """The parts that a caller gives in place of the settings, as `shard` takes them."""
 
     make: MakeModel | str | None = None
     optimizer: Any = None
@@ -76,24 +76,24 @@ class Stepper:
 
     @contextmanager
     def batches(self) -> Iterator[Iterator[HostBatch]]:
-        """Gives the batches of the run from its first step on, as arrays of the host."""
+        """Yields the batches of the run from its first step on, as host arrays."""
         with batches(self.setup, self.data, 0, 0) as ahead:
             yield ({name: np.asarray(x) for name, x in batch.items()} for batch in ahead)
 
     def cut(self, batch: Mapping[str, np.ndarray]) -> HostBatch:
-        """Returns a batch of another layout as this one cuts it into microbatches."""
+        """Returns a batch of another layout, cut into microbatches as in this one."""
         return {name: x.reshape(self.setup.batch[name].shape) for name, x in batch.items()}
 
 
 def in_data_order(setup: Setup, batch: HostBatch) -> HostBatch:
-    """Returns a batch with its tokens in the order of the data, as one device has it."""
+    """Returns a batch with its tokens in the order of the data, as on one device."""
     ways = setup.way.zigzag
     if ways == 1:
         return batch
     back = np.argsort(zigzag_order(batch["tokens"].shape[-1], ways))
     kept = dict(batch)
     if setup.config.data.packing == "stream":
-        del kept["positions"]  # it says the order, no more
+        del kept["positions"]  # it only describes the order
     return {name: x if name in OF_SEQUENCES else x[..., back] for name, x in kept.items()}
 
 

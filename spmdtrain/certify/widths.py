@@ -1,8 +1,8 @@
-"""The coordinate check: whether a model learns at the same pace in every width.
+"""Runs the coordinate check: does a model learn at the same pace in every width?
 
 A few steps change the logits of some fixed sequences. With muP (arXiv:2203.03466, appendix D.1)
-that change has one size in all widths; otherwise it grows or vanishes with the width, and with it
-the best learning rate moves.
+that change has the same size in all widths; otherwise it grows or shrinks with the width, and the
+best learning rate moves with it.
 """
 
 import math
@@ -29,15 +29,16 @@ LEAST_SHARE = 0.1  # of the change, in every width, for a kind to be judged
 Weights = dict[str, np.ndarray]  # plain ones, by dotted path
 BOUND = 1.15  # of the largest change over the smallest
 BOUND_OF_KIND = 1.4  # of a kind of matrices, whose share differs more from width to width
-SEQUENCES = 16  # whose logits are compared
+SEQUENCES = 16  # sequences whose logits are compared
 
 
 @dataclass(frozen=True)
 class WidthFigures:
-    """What some steps have done to a model of one width.
+    """The effect of some steps on a model of one width.
 
-    `change` is the standard deviation of the change of the logits, `by_kind` that of what is lost
-    of it if the parameters of one kind go back to where they began. `loss`: of the last step.
+    `change` is the standard deviation of the change of the logits; `by_kind` is that of the part
+    which is lost if the parameters of one kind are reset to their initial values. `loss`: that of
+    the last step.
     """
 
     embed: int
@@ -54,12 +55,12 @@ class CoordinateCheck:
 
     @property
     def spread(self) -> float:
-        """The largest change of the logits over the smallest; infinite if it is no number."""
+        """The largest change of the logits over the smallest; infinite if it is not finite."""
         return _spread([each.change for each in self.widths])
 
     @property
     def spread_by_kind(self) -> dict[str, float]:
-        """The same of each kind of parameter alone."""
+        """The same for each kind of parameter alone."""
         return {
             kind: _spread([each.by_kind[kind] for each in self.widths])
             for kind in self.widths[0].by_kind
@@ -67,9 +68,10 @@ class CoordinateCheck:
 
     @property
     def is_good(self) -> bool:
-        """True if the change of the logits does not depend on the width, nor that of matrices.
+        """True if neither the change of the logits nor that of matrices depends on the width.
 
-        What makes little of the change varies by itself: vectors, and kinds below LEAST_SHARE.
+        Kinds that contribute little vary by themselves and do not count: vectors, and kinds below
+        LEAST_SHARE.
         """
         kinds = self.spread_by_kind.items()
         judged = [spread for kind, spread in kinds if kind != "vector" and self._counts(kind)]
@@ -111,7 +113,7 @@ def coordinate_check(
 def at_width(config: RunConfig, embed: int, steps: int) -> RunConfig:
     """Returns the run in another width, for some steps at its highest learning rate.
 
-    `ffn` grows with it, and so does the number of heads if `head_dim` is set, else their size.
+    `ffn` grows with it, as does the number of heads if `head_dim` is set, or else their size.
     """
     values = config.as_given()
     model, times = values["model"], embed / config.model.embed
@@ -140,7 +142,7 @@ def _grown(name: str, size: int | None, times: float) -> int | None:
 
 
 def after_steps(config: RunConfig, own: Own, devices: Sequence[jax.Device]) -> WidthFigures:
-    """Takes the steps of a run, and returns what they have done."""
+    """Takes the steps of a run, and returns their effect."""
     config, data = open_data(config)
     setup = own.shard(config, devices)
     state = init_state(setup)

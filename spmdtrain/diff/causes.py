@@ -1,9 +1,9 @@
 """Ranks what differs between two runs by how well it explains where they part.
 
-A step is fed, has a rate, makes a loss, gradients and an update, in this order. A difference shows
-in what is made after it: a loss that is other at the first step already is not of the optimizer. So
-the settings that decide the first thing that is other come first. Placement alone explains
-rounding; where it is all that differs and more than rounding came of it, the layout is wrong.
+A step is fed, has a rate, computes a loss, gradients and an update, in this order. A difference
+shows in everything computed after it: the optimizer cannot change the loss of the first step. So
+the settings that decide the first thing that differs come first. Placement explains only rounding;
+if nothing else differs, and the results differ by more than rounding, the layout is wrong.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,13 +16,15 @@ from spmdtrain.diff.parting import Parting
 
 Of = Literal["setting", "data", "code", "devices", "machine"]
 ORDER: tuple[Kind, ...] = get_args(Kind)
-# What a caller gave by keyword, version and flags are as likely to move bits as to change numbers.
+# Keywords of a caller, versions and flags may change only bits, or numbers as well.
 LIKELY_CODE = ("parts from Python", "code of the model", "sources of spmdtrain")
 
 
 @dataclass(frozen=True)
 class Cause:
-    """What may have parted two runs: `of` which sort, and its name, such as that of a setting."""
+    """A possible cause of a difference: `of` which sort, and its name, such as that of a
+    setting.
+    """
 
     of: Of
     name: str
@@ -30,7 +32,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class RanOtherwise:
-    """Everything that differs between two runs but what came out of them."""
+    """All differences between two runs other than their results."""
 
     settings: Sequence[Changed]
     code: Sequence[Other]
@@ -39,7 +41,7 @@ class RanOtherwise:
 
 
 def evidence(parting: Parting, first_step: int) -> Kind:
-    """Returns what of a step was other first: what decides it is the likeliest cause."""
+    """Returns the part of a step that differed first: what decides it is the likeliest cause."""
     if parting.in_figure == "tokens":
         return "data"
     beyond = parting.beyond or parting.first or first_step
@@ -51,7 +53,7 @@ def evidence(parting: Parting, first_step: int) -> Kind:
 
 
 def causes(found: RanOtherwise, parting: Parting, first_step: int) -> list[Cause]:
-    """Returns what may have parted the runs, the likeliest first; none if all bits are equal.
+    """Returns the possible causes, likeliest first; none if all bits are equal.
 
     `first_step`: the first that both have taken.
     """
@@ -90,9 +92,9 @@ def _named(of: Of, others: Iterable[Other]) -> list[Cause]:
 
 
 def _rank(changed: Changed, others: Sequence[Changed], kind: Kind) -> tuple[int, bool]:
-    """Returns the place of a setting among others that decide numbers.
+    """Returns the rank of a setting among others that decide numbers.
 
-    The name of an optimizer or a model decides what else its section holds, and its defaults.
+    The name of an optimizer or a model decides the rest of its section, and its defaults.
     """
     section, _, name = changed.name.partition(".")
     if name != "name":
@@ -102,7 +104,7 @@ def _rank(changed: Changed, others: Sequence[Changed], kind: Kind) -> tuple[int,
 
 
 def _distance(changed: Changed, kind: Kind) -> int:
-    """Returns how far a setting is from what was other first; a seed draws the weights, too."""
+    """Returns how far a setting is from what differed first; a seed also draws the weights."""
     decides: Kind = changed.decides
     if changed.name == "train.seed" and kind == "loss":
         decides = "loss"

@@ -1,4 +1,4 @@
-"""`diff`: what differs between two runs, where they part, and the likeliest cause."""
+"""Finds what differs between two runs, where they part, and the likeliest cause."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -31,9 +31,9 @@ MOST_STEPS = 100_000
 
 @dataclass(frozen=True)
 class Compared:
-    """Two runs compared, A and B. `settings`: those that differ, of `of_settings`.
+    """The comparison of two runs, A and B. `settings`: those that differ, out of `of_settings`.
 
-    `causes`: the likeliest first; none if every bit is equal. `hosts`: where each ran.
+    `causes`: likeliest first; none if every bit is equal. `hosts`: where each ran.
     """
 
     a: str
@@ -51,11 +51,11 @@ class Compared:
 
     @property
     def verdict(self) -> str:
-        """identical, rounding, differ or, without a scale, unclear."""
+        """The verdict: identical, rounding, differ or, without a scale, unclear."""
         return self.parting.verdict
 
     def document(self) -> dict[str, Any]:
-        """Returns it as JSON values; an infinite figure is null."""
+        """Returns the comparison as JSON values; an infinite figure is null."""
         found: dict[str, Any] = {"verdict": self.verdict} | asdict(self)
         where = found["parting"]
         for name in ("apart", "times"):
@@ -77,9 +77,9 @@ def diff(  # noqa: PLR0913 - one keyword for each thing that a caller may replac
     """Compares the run in directory `b` with that in `a`.
 
     Where their figures differ in bits, A is replayed with its weights slightly moved, for `steps`
-    steps after the first difference, to learn how far rounding goes. With `replays=False` files
-    alone are read. `make`, `devices` and `seams` are what A needs for that, see `replay`. Raises
-    CheckpointError if one is no run, or if they have taken no step in common.
+    steps after the first difference, to learn how far rounding goes. With `replays=False` only
+    files are read. `make`, `devices` and `seams` are what A needs for the replay, see `replay`.
+    Raises CheckpointError if one is not a run, or if they have no step in common.
     """
     check_make(make)
     steps = as_whole(steps, "steps", 1, MOST_STEPS)

@@ -1,4 +1,4 @@
-"""What two runs ran: code, data and the compiled program, compared from their files."""
+"""Compares what two runs ran, from their files: code, data and the compiled program."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ MOST_NAMED = 6
 
 @dataclass(frozen=True)
 class Other:
-    """Something beside the settings that differs: what, its text in A and in B."""
+    """A difference other than in the settings: what differs, and its text in A and in B."""
 
     what: str
     a: str
@@ -30,7 +30,7 @@ class Other:
 
 @dataclass(frozen=True)
 class DataDifference:
-    """The first step that was fed other tokens, None if none was; of `hashed` steps in common.
+    """The first step that was fed other tokens, or None, out of `hashed` steps in common.
 
     `samples` are the global indices of its first and last sample in A and in B, and `corpus` says
     whether the fingerprints of the data are the same (None: not recorded).
@@ -44,11 +44,12 @@ class DataDifference:
 
 @dataclass(frozen=True)
 class ProgramDifference:
-    """Whether both compiled programs are the same; None if one was not recorded.
+    """The comparison of the compiled programs: whether they are the same, None if one was not
+    recorded.
 
-    If not: `opcodes` has the instructions that B has more, or fewer, of; `sent` the bytes that a
-    device sends in a step, by mesh axis, and `memory` those that it holds, in A and in B, where
-    they differ.
+    If they differ, `opcodes` has the instructions that B has more, or fewer, of; `sent` has the
+    bytes that a device sends in a step, by mesh axis, and `memory` those that it holds, in A and in
+    B, if they differ.
     """
 
     same: bool | None
@@ -58,7 +59,7 @@ class ProgramDifference:
 
 
 def code_differences(a: Side, b: Side) -> list[Other]:
-    """Returns what differs in sources, versions and XLA's flags."""
+    """Returns the differences in sources, versions and XLA's flags."""
     found = [
         Other(word, _text(a.start.get(name)), _text(b.start.get(name)))
         for name, word in OF_CODE.items()
@@ -72,7 +73,7 @@ def code_differences(a: Side, b: Side) -> list[Other]:
 
 
 def place_differences(a: Side, b: Side) -> list[Other]:
-    """Returns what differs in the devices. Another host alone is no difference."""
+    """Returns the differences in devices. Another host alone is not a difference."""
     found = [
         Other(word, _text(a.start.get(name)), _text(b.start.get(name)))
         for name, word in OF_PLACE.items()

@@ -1,4 +1,4 @@
-"""What a setting decides: by that, and not by its name, two runs are compared."""
+"""Says what a setting decides: two runs are compared by that, not by names."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from spmdtrain.checkpoints.identity import flat
 
-# In the order of a step: what it is fed, its rate, its loss, its gradients, and what it makes of
-# them. "placement" decides where a step computes, and "none" is read by no step.
+# In the order of a step: its tokens, its rate, its loss, its gradients, and its update. "placement"
+# decides where a step computes, and no step reads "none".
 Kind = Literal["data", "rate", "loss", "gradient", "update", "placement", "none"]
 
 NO_STEP = (
@@ -36,7 +36,7 @@ DECIDED: tuple[tuple[tuple[str, ...], Kind], ...] = (
     (GRADIENT, "gradient"),
     (UPDATE, "update"),
 )
-PLACES = ("data.path", "data.validation_path", "data.tokenizer")  # where the same data may lie
+PLACES = ("data.path", "data.validation_path", "data.tokenizer")  # the location of the data
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ def kind_of(name: str, same_data: bool = False) -> Kind:
 def changed_settings(
     a: Mapping[str, Any], b: Mapping[str, Any], same_data: bool
 ) -> tuple[list[Changed], int]:
-    """Returns the settings that differ between two resolved configs, and how many there are.
+    """Returns the settings that differ between two resolved configs, and the number of all
+    settings.
 
     A setting that one version lacks counts as its None.
     """

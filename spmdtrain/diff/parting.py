@@ -1,10 +1,11 @@
-"""Where two runs part, and whether by rounding: first in bits, then beyond what siblings do.
+"""Finds where two runs part, and whether by rounding: first in bits, then beyond the distance of
+siblings.
 
-Another mesh adds in another order, so the figures of two right runs differ in bits, and the
+Another mesh sums in another order, so the figures of two correct runs differ in bits, and the
 differences grow. Siblings of A are replays of A whose weights begin two units in the last place
-away (replay/rounding.py); what they do to a figure is the scale. A constant could not be, and
-neither could the size of the first difference: a smaller weight decay begins as small as another
-mesh does, and grows.
+away (replay/rounding.py); their distance is the scale for a figure. A constant would not do, nor
+would the size of the first difference: the effect of a smaller weight decay starts as small as that
+of another mesh, and grows.
 """
 
 import math
@@ -26,20 +27,21 @@ OF_THE_CLOCK = (
     *("step", "time", "step_seconds", "input_seconds", "tokens_per_second", "mfu"),
     "memory_bytes",
 )
-CLEAR = 1e-3  # of a figure: within `FEW` steps no rounding of float32 moves it so far
+CLEAR = 1e-3  # share of a figure: rounding of float32 never moves it so far within `FEW` steps
 SAME_RATE = 1e-6  # of the learning rate, which is computed in float32
 Verdict = Literal["identical", "rounding", "differ", "unclear"]
 
 
 @dataclass(frozen=True)
 class Parting:
-    """How the figures of two runs compare over `steps` steps in common, the last of them `last`.
+    """The comparison of the figures of two runs over `steps` steps in common, the last of them
+    `last`.
 
-    `first`: the first step with other bits, in the figure `figure`, where they are `apart` of the
-    figure; None if all bits are equal. `beyond`: the first step that is farther apart than rounding
-    moves it, in the figure `in_figure`; `times` is the largest distance over its limit.
-    `judged_to`: the last step that siblings, or a constant, judged. `scale`: by which of the two;
-    `without` says why there were no siblings. `tail`: the loss of B above that of A, in the mean
+    `first`: the first step with other bits, in the figure `figure`, in which they differ by the
+    share `apart`; None if all bits are equal. `beyond`: the first step that is farther apart than
+    rounding moves it, in the figure `in_figure`; `times` is the largest distance over its limit.
+    `judged_to`: the last step that siblings, or a constant, judged. `scale`: which of the two;
+    `without` says why there were no siblings. `tail`: the loss of B minus that of A, on average
     over the second half. `rate`: the first step with another learning rate.
     """
 
@@ -61,7 +63,7 @@ class Parting:
 
 @dataclass(frozen=True)
 class Scale:
-    """How siblings of A are made. `replays`: False compares the files alone.
+    """The way to make siblings of A. `replays`: False compares only the files.
 
     `make`, `devices` and `seams` are what A needs to be opened, as `replay` takes them.
     """
@@ -90,8 +92,8 @@ def parting(
 ) -> Parting:
     """Compares the figures of two runs over the `steps` in common.
 
-    `fed_apart`: the first step that was fed other tokens. What comes of it is no rounding, so that
-    it is not judged.
+    `fed_apart`: the first step that was fed other tokens. The consequences are not rounding, so
+    they are not judged.
     """
     found = first_difference(a, b, steps)
     if found is None and fed_apart is None:
@@ -116,7 +118,7 @@ def parting(
 def _limits(
     a: WrittenRun, first: int, last: int, scale: Scale
 ) -> tuple[dict[int, dict[str, float]] | None, str]:
-    """Returns how far rounding moves the figures of each step; if A cannot be replayed, why."""
+    """Returns how far rounding moves the figures of each step, or why A cannot be replayed."""
     if not scale.replays:
         return None, "nothing was replayed"
     try:

@@ -14,10 +14,10 @@ from spmdtrain.replay.written import WrittenRun, read_written
 
 @dataclass(frozen=True)
 class Side:
-    """A run, as its files tell of it.
+    """A run, as its files describe it.
 
-    `config`: the resolved settings with which `start` began; `start` is empty for a run of a
-    version that did not record it. `compiled`: compiled.json of the last start, empty if missing.
+    `config`: the resolved settings with which `start` began; `start` is empty for a run of an older
+    version, which did not record it. `compiled`: compiled.json of the last start, empty if missing.
     """
 
     run: Path
@@ -48,7 +48,7 @@ def read_run(run: str | Path, name: str) -> WrittenRun:
 
 
 def side_at(written: WrittenRun, step: int) -> Side:
-    """Returns a run as it was when it took `step`: a resumed run may have changed its settings."""
+    """Returns a run as of `step`: a resumed run may have changed its settings."""
     files = RunFiles(written.run)
     start = written.start_of(step) or {}
     config = given_in(start if "config" in start else files.config)

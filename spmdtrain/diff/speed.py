@@ -1,4 +1,4 @@
-"""Which of two runs takes its steps faster, and what holds up the other."""
+"""Finds which of two runs is faster, and what holds up the other."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,16 +8,17 @@ import numpy as np
 from spmdtrain.replay.written import WrittenRun
 
 FEWEST = 8  # steps of each run from which it is judged
-WORTH = 1.1  # times slower, from which it is worth a word
+WORTH = 1.1  # ratio from which a difference is reported
 Held = Literal["input", "size", "program", "machine"]
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Median seconds of a step, of waiting for its batch, and tokens of a step, in A and in B.
+    """The speed of A and B: median seconds of a step, and of waiting for its batch, and tokens of a
+    step.
 
-    `ratio`: seconds of B over those of A. `held`: what makes the slower one slow, None if they are
-    alike: within a tenth, or the middle halves of their steps overlap.
+    `ratio`: seconds of B over those of A. `held`: what slows the slower one down, None if they are
+    alike: within a tenth, or with overlapping middle halves of their steps.
     """
 
     seconds: tuple[float, float]
@@ -28,7 +29,9 @@ class Speed:
 
 
 def speed_of(a: WrittenRun, b: WrittenRun, same_program: bool | None) -> Speed | None:
-    """Compares two runs; None if one has too few steps. First steps of a start do not count."""
+    """Returns the comparison of two runs' speeds, or None if one has too few steps. The first steps
+    of a start do not count.
+    """
     seconds, waits, tokens = (
         [_column(run, name) for run in (a, b)]
         for name in ("step_seconds", "input_seconds", "tokens")

@@ -225,8 +225,8 @@ def make_generate(
 
     @partial(jax.jit, static_argnums=5)
     def filled(params, prompts_bt, lengths_b, stop_at, key, start):
-        """Returns `prompts_bt` with generated tokens filled in, and the length of each row. It has
-        room for them; each row holds `lengths_b` tokens so far.
+        """Returns `prompts_bt` with generated tokens filled in. It has room for them; each row
+        holds `lengths_b` tokens so far.
         """
         module = _bound(setup, params, rules)
         predict = _cached if _has_cache(config, module, prompts_bt.shape[1]) else _windowed

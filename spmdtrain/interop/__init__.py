@@ -1,5 +1,6 @@
-"""Other people's weights: directories of Hugging Face, read into our parameters and written again.
+"""Reads other people's weights, in Hugging Face directories, into our parameters, and writes them
+back.
 
-`files` opens safetensors, `names` says which of their tensors are which of our parameters, `pieces`
-how they lie in them, `weights` reads a directory by that, and `writer` writes one.
+`files` opens safetensors, `names` maps their tensors to our parameters, `pieces` says how a
+parameter is composed of tensors, `weights` reads a directory, and `writer` writes one.
 """

@@ -1,4 +1,4 @@
-"""The files of a published model around its weights, which go along byte for byte."""
+"""Copies the files of a published model around its weights, byte for byte."""
 
 import os
 import shutil
@@ -26,19 +26,21 @@ LARGEST = 256 * 2**20  # bytes of a file that is copied
 
 
 def files_to_keep(folder: Path) -> list[Path]:
-    """Returns the files of a published model that an export takes along, without config.json."""
+    """Returns the files of a published model that an export includes, except config.json."""
     named = [folder / name for name in COPIED]
     found = [*named, *sorted(folder.glob(LICENSES))]
     return [path for path in found if path.is_file() and path.stat().st_size <= LARGEST]
 
 
 def keep_files(source: Path, run: Path) -> None:
-    """Copies config.json and what belongs to it into a run. StorageError if it cannot write."""
+    """Copies config.json and the files around it into a run. Raises StorageError if it cannot
+    write.
+    """
     copy_files([source / CONFIG, *files_to_keep(source)], run / KEPT)
 
 
 def copy_files(files: Sequence[Path], target: Path) -> None:
-    """Copies files byte for byte into a folder, which is made."""
+    """Copies files byte for byte into a folder, which is created."""
     try:
         target.mkdir(parents=True, exist_ok=True)
         for path in files:

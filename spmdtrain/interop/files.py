@@ -1,8 +1,8 @@
-"""Opens the safetensors files of a directory: header and offsets checked, nothing read yet.
+"""Opens the safetensors files of a directory: checks header and offsets, and reads nothing yet.
 
-The package `safetensors` checks each file as the format asks. Slices are then mapped at the offsets
-that it has checked, a mapping for each tensor: it is dropped with the tensor, where `safe_open`
-would keep every page that was read resident.
+The package `safetensors` checks each file against the format. Slices are then mapped at the checked
+offsets, with a mapping for each tensor: it is dropped with the tensor, whereas `safe_open` would
+keep every page that was read resident.
 """
 
 import json
@@ -25,10 +25,10 @@ DTYPES: dict[str, Any] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-# Of tensors with these endings, which hold numbers of four bits (mxfp4.py).
+# For tensors with these endings, which hold four-bit numbers (mxfp4.py).
 PACKED = {"U8": np.dtype(np.uint8)}
 PACKED_NAMES = ("_blocks", "_scales")
-# Of matrices with a scale for each square (float8.py), where a config.json says so.
+# For matrices with a scale for each square (float8.py), if a config.json says so.
 FLOAT8 = {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}
 POINTER = b"version https://git-lfs"
 LARGEST_INDEX = 256 * 2**20  # bytes
@@ -37,7 +37,7 @@ AGAIN = "downloading it again"
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of a file: `offset` bytes from its start."""
+    """A tensor in a file, at `offset` bytes from its start."""
 
     name: str
     path: Path
@@ -47,7 +47,7 @@ class Tensor:
 
     @property
     def size(self) -> int:
-        """Bytes of the tensor."""
+        """The bytes of the tensor."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
     def map(self) -> np.ndarray:
@@ -58,10 +58,10 @@ class Tensor:
 def open_tensors(folder: Path, *, is_float8: bool = False) -> dict[str, Tensor]:
     """Returns the tensors of all weight files of a directory, by name.
 
-    `is_float8`: numbers of 8 bits are expected too.
+    `is_float8`: 8-bit numbers are expected too.
 
-    Raises CheckpointError where a file is missing or damaged, is a pointer of git-lfs, or holds
-    anything but floating point numbers of 16 or 32 bits, and where there are pickles alone.
+    Raises CheckpointError if a file is missing or damaged, is a git-lfs pointer, or holds anything
+    but 16-bit or 32-bit floats, and if there are only pickles.
     """
     index = folder / INDEX
     if index.exists():
@@ -154,7 +154,7 @@ def open_file(path: Path, *, is_float8: bool = False) -> dict[str, Tensor]:
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """Returns what the header says of each tensor, and the offset at which the data begins."""
+    """Returns the header's entry for each tensor, and the offset at which the data begins."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > os.fstat(file.fileno()).st_size:

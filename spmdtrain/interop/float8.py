@@ -1,7 +1,7 @@
-"""Reads matrices in 8-bit floats, in which DeepSeek-V3 is published.
+"""Reads matrices in 8-bit floats, the format in which DeepSeek-V3 is published.
 
-Each square of 128 x 128 numbers of a matrix shares a scale in float32, of another tensor. A number
-times its scale is exact in float32.
+Each square of 128 x 128 numbers of a matrix shares a float32 scale, which is in another tensor. A
+number times its scale is exact in float32.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,9 @@ SCALE = "_scale_inv"  # the ending of the scales of a matrix; they multiply, wha
 
 @dataclass(frozen=True)
 class ScaledTensor(Tensor):
-    """A matrix of a file in 8 bits. It is made whole, in float32, wherever a part is asked for."""
+    """An 8-bit matrix in a file. It is dequantised whole, to float32, for any part that is asked
+    for.
+    """
 
     scale: Tensor
 
@@ -33,9 +35,9 @@ class ScaledTensor(Tensor):
 
 
 def with_scales(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors of a file in 8 bits, each with its scales, which are no longer apart.
+    """Returns the tensors of an 8-bit file, each joined with its scales.
 
-    Raises CheckpointError where a matrix has none, or not as many as it has squares.
+    Raises CheckpointError if a matrix has no scales, or not as many as it has squares.
     """
     found = {}
     used = set()

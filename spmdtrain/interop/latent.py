@@ -1,10 +1,10 @@
-"""How the tensors of latent attention map to our parameters, in both directions.
+"""Maps the tensors of latent attention to our parameters, and back.
 
-Files keep the channels that turn in pairs that lie beside each other; ours lie half a head apart,
-as those of all other models do. The scores are the same: queries and keys move alike.
+In files, rotated channels that form a pair are adjacent; ours are half a head apart, as in all
+other models. The scores are the same, because queries and keys are reordered alike.
 
-Letters as in pieces.py, and those of models/layers/attention/latent.py: n the channels that do not
-turn, h those that do, r and c the widths of the latents.
+Letters as in pieces.py, and those of models/layers/attention/latent.py: n the channels that are not
+rotated, h those that are, r and c the widths of the latents.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,9 +17,9 @@ from spmdtrain.interop.pieces import Index, Mapped, Shape, Sizes, heads_first, t
 
 @dataclass(frozen=True)
 class Reordered:
-    """A parameter of one layer that is made of whole tensors, whose rows come in another order.
+    """A parameter of one layer that is made from whole tensors with their rows in another order.
 
-    `of_file` makes it of tensors of the shapes `shapes`, and `to_file` makes them of it.
+    `of_file` makes it from tensors of the shapes `shapes`, and `to_file` makes them from it.
     """
 
     shape: Shape
@@ -37,13 +37,13 @@ class Reordered:
 
 
 def _order(turned: int, *, to_file: bool) -> np.ndarray:
-    """Returns which channel stands at each place: i and i + h / 2 for the pair 2 i, 2 i + 1."""
+    """Returns the channel at each place: i and i + h / 2 for the pair 2 i, 2 i + 1."""
     halves = np.concatenate((np.arange(0, turned, 2), np.arange(1, turned, 2)))
     return np.argsort(halves) if to_file else halves
 
 
 def down(sizes: Sizes, shape: Shape) -> Reordered:
-    """Takes [r, E] and [c + h, E] as [E, r + c + h]; only the second where r is 0."""
+    """Takes [r, E] and [c + h, E] as [E, r + c + h]; only the second if r is 0."""
     embed, width = shape
     rank, turned = sizes.query_rank, sizes.rope_dim
     shapes = ((rank, embed),) * (rank > 0) + ((width - rank, embed),)
@@ -89,7 +89,7 @@ def keys_and_values(sizes: Sizes, shape: Shape) -> Mapped:
 
 
 def joined(sizes: Sizes, shape: Shape) -> Mapped:
-    """Takes [E, 2 E] of a further token, whose columns are of the token and of the stream."""
+    """Takes [E, 2 E] of a further token, whose columns belong to the token and to the stream."""
     _, embed, _ = shape
     as_matrix = transpose(sizes, (2 * embed, embed))
     return Mapped(shape, as_matrix.view, as_matrix.shapes, as_matrix.pieces)

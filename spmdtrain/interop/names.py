@@ -1,7 +1,7 @@
-"""Which tensors of a file are which of our parameters, for each family: read in both directions.
+"""Maps the names of tensors in files to our parameters, for each family, in both directions.
 
 `{}` stands for the number of the layer, and `{x}` for that of the expert. A parameter that a model
-does not have is left out, and with it its tensors.
+lacks is left out, along with its tensors.
 """
 
 import re
@@ -19,7 +19,7 @@ EMBED, HEAD, POSITIONS = "tokens.table_ve", "unembed_ve", "positions_te"
 
 
 class Entry(NamedTuple):
-    """The tensors that one of our parameters is made of, and how.
+    """The tensors that one of our parameters is made from, and how.
 
     `first`: the number, in the files, of the first layer of our stack.
     """
@@ -54,7 +54,7 @@ def _entry(rule: Rule, *names: str) -> Entry:
 
 
 def _in_layers(prefix: str, entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    """Returns entries of a layer, with the names of a layer before theirs and ours."""
+    """Returns entries of a layer, with the layer's name in front of their names and ours."""
     return {
         OURS + ours: Entry(entry.rule, tuple(prefix + name for name in entry.names))
         for ours, entry in entries.items()
@@ -109,7 +109,8 @@ NORMS_BEFORE = {
     "mlp_norm.scale_e": _entry(pieces.copy, "post_attention_layernorm.weight"),
 }
 
-# The norm that Llama has before its mlp has the name of the one that others have after attention.
+# In Llama, the norm before the mlp has the name that other families give to the norm after
+# attention.
 NORMS_BOTH = {
     "attention_norm.scale_e": _entry(pieces.copy, "input_layernorm.weight"),
     "attention_out_norm.scale_e": _entry(pieces.copy, "post_attention_layernorm.weight"),
@@ -133,7 +134,7 @@ FUSED = {
 
 
 def _like_llama(*parts: Mapping[str, Entry]) -> Table:
-    """Returns the table of a family with the names of Llama, of the parts of its layers."""
+    """Returns the table of a family that uses Llama's names, given the parts of its layers."""
     entries = {
         EMBED: _entry(pieces.copy, "model.embed_tokens.weight"),
         "norm.scale_e": _entry(pieces.copy, "model.norm.weight"),
@@ -194,7 +195,7 @@ LATENT = {
     "attention.key_value_ckd": _entry(latent.keys_and_values, "self_attn.kv_b_proj.weight"),
     "attention.out_kgde": _entry(pieces.heads_out, "self_attn.o_proj.weight"),
 }
-# Where queries are made of the stream.
+# If queries are computed from the stream.
 PLAIN_QUERIES = {
     "attention.down_eu": _entry(latent.down, "self_attn.kv_a_proj_with_mqa.weight"),
     "attention.query_rkd": _entry(latent.queries, "self_attn.q_proj.weight"),
@@ -206,14 +207,14 @@ DEEPSEEK_EXPERTS = dict(QWEN_EXPERTS) | {
     ),
     "mlp.shared.down_fe": _entry(pieces.transpose, "mlp.shared_experts.down_proj.weight"),
 }
-# Of a further token, in the layer that follows the last one.
+# Parameters of a further token, in the layer that follows the last one.
 FURTHER_TOKEN = {
     "token_norm.scale_e": _entry(pieces.copy, "enorm.weight"),
     "stream_norm.scale_e": _entry(pieces.copy, "hnorm.weight"),
     "join_2ee": _entry(latent.joined, "eh_proj.weight"),
     "norm.scale_e": _entry(pieces.copy, "shared_head.norm.weight"),
 }
-# Of a further token, once more: what it shares with the model.
+# Copies in a further token's layer of what it shares with the model.
 SHARED_COPIES = {EMBED: "embed_tokens.weight", HEAD: "shared_head.head.weight"}
 PREFIX = "model.layers.{}."
 
@@ -257,7 +258,7 @@ def table_of(family: str, model: TransformerConfig) -> Table:
 
 
 def _further(table: Table, model: TransformerConfig) -> Table:
-    """Returns the entries of model.multi_token, whose blocks are layers behind the last one."""
+    """Returns the entries of model.multi_token, whose blocks are layers after the last one."""
     count = model.experts.count if model.experts else 0
     found = {}
     for number in numbers_of_further(model):
@@ -288,13 +289,13 @@ def in_mxfp4(table: Table) -> Table:
     return packed
 
 
-# Tensors that say nothing: masks and frequencies that older versions stored, and vision towers.
+# Tensors that are not needed: masks and frequencies that older versions stored, and vision towers.
 SAY_NOTHING = re.compile(
     r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)"
     r"|.*\.rotary_emb\.inv_freq"
     r"|(model\.)?(vision_tower|multi_modal_projector)\..*"
 )
-# The same names as other files spell them: what is written, and what stands there instead.
+# Other spellings of the same names: (what we write, what other files have instead).
 SPELLINGS: Sequence[tuple[str, str]] = (
     ("", ""),
     ("transformer.", ""),

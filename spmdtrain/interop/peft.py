@@ -1,9 +1,9 @@
-"""Adapters in the format of the package peft: `adapter_config.json`, `adapter_model.safetensors`.
+"""Reads and writes adapters in the format of the package peft: `adapter_config.json`,
+`adapter_model.safetensors`. peft has an adapter for each linear layer of the published model:
 
-peft has an adapter for each linear layer of the published model: A [r, in] and B [out, r]. Where
-one layer of that model is several parts of ours (GPT-2's c_attn, Phi-3's qkv_proj), their adapters
-become one of as many times the rank: A has theirs one below the other, and B, block by block, reads
-each from its own. Read back, every part has all of A, and its own rows of B.
+A [r, in] and B [out, r]. If one layer of that model is several parts of ours (GPT-2's c_attn,
+Phi-3's qkv_proj), their adapters become one, with the sum of the ranks: A stacks theirs, and B is
+block diagonal. Read back, every part has all of A, and its own rows of B.
 """
 
 import json
@@ -48,8 +48,8 @@ def write_adapters(
 ) -> int:
     """Writes the adapters among `values`, and what [finetune] trains whole; returns their number.
 
-    `family`: the model_type of the base. `base`: its name or directory, which peft loads.
-    ConfigError where the run has no adapters, or one of a weight that the family does not have.
+    `family`: the model_type of the base. `base`: its name or directory, which peft loads. Raises
+    ConfigError if the run has no adapters, or one for a weight that the family lacks.
     """
     finetune = config.finetune
     if not finetune.has_adapters:
@@ -81,11 +81,11 @@ def write_adapters(
 
 
 def _refuse_layers_apart(config: RunConfig) -> None:
-    """Refuses a model with dense layers before its stack, whose adapters are not of the stack."""
+    """Refuses a model with dense layers before its stack, whose adapters are outside the stack."""
     model = config.model
     if model.stack_layers < model.layers:
         raise ConfigError(
-            "adapters of a model with model.experts.first_dense have no format of peft here",
+            "adapters of a model with model.experts.first_dense cannot be written for peft",
             found=f"first_dense={model.layers - model.stack_layers}",
             fix="--to hf, which merges them",
         )
@@ -138,13 +138,13 @@ def _written(module: Module, values: Values, layer: int) -> dict[str, np.ndarray
 
 
 def _inputs(w: np.ndarray, values: Values, module: Module) -> int:
-    """Returns how many numbers one layer's matmul contracts."""
+    """Returns the number of inputs that one layer's matmul contracts."""
     a = next(x for part in module.parts if (x := values.get(_at(module, part, "a"))) is not None)
     return math.prod(w.shape[: a.ndim - 2])
 
 
 def _diagonal(blocks: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns the blocks [rows, columns] along the diagonal of zeros."""
+    """Returns the block diagonal matrix of these blocks [rows, columns]."""
     found = np.zeros(np.sum([block.shape for block in blocks], axis=0), np.float32)
     row = column = 0
     for block in blocks:
@@ -155,7 +155,7 @@ def _diagonal(blocks: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _check_all_written(values: Values, adapted: Mapping[Module, int]) -> None:
-    """Refuses an adapter of a weight that the family does not have."""
+    """Refuses an adapter for a weight that the family lacks."""
     paths = {module.path for module in adapted}
     for path in values:
         weight, _, name = path.rpartition(".")
@@ -214,7 +214,7 @@ def _config(
         "use_dora": finetune.kind == "dora",
         "modules_to_save": [name.rpartition(".")[0] for name in whole] or None,
         "rank_pattern": {name: count * finetune.rank for name, count in several.items()},
-        # alpha / rank, or alpha / sqrt(rank), is to stay.
+        # The scale alpha / rank, or alpha / sqrt(rank), must not change.
         "alpha_pattern": {name: count**root * finetune.alpha for name, count in several.items()},
         "layers_to_transform": None,
         "init_lora_weights": True,
@@ -226,11 +226,11 @@ def _config(
 
 
 def read_adapters(folder: Path, values: Values, config: RunConfig, family: str) -> dict[str, Any]:
-    """Returns what a directory of peft trains, by our dotted path, float32.
+    """Returns the trained arrays in a peft directory, by our dotted path, float32.
 
-    `values`: a model with adapters as [finetune] of `config` asks for, whose shapes they must have;
-    those that the directory holds are returned, stacked over the layers. CheckpointError where
-    they are not the adapters that the config asks for.
+    `values`: those of a model with the adapters that [finetune] of `config` asks for, whose shapes
+    they must have; those that the directory holds are returned, stacked over the layers. Raises
+    CheckpointError if they are not the adapters that the config asks for.
     """
     _refuse_layers_apart(config)
     said = _read_config(folder)
@@ -316,7 +316,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _check_config(folder: Path, said: Mapping[str, Any], finetune: FinetuneConfig) -> None:
-    """Refuses an adapter that computes something else than [finetune] says."""
+    """Refuses an adapter that does not compute what [finetune] says."""
     # key -> (what is asked, peft's default)
     asked: dict[str, tuple[Any, Any]] = {
         "peft_type": ("LORA", None),

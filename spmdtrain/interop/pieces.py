@@ -1,8 +1,8 @@
-"""How the tensors of a file map to one of our parameters: stated once, used in both directions.
+"""Maps the tensors of a file to one of our parameters: stated once, used in both directions.
 
-A parameter of one layer is made of boxes. Each box is a part of one tensor of the file, reshaped
-and transposed: no number changes. So reading and writing are inverse to the bit, and a slice of a
-parameter touches only the part of the file that it needs.
+A parameter of one layer is made from boxes. Each box is a part of one tensor of the file, reshaped
+and transposed, so no number changes. Reading and writing are therefore exact inverses, and a slice
+of a parameter touches only the part of the file that it needs.
 
 Letters: E embed, H query heads, K key-value heads, G = H / K, d head_dim, F ffn. Weights of
 `nn.Linear` are [out, in], those of GPT-2's Conv1D [in, out].
@@ -23,7 +23,7 @@ SQUARE = 128  # numbers on a side: 32 KiB of bfloat16, which a core's own cache 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes that shapes are made of, as the letters above say."""
+    """The sizes that shapes consist of, named by the letters above."""
 
     embed: int
     heads: int
@@ -31,7 +31,7 @@ class Sizes:
     head_dim: int
     ffn: int
     query_rank: int = 0  # of latent attention: the width of the latent of queries
-    rope_dim: int = 0  # of latent attention: the channels of a head that turn
+    rope_dim: int = 0  # of latent attention: the rotated channels of a head
 
     @property
     def group(self) -> int:
@@ -40,7 +40,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Piece:
-    """One box of a parameter: rows `rows` (dim `axis`) of tensor number `source`.
+    """A box of a parameter: rows `rows` (dim `axis`) of tensor number `source`.
 
     They are reshaped to `shape` and transposed by `order`; the result fills `places` of dim `dim`
     of the parameter in the shape `Mapped.view`.
@@ -65,7 +65,7 @@ class Mapped:
     pieces: tuple[Piece, ...]
 
     def read(self, tensors: Sequence[np.ndarray], index: Index) -> np.ndarray:
-        """Returns the slice `index` of the parameter, made of the tensors of the file."""
+        """Returns the slice `index` of the parameter, made from the tensors of the file."""
         tensors = list(tensors)
         if self.view != self.shape:  # a bias, which is small
             return self._read(tensors, _whole(self.view)).reshape(self.shape)[index]
@@ -117,10 +117,10 @@ class Mapped:
 def _copy(target: np.ndarray, source: np.ndarray) -> None:
     """Copies `source` into `target`, in squares of the two dims that lie close together in each.
 
-    Row by row, a transposed copy takes one number from each line of the processor's cache: a fourth
-    of the speed.
+    Row by row, a transposed copy would use one number from each cache line, at a quarter of the
+    speed.
     """
-    if target.dtype == source.dtype:  # numpy copies words faster than numbers it does not know
+    if target.dtype == source.dtype:  # numpy copies words faster than foreign dtypes
         word = np.dtype(f"u{target.itemsize}")
         target, source = target.view(word), source.view(word)
     longer = [axis for axis, size in enumerate(target.shape) if size > 1]
@@ -158,7 +158,8 @@ class AnyMapped(Protocol):
 
 @dataclass(frozen=True)
 class MappedExperts:
-    """A parameter of one layer's experts [X, ...]: of `of_one`, in the order of the experts.
+    """A parameter of one layer's experts [X, ...], each mapped by `of_one`, in the order of the
+    experts.
 
     The tensors are those of the first expert, then those of the second. Layers that are stacked
     outside the stack of a pipeline are read in the same way.
@@ -176,7 +177,7 @@ class MappedExperts:
         return self.of_one.shapes * self.count
 
     def read(self, tensors: Sequence[np.ndarray], index: Index) -> np.ndarray:
-        """Returns the slice `index` of the parameter, made of the tensors of the file."""
+        """Returns the slice `index` of the parameter, made from the tensors of the file."""
         first, *others = index
         each = len(self.of_one.shapes)
         own = range(self.count)[first]
@@ -192,7 +193,7 @@ class MappedExperts:
 
 @dataclass(frozen=True)
 class Zeros:
-    """A parameter of one layer that the files do not hold: it begins as zeros."""
+    """A parameter of one layer that the files do not hold; it starts as zeros."""
 
     shape: Shape
     shapes: tuple[Shape, ...] = ()
@@ -220,7 +221,7 @@ def _split(part: np.ndarray, shape: Shape) -> np.ndarray:
     return np.lib.stride_tricks.as_strided(part, shape, strides, writeable=False)
 
 
-Rule = Callable[[Sizes, Shape], AnyMapped]  # of the sizes, and the shape of the parameter
+Rule = Callable[[Sizes, Shape], AnyMapped]  # called with the sizes and the shape of the parameter
 
 
 def copy(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the other rules

@@ -13,7 +13,7 @@ from spmdtrain.interop.weights import sizes_of
 
 @dataclass(frozen=True)
 class Target:
-    """The contents of an export: its config.json, and the tensors that parameters become."""
+    """The target of an export: its config.json, and the tensors that parameters become."""
 
     model: TransformerConfig
     family: str

@@ -1,6 +1,6 @@
-"""The weights of a published model, read as our parameters: part by part, never whole.
+"""Reads the weights of a published model as our parameters: part by part, never whole.
 
-Every tensor of the files is used once, and every parameter filled once; what does not fit is
+Every tensor of the files is used once, and every parameter is filled once; whatever does not fit is
 refused before a number is read.
 """
 
@@ -46,7 +46,9 @@ class MadeOf:
 
 
 class Maps(Sequence[np.ndarray]):
-    """The arrays of tensors, each made where it is asked for: of experts not all at once."""
+    """The arrays of tensors, each made when it is asked for, so those of experts never exist all at
+    once.
+    """
 
     def __init__(self, tensors: Sequence[Tensor]):
         self._tensors = tensors
@@ -62,8 +64,8 @@ class Maps(Sequence[np.ndarray]):
 class Weights:
     """The weights of a published model, as the parameters of `model`.
 
-    `shapes` are those of the parameters, of one layer where there are several; `ignored` are
-    patterns of tensors that are left out. Raises CheckpointError where files and model differ.
+    `shapes` are those of the parameters, or of one layer of a stack; `ignored` are patterns of
+    tensors to leave out. Raises CheckpointError if files and model differ.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class Weights:
 
     @property
     def there(self) -> Mapping[str, Tensor]:
-        """All tensors of the files, by name."""
+        """The tensors of the files, by name."""
         return self._there
 
     def read(self, path: str, layer: int | None, index: Index) -> np.ndarray:
@@ -133,7 +135,7 @@ class Weights:
         return self._means[path]
 
     def _find_spelling(self) -> tuple[str, str]:
-        """Returns how the files spell the names of the table: by that of the embedding."""
+        """Returns how the files spell the names of the table, going by the embedding's name."""
         embed = TABLES[self._published.family][EMBED].names[0]
         for spelling in SPELLINGS:
             if spelled(embed, spelling) in self._there:
@@ -159,7 +161,9 @@ class Weights:
         self._used.add(head)
 
     def _check_copies(self, table: Mapping[str, Entry]) -> None:
-        """Accepts what a layer of model.multi_token repeats of the model, if it is the same."""
+        """Accepts copies of the model's tensors in a layer of model.multi_token, if they are
+        equal.
+        """
         for number in numbers_of_further(self._model):
             for path, ending in SHARED_COPIES.items():
                 ours = self._names(table[EMBED if self._model.tied else path], None)[0]
@@ -212,7 +216,7 @@ class Weights:
         self._used |= set(wanted)
 
     def _count_layers(self, wanted: Sequence[str]) -> int:
-        """Counts the layers of which at least one tensor is there."""
+        """Counts the layers of which at least one tensor exists."""
         numbers = {
             int(part) for name in self._there for part in name.split(".") if part.isdecimal()
         }
@@ -311,7 +315,7 @@ def _pattern(name: str) -> str:
 
 
 def bytes_of(tensors: Mapping[str, Tensor]) -> str:
-    """Returns how much there is to read, in words: "bfloat16 in 2 files, 1.2 GB"."""
+    """Returns the amount to read in words: "bfloat16 in 2 files, 1.2 GB"."""
     files = {tensor.path for tensor in tensors.values()}
     dtypes = sorted({str(tensor.dtype) for tensor in tensors.values()})
     size = sum(tensor.size for tensor in tensors.values())

@@ -1,7 +1,7 @@
 """Writes safetensors files whose tensors come one by one, in any order.
 
-Sizes are known from shapes alone, so the header of every file is written first, and each tensor at
-its place behind it: memory is one tensor. A directory is written under another name and renamed, so
+Shapes determine sizes, so the header of every file is written first, and then each tensor at its
+place after it, with one tensor in memory. A directory is written under another name and renamed, so
 one that exists is complete.
 """
 
@@ -24,7 +24,7 @@ from spmdtrain.interop.pieces import Shape
 from spmdtrain.processes.processes import of_process_0, together
 
 NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-PART = 5 * 10**9  # bytes of a file, as transformers 4 has it
+PART = 5 * 10**9  # bytes of a file, as in transformers 4
 
 
 def numpy_dtype(name: str) -> np.dtype:
@@ -42,9 +42,11 @@ class InFile:
 
 
 class TensorWriter:
-    """Files for tensors of these shapes, in one dtype and in parts of at most `part` bytes.
+    """A writer of files for tensors of these shapes, in one dtype and in parts of at most `part`
+    bytes.
 
-    Each of several processes writes the tensors of its own files, after one of them has made all.
+    Each of several processes writes the tensors of its own files, after one of them has created all
+    files.
     """
 
     def __init__(  # noqa: PLR0913 - what the files hold, and who writes them
@@ -76,7 +78,7 @@ class TensorWriter:
         return {name for name, place in self._places.items() if place.file in mine}
 
     def begin(self) -> None:
-        """Makes the files, as long as they will be, and their index. One process calls it."""
+        """Creates the files at their final size, and their index. One process calls it."""
         sizes = dict.fromkeys(self.files, 0)
         for place in self._places.values():
             sizes[place.file] = max(sizes[place.file], place.offset + self._size(place.shape))
@@ -92,7 +94,7 @@ class TensorWriter:
         return math.prod(shape) * self._dtype.itemsize
 
     def _plan(self, file: str, shapes: Mapping[str, Shape], dtype: str) -> None:
-        """Decides where the tensors of a file lie."""
+        """Decides where the tensors of a file are placed."""
         said: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name, shape in shapes.items():
@@ -122,9 +124,9 @@ class TensorWriter:
         self._left.remove(name)
 
     def finish(self) -> None:
-        """Brings this process's files to the disk.
+        """Flushes this process's files to disk.
 
-        All of their tensors have been written, or this is our mistake.
+        It is a bug if not all of their tensors have been written.
         """
         assert not self._left, sorted(self._left)[:5]
         with writing(self._folder):
@@ -165,9 +167,9 @@ def refuse_full(folder: Path) -> None:
 
 @contextlib.contextmanager
 def new_folder(folder: Path, *, process: int = 0) -> Iterator[Path]:
-    """Gives a folder to write into, which gets its name when all is in it, or is removed.
+    """Yields a folder to write into, which gets its name when it is complete, or else is removed.
 
-    All processes enter it, and write into the folder that process 0 makes.
+    All processes enter it, and write into the folder that process 0 creates.
     """
     with together():
         refuse_full(folder)

@@ -77,7 +77,7 @@ def going_on(command: Sequence[str]) -> list[str]:
 
 
 class Launcher:
-    """Runs `command`: the arguments of `spmdtrain`, normally those of `train`."""
+    """The launcher of `command`: the arguments of `spmdtrain`, normally those of `train`."""
 
     def __init__(self, command: Sequence[str], place: Place, processes: int, step_seconds: float):
         self._command = list(command)
@@ -153,7 +153,7 @@ class Launcher:
                 return ending
 
     def _note(self, rank: Rank, what: str, step: int, leads: bool) -> None:
-        """Processes a message. The first process of this host drives the account of time."""
+        """Handles a message. The first process of this host drives the account of time."""
         if leads:
             self.goodput.heard(what, step)
         if what == pulse.DONE:
@@ -178,7 +178,7 @@ class Launcher:
         if any(now - rank.since <= self._patience.limit(rank.phase) for rank in ranks.ranks):
             return None
         last = max(ranks.ranks, key=lambda rank: rank.since)
-        # The one furthest behind is the likeliest to hang; the others wait for it.
+        # The one that is furthest back is the likeliest to hang; the others wait for it.
         order = sorted(ranks.ranks, key=lambda rank: (rank.step, rank.since))
         where = ", ".join(f"process {rank.number} {_describe(rank)}" for rank in order[:NAMED])
         line = (
@@ -229,7 +229,9 @@ class Launcher:
 
     @property
     def _asked_to_end(self) -> int:
-        """How often a process must be told: twice ends it at once, so warnings count only once."""
+        """The number of signals to forward: two end a process at once, so warnings count only
+        once.
+        """
         return max(self._commands, min(self._warnings, 1))
 
 

@@ -1,4 +1,4 @@
-"""The processes of one attempt, as seen by the launcher."""
+"""Starts and watches the processes of one attempt."""
 
 import ctypes
 import os
@@ -20,7 +20,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 @dataclass
 class Rank:
-    """One process: its number in the run, and its last message."""
+    """A process: its number in the run, and its last message."""
 
     number: int
     process: subprocess.Popen

@@ -1,1 +1,1 @@
-"""A run on one page: reads the files of runs, and nothing else; imports no jax."""
+"""Renders a run on one page: reads only the files of runs, and imports no jax."""

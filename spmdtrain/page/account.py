@@ -1,8 +1,8 @@
-"""The time of a run by class, read from its events: the account that a launcher keeps.
+"""Accounts for the time of a run by class, from its events, as a launcher does.
 
-`spmdtrain launch` keeps it while it listens to a process (processes/goodput.py). Here the same
-account hears what the process has left in events.jsonl. Only what no process can write is unknown:
-how much of the time before the next attempt a hanging process took. It counts as `down`.
+`spmdtrain launch` keeps the account while it listens to a process (processes/goodput.py). Here the
+same account reads what the process has left in events.jsonl. Only what no process can write is
+unknown: how much of the time before the next attempt a hanging process took. It counts as `down`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +17,7 @@ Event = Mapping[str, Any]
 
 
 class Stretch(NamedTuple):
-    """Time of one class: from `begin` to `end`, in seconds since the epoch."""
+    """A stretch of time of one class: from `begin` to `end`, in seconds since the epoch."""
 
     begin: float
     end: float
@@ -34,7 +34,7 @@ def account(events: Iterable[Event], until: float | None = None) -> Report | Non
 
 
 def stretches(events: Iterable[Event], until: float | None = None) -> list[Stretch]:
-    """Returns what a run did when, oldest first, without what was undone later."""
+    """Returns the stretches of a run's time, oldest first, with undone steps marked as repeated."""
     found = _read(events, until)
     return found[1] if found else []
 
@@ -86,11 +86,11 @@ def _attempts(events: Iterable[Event]) -> list[list[Event]]:
 
 
 def _end(attempt: list[Event], following: list[Event] | None) -> tuple[float, int | None]:
-    """Returns when an attempt ended, as far as its files tell, and its exit code, if it had one."""
+    """Returns when an attempt ended, as far as its files show, and its exit code, if it had one."""
     last = attempt[-1]
     if last["event"] == "ended":
         return last["time"], last["exit_code"]
-    # It was killed, or runs still. Its last sign of life is an event or the line of a step.
+    # It was killed, or is still running. Its last sign of life is an event or the line of a step.
     before = (following or [{}])[0].get("before") or {}
     times = [event["time"] for event in attempt]
     if before.get("time"):

@@ -1,7 +1,7 @@
-"""Charts over steps as SVG, drawn here: readable without a script, on paper and by ear.
+"""Draws charts over steps as SVG, readable without a script, on paper and by a screen reader.
 
-A plot is stretched to any width: its SVG holds lines without text, whose strokes do not scale, and
-its ticks are HTML beside it. The page's script adds a crosshair and a range.
+A plot stretches to any width: its SVG holds lines without text, whose strokes do not scale, and its
+ticks are HTML next to it. The page's script adds a crosshair and a range.
 """
 
 import json
@@ -102,7 +102,7 @@ class Chart:
 
 
 class _Scale:
-    """Where a value of a chart lies: x in 0 to 1000, y in 0 (top) to 100."""
+    """The scale of a chart, which places values: x in 0 to 1000, y in 0 (top) to 100."""
 
     def __init__(self, chart: Chart):
         parts = [each for line in chart.lines for each in line.points[1:] if each is not None]

@@ -1,6 +1,6 @@
-"""The figures of metrics.jsonl as columns, and how they are made few enough to be drawn.
+"""Reads the figures of metrics.jsonl as columns, and thins them for drawing.
 
-A run of a million steps is eight bytes a figure here, not an object a line.
+A run of a million steps takes eight bytes per figure here, not an object per line.
 """
 
 import math
@@ -17,7 +17,9 @@ EVALUATION = "eval_"  # the names of an evaluation's figures begin so
 
 
 class Columns:
-    """Rows of figures as one float64 array a name; what a row lacks is NaN. Sorted by arrival."""
+    """A table of figures: a float64 array for each name, with NaN where a row lacks one. Rows are
+    in order of arrival.
+    """
 
     def __init__(self):
         self._parts: list[tuple[int, dict[str, np.ndarray]]] = []
@@ -47,7 +49,7 @@ class Columns:
 
 
 class MetricsFile:
-    """metrics.jsonl: the `steps` and the `evaluations` in it. `read` takes in what has been added.
+    """The file metrics.jsonl: its `steps` and its `evaluations`. `read` reads what has been added.
 
     Damaged lines are left out; a kill may have cut the last one.
     """
@@ -63,7 +65,7 @@ class MetricsFile:
         self.evaluations = Columns()
 
     def read(self) -> "MetricsFile":
-        """Reads the lines that are new; all of them if the file is another one by now."""
+        """Reads the new lines, or all of them if the file has been replaced."""
         try:
             with self._path.open("rb") as file:
                 self._take_in(file)
@@ -136,7 +138,7 @@ def _those_that_parse(lines: list[bytes]) -> Iterator[Any]:
 
 
 def _matrix(rows: list[tuple[Any, ...]]) -> np.ndarray:
-    """Returns rows of values as float64 [rows, values]; what is no number is NaN."""
+    """Returns rows of values as float64 [rows, values]; values that are not numbers become NaN."""
     try:
         found = np.array(rows, np.float64)
     except (ValueError, TypeError, OverflowError):  # a stranger's line
@@ -154,7 +156,7 @@ def _float(value: Any) -> float:
 
 
 class Thinned(NamedTuple):
-    """A curve of a few points: at `x` the mean, and the least and the most of the points around.
+    """A thinned curve: at `x` the mean, and the least and the most of the points around.
 
     `least` and `most` are None if no point was left out.
     """
@@ -166,7 +168,8 @@ class Thinned(NamedTuple):
 
 
 def thinned(x: np.ndarray, y: np.ndarray, buckets: int) -> Thinned:
-    """Returns at most `buckets` points of a curve. No spike is lost, and a mean is a mean.
+    """Returns at most `buckets` points of a curve: means, with the extremes around them, so no
+    spike is lost.
 
     Largest-triangle thinning picks points instead, which biases the mean of a noisy curve.
     """

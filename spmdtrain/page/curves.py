@@ -1,4 +1,6 @@
-"""The curves of the page: losses, norms, rate, speed, memory, and the histogram of step times."""
+"""Draws the curves of the page: losses, norms, rate, speed, memory, and the histogram of step
+times.
+"""
 
 import math
 

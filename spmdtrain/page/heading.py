@@ -1,4 +1,6 @@
-"""The head of the page: the state in a sentence, six figures or a table of runs, and remarks."""
+"""Writes the head of the page: the state in a sentence, six figures or a table of runs, and
+remarks.
+"""
 
 import math
 import re
@@ -16,7 +18,7 @@ from spmdtrain.page.words import number, plural, safe, seconds, share
 from spmdtrain.processes import pulse
 from spmdtrain.processes.goodput import Report
 
-TAIL = 20  # steps whose mean is called the loss of now
+TAIL = 20  # steps whose mean is reported as the current loss
 TROUBLE = ("skipped", "rolled_back", "quarantined", "corrupted", "diverged", "straggler")
 ENDINGS = {
     "finished": "finished",
@@ -50,7 +52,7 @@ def state(run: RunRead) -> tuple[str, bool]:
     if run.is_alive:
         return "running", True
     if last.get("event") != "ended":
-        return words or "not running: it ended without a word, as one that is killed does", False
+        return words or "not running: it ended without a message, as a killed run does", False
     code = last["exit_code"]
     if words and code in (0, 3):
         return words, words == "finished"
@@ -108,7 +110,7 @@ def held_out_loss(run: RunRead) -> float:
 
 
 def trouble(run: RunRead) -> int:
-    """Returns how many events tell of trouble."""
+    """Returns the number of events that report trouble."""
     return sum(event["event"] in TROUBLE for event in run.events)
 
 
@@ -149,7 +151,7 @@ def cards(run: RunRead) -> str:
 
 
 def figures(run: RunRead) -> dict[str, Any]:
-    """Returns what the head of the page says, as values for JSON; unknown ones are None."""
+    """Returns the contents of the page's head as values for JSON; unknown ones are None."""
     took = run.steps["step_seconds"][1:]
     found = {
         "loss": training_loss(run),
@@ -199,7 +201,7 @@ def table(runs: list[RunRead]) -> str:
 
 
 def remarks(run: RunRead) -> list[str]:
-    """Returns what a careful reader would notice, as HTML, by rules that are said."""
+    """Returns what a careful reader would notice, as HTML, by explicit rules."""
     rules = (_of_slowing, _of_steps, _of_norms, _of_evaluations, _of_input)
     found = [remark for rule in rules for remark in rule(run)]
     words, is_good = state(run)
@@ -233,8 +235,8 @@ def _of_steps(run: RunRead) -> list[str]:
     over = took[took > SLOW * usual]
     lost = float((over - usual).sum() / took.sum())
     return [
-        f"The slowest steps took {slowest / usual:.1f} times the median; what they took beyond it "
-        f"is {lost:.0%} of the time in steps."
+        f"The slowest steps took {slowest / usual:.1f} times the median; what they took beyond "
+        f"it is {lost:.0%} of the time in steps."
     ]
 
 

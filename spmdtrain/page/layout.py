@@ -1,4 +1,6 @@
-"""How the run lies on its devices: the axes of the mesh, and the schedule of the pipeline."""
+"""Shows how the run is laid out on its devices: the axes of the mesh, and the schedule of the
+pipeline.
+"""
 
 import re
 from collections.abc import Iterable
@@ -48,7 +50,7 @@ def layout(run: RunRead) -> str:
 
 
 def mesh_sizes(run: RunRead) -> dict[str, int]:
-    """Returns the sizes of the mesh's axes: those of the last start, else of the config."""
+    """Returns the sizes of the mesh axes: those of the last start, or else of the config."""
     starts = [event["mesh"] for event in run.events if isinstance(event.get("mesh"), dict)]
     found = starts[-1] if starts else run.config.get("mesh")
     items = found.items() if isinstance(found, dict) else ()
@@ -64,7 +66,7 @@ def _pipeline(run: RunRead, sizes: dict[str, int]) -> str:
     each = run.setting("train", "microbatch")
     numbers = (batch, each, chunks)
     if stages < 2 or kind not in schedule.SCHEDULE_KINDS or not _are_counts(numbers):
-        return ""  # one of a file may be elsewhere by now
+        return ""  # a schedule file may have been moved since
     microbatches = batch // max(each * shards, 1)
     if not 0 < microbatches * stages * chunks <= MOST_UNITS:
         return ""
@@ -83,7 +85,7 @@ def _are_counts(values: Iterable[Any]) -> bool:
 
 
 def _themed(picture: str, words: str) -> str:
-    """Returns a picture of ours in the colours of the page, with words for who cannot see it."""
+    """Returns one of our pictures in the colours of the page, with a text alternative."""
     width, height = re.findall(r'viewBox="0 0 (\d+) (\d+)"', picture)[0]
     inner = picture[picture.index(">") + 1 :]
     inner = re.sub(r'<rect width="\d+" height="\d+" fill="#ffffff"/>', "", inner, count=1)

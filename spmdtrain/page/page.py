@@ -1,4 +1,6 @@
-"""The page of one run, or of several over each other: one HTML file that loads nothing."""
+"""Writes the page of one run, or of several in the same charts: one HTML file that loads
+nothing.
+"""
 
 from functools import cache
 from importlib.resources import files
@@ -15,7 +17,7 @@ from spmdtrain.page.spent import spent
 from spmdtrain.page.tables import checkpoints, environment, settings
 from spmdtrain.page.words import number, safe
 
-MOST_RUNS = 6  # colours that are told apart
+MOST_RUNS = 6  # number of distinguishable colours
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
@@ -35,7 +37,7 @@ def write(path: Path, text: str) -> None:
 
 
 def page(runs: list[RunRead], reload_seconds: int = 0) -> str:
-    """Returns the page. With `reload_seconds` a browser loads it again so often."""
+    """Returns the page. With `reload_seconds` a browser reloads it at that interval."""
     parts = [
         ("remarks", "Worth a look", _each(runs, _remarks)),
         ("curves", "Curves", curves(runs)),

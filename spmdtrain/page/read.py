@@ -1,7 +1,7 @@
-"""Reads the files of a run for its page: whatever is there, however it ended.
+"""Reads the files of a run for its page, whatever exists and however it ended.
 
-A file may be missing, cut by a kill or made by a stranger. What cannot be read is left out; only a
-directory without any file of a run is refused.
+A file may be missing, cut by a kill or made by a stranger. Whatever cannot be read is left out;
+only a directory without any file of a run is refused.
 """
 
 import json
@@ -25,7 +25,7 @@ from spmdtrain.config.run_files import (
 )
 from spmdtrain.page.columns import Columns, MetricsFile
 
-# What a figure of an event must be for the account of time to read it.
+# The types that the account of time expects of an event's figures.
 NUMBERS = ("seconds", "bytes", "time")
 WHOLE = ("step", "to_step", "exit_code")
 MOST_BYTES = 64 << 20  # of a JSON document
@@ -33,7 +33,7 @@ MOST_BYTES = 64 << 20  # of a JSON document
 
 @dataclass(frozen=True)
 class RunRead:
-    """What the files of a run say. Documents that are missing or damaged are empty."""
+    """The contents of a run's files. Documents that are missing or damaged are empty."""
 
     name: str
     directory: str
@@ -45,29 +45,29 @@ class RunRead:
     compiled: dict[str, Any]
     summary: dict[str, Any]
     predicted: dict[str, Any]
-    profile: dict[str, Any]  # of the newest step whose trace was summed up
+    profile: dict[str, Any]  # profile of the newest step whose trace was summed up
     is_alive: bool
 
     def setting(self, section: str, name: str, default: Any = None) -> Any:
-        """Returns a setting, or `default` where the config lacks it."""
+        """Returns a setting, or `default` if the config lacks it."""
         there = self.config.get(section)
         found = there.get(name) if isinstance(there, dict) else None
         return default if found is None else found
 
     def of(self, event: str) -> list[dict[str, Any]]:
-        """Returns the events of one name."""
+        """Returns the events with this name."""
         return [each for each in self.events if each["event"] == event]
 
 
 class RunReader:
-    """Reads one run, again and again: of metrics.jsonl only what is new."""
+    """A reader of one run, which may read repeatedly: of metrics.jsonl only what is new."""
 
     def __init__(self, directory: Path):
         self._directory = directory
         self._metrics = MetricsFile(directory / METRICS)
 
     def read(self) -> RunRead:
-        """Returns the run as it is now. Raises CheckpointError if there is none."""
+        """Returns the current state of the run. Raises CheckpointError if there is none."""
         directory = self._directory
         if not any((directory / name).is_file() for name in (CONFIG, EVENTS, METRICS)):
             raise CheckpointError(
@@ -132,7 +132,7 @@ def _events(path: Path) -> list[dict[str, Any]]:
 
 
 def _whole(event: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns an event without figures of a wrong kind; None if it says neither what nor when."""
+    """Returns an event without figures of the wrong type; None if it lacks a name or a time."""
     event = {
         name: value
         for name, value in event.items()
@@ -162,7 +162,7 @@ def _has_ended(events: list[dict[str, Any]]) -> bool:
 
 
 def _holds_lock(path: Path) -> bool:
-    """Returns True if a process of this host, or one of another, says that it writes the run."""
+    """Returns True if a process, on this host or another, claims to be writing the run."""
     holder = _document(path)
     match holder:
         case {"host": str(host), "pid": int(pid)}:

@@ -1,4 +1,4 @@
-"""Where the time went: the account of the run's time, when it did what, and its events."""
+"""Shows where the time went: the account of the run's time, when it did what, and its events."""
 
 from collections import Counter
 
@@ -87,7 +87,7 @@ def _x(at: float, wall: float) -> float:
 
 
 def _coarse(found: list[Stretch]) -> list[Stretch]:
-    """Returns the longest stretches, in their order: the others are too narrow to be seen."""
+    """Returns the longest stretches, in order: the others are too narrow to be seen."""
     if len(found) <= MOST_STRETCHES:
         return found
     kept = sorted(found, key=lambda each: each.begin - each.end)[:MOST_STRETCHES]
@@ -95,7 +95,7 @@ def _coarse(found: list[Stretch]) -> list[Stretch]:
 
 
 def _events(run: RunRead) -> str:
-    """Returns the last events that are not saves and evaluations, with what they say."""
+    """Returns the last events other than saves and evaluations, with their figures."""
     plain = ("saved", "saving", "evaluated", "first_step", "compiled")
     shown = [event for event in run.events if event["event"] not in plain][-MOST_SHOWN:]
     begin = run.events[0]["time"]
@@ -106,10 +106,10 @@ def _events(run: RunRead) -> str:
         for event in shown
     )
     return (
-        f"<details><summary>the last {len(shown)} events besides saves and evaluations</summary>"
-        "<div class=scroll><table class=events><thead><tr><th class=num>after</th><th>event</th>"
-        f"<th class=num>step</th><th></th></tr></thead><tbody>{rows}</tbody></table></div>"
-        "</details>"
+        f"<details><summary>the last {len(shown)} events other than saves and "
+        "evaluations</summary><div class=scroll><table class=events><thead><tr><th "
+        "class=num>after</th><th>event</th><th "
+        f"class=num>step</th><th></th></tr></thead><tbody>{rows}</tbody></table></div></details>"
     )
 
 

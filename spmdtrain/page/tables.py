@@ -1,4 +1,4 @@
-"""The tables of the page: settings with their origins, checkpoints, and the environment."""
+"""Writes the tables of the page: settings with their origins, checkpoints, and the environment."""
 
 import json
 from typing import Any
@@ -12,7 +12,9 @@ LONGEST_VALUE = 120
 
 
 def settings(runs: list[RunRead]) -> str:
-    """Returns what differs between the runs, what somebody chose, and all settings."""
+    """Returns tables of the settings that differ between the runs, those that somebody chose, and
+    all.
+    """
     flat = [_flat(run) for run in runs]
     names = list(dict.fromkeys(name for each in flat for name in each))
     if not names:
@@ -63,7 +65,7 @@ def _value(value: Any) -> str:
 
 
 def checkpoints(run: RunRead) -> str:
-    """Returns the last saves: when they were complete, what they cost, and how good they are."""
+    """Returns the last saves: when they were complete, their cost, and their losses."""
     saved = run.of("saved")
     if not saved:
         return ""
@@ -93,7 +95,7 @@ def _loss(value: float | None) -> str:
 
 
 def environment(run: RunRead) -> str:
-    """Returns where the newest attempt ran, and with what."""
+    """Returns the environment of the newest attempt."""
     launches = run.of("launched")
     if not launches:
         return ""

@@ -1,4 +1,4 @@
-"""Numbers and texts for people, and text made safe for a page."""
+"""Formats numbers and texts for people, and makes text safe for a page."""
 
 import html
 import math
@@ -66,7 +66,7 @@ def seconds(value: float | None) -> str:
 
 
 def share(part: float, whole: float) -> str:
-    """Returns a share in percent; a dash of nothing."""
+    """Returns a share in percent, or a dash if the whole is 0."""
     return f"{part / whole:.0%}" if whole > 0 else "–"
 
 

@@ -1,4 +1,4 @@
-"""When this process began, by the clock on the wall."""
+"""Tells when this process began, by the wall clock."""
 
 import time
 from pathlib import Path
@@ -18,7 +18,7 @@ def launched() -> float:
     """Returns when the run that begins now was launched, in seconds since the epoch.
 
     The first run of a command was launched when its process began, before any import; a run that is
-    called from a program, now.
+    called from a program is launched now.
     """
     global _program_began
     began, _program_began = _program_began, None
@@ -26,7 +26,9 @@ def launched() -> float:
 
 
 def process_start() -> float:
-    """Returns when this process began, to a hundredth of a second; now where no kernel tells."""
+    """Returns when this process began, to a hundredth of a second, or the present time if the
+    kernel does not tell.
+    """
     now = time.time()
     try:
         stat = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")

@@ -1,4 +1,4 @@
-"""Standard streams that are missing at the start, or that nobody reads any more.
+"""Handles standard streams that are missing at the start, or that nobody reads any more.
 
 A run continues when its output loses its reader: `| head`, or a closed terminal.
 """
@@ -15,7 +15,7 @@ OUTPUTS = (1, 2)  # file descriptors of standard output and standard error
 
 
 class _Remarks(io.TextIOWrapper):
-    """Standard error that drops a message it cannot write, so that the command is not affected."""
+    """A standard error that drops messages it cannot write, so that the command is not affected."""
 
     def write(self, text: str) -> int:
         with contextlib.suppress(OSError):
@@ -51,7 +51,7 @@ def _is_open(number: int) -> bool:
 
 
 def let_go() -> bool:
-    """Redirects outputs without a reader to /dev/null. Returns whether there were any."""
+    """Redirects outputs without a reader to /dev/null. Returns True if there were any."""
     closed = [number for number in OUTPUTS if _is_closed(number)]
     for number in closed:
         nowhere = os.open(os.devnull, os.O_WRONLY)

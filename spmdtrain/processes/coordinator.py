@@ -1,4 +1,5 @@
-"""The coordinator of a multi-process run: a program that process 0 starts and that outlives it.
+"""Runs the coordinator of a multi-process run: a program that process 0 starts and that outlives
+it.
 
 It is jax's coordination service plus one connection to each process, through which all of them
 learn how one of them ended. jax aborts every process whose coordinator is gone: if this were part
@@ -30,7 +31,7 @@ class NewsServer(socketserver.ThreadingTCPServer):
     address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
 
     def __init__(self, token: str):
-        """`token` is the secret that tells processes of this run from strangers."""
+        """Opens a port. `token` is the secret that tells processes of this run from strangers."""
         self.token = token
         self.news = ""  # the first
         self.open: dict[str, socket.socket] = {}  # by process index

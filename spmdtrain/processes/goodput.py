@@ -26,7 +26,7 @@ class Report(TypedDict):
 
 
 class Goodput:
-    """Seconds by class. `enter` ends one stretch of time and begins the next."""
+    """An account of seconds by class. `enter` ends one stretch of time and begins the next."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic):
         self._now = now

@@ -5,8 +5,8 @@ environment. Each message is a line "PHASE STEP". A process without a launcher w
 Writing never blocks: if the pipe is full, the message is dropped.
 
 People read a run in its events and lines (`Reporter`), which process 0 writes once and keeps. The
-pulse is for a program, which must hear each process, also one that hangs before it has a reporter,
-and forgets what it heard. It is therefore no destination of the reporter.
+pulse is for a program, which must hear each process, even one that hangs before it has a reporter,
+and forgets what it heard. It is therefore not a destination of the reporter.
 """
 
 import faulthandler
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from spmdtrain.processes import signals
 
-PIPE = "SPMDTRAIN_PULSE"  # in the environment: the number of the file descriptor
+PIPE = "SPMDTRAIN_PULSE"  # environment variable with the number of the file descriptor
 
 # The phases of a process, in order. A process starts in `begin`.
 BEGIN = "begin"  # imports, devices, joining the other processes
@@ -38,7 +38,9 @@ UNDONE = "undone"  # the steps after this one will be repeated
 
 
 class Moment(NamedTuple):
-    """Where this process is: in a phase, at a step, in the phase since a time on the wall."""
+    """The point at which this process is: its phase, its step, and the wall time since which it is
+    in the phase.
+    """
 
     name: str
     step: int
@@ -76,7 +78,7 @@ def is_watched() -> bool:
 
 
 def phase() -> Moment:
-    """Returns the phase in which this process is."""
+    """Returns the phase that this process is in."""
     return _phase
 
 

@@ -1,8 +1,8 @@
-"""What Slurm and Open MPI put in the environment of a process that they start.
+"""Reads what Slurm and Open MPI put in the environment of a process that they start.
 
-An empty variable counts as unset. If a scheduler announces several processes, everything that jax
-reads of its variables is checked here: jax itself would end in a traceback, or wait for processes
-that nobody has started.
+An empty variable counts as unset. If a scheduler announces several processes, all of its variables
+that jax reads are checked here: jax itself would end in a traceback, or wait for processes that
+nobody has started.
 """
 
 import importlib.util
@@ -131,7 +131,7 @@ def _check_rank(environment: Mapping[str, str], rank: str, size: str, fix: str) 
 
 
 def _arguments(environment: Mapping[str, str], method: str, *, all_visible: bool) -> dict:
-    """Returns what jax is told: how it finds the others, and which GPUs this process has.
+    """Returns the arguments for jax: how it finds the others, and which GPUs this process has.
 
     By default jax gives a launched process one GPU, by its local rank. An empty list means all
     visible GPUs. What the user has set is left alone.

@@ -107,7 +107,7 @@ def launched() -> None:
 
 
 class Requests:
-    """Distinguishes a second request to end from the first one.
+    """The requests to end, of which a second one counts more than the first.
 
     A scheduler signals all processes of a job, launchers included, and a launcher forwards the
     signal: whatever reaches a launched process within HANDED_ON_SECONDS is one request.
@@ -117,7 +117,7 @@ class Requests:
         self._first: float | None = None
 
     def is_second(self) -> bool:
-        """Counts a request; returns whether it is not the first."""
+        """Counts a request. Returns True if it is not the first."""
         now = time.monotonic()
         if self._first is None:
             self._first = now
@@ -139,7 +139,7 @@ def at_the_end(farewell: Callable[[int], None]) -> None:
 
 @contextmanager
 def noted(note: Callable[[int], None]) -> Iterator[None]:
-    """Calls `note` with the exit code if the process ends inside at once, from another thread."""
+    """Calls `note` with the exit code if another thread ends the process while inside."""
     global _note
     before, _note = _note, note
     try:

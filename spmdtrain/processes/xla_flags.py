@@ -1,4 +1,4 @@
-"""The XLA GPU compiler flags that a run wants, and jax's share of a GPU's memory.
+"""Sets the XLA compiler flags that a run on GPUs wants, and jax's share of a GPU's memory.
 
 Each flag comes with its purpose and what it changed. `set_xla_flags` puts them into the environment
 before jax starts, if the run or the compile is for GPUs; the command line calls it. What the user
@@ -30,9 +30,10 @@ KNOWN_BEFORE = (0, 13)
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag. `changed`: its effect on the text compiled by `make fleet`.
+    """A flag.
 
-    first: the oldest jaxlib for which it is set.
+    `changed`: its effect on the text compiled by `make fleet`. first: the oldest jaxlib for which
+    it is set.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Sums up the trace of a step: seconds by sort of work, by part, and the longest instructions.
 
 All are means over the devices, and add up to the time from the first instruction of any device to
-the last: what a device did not work in is `idle`. Communication holds the wait for the others.
+the last; time without work is `idle`. Communication includes waiting for other devices.
 """
 
 from collections import Counter, defaultdict
@@ -46,7 +46,7 @@ class StepProfile:
     longest: Sequence[Longest]
 
     def document(self) -> dict[str, Any]:
-        """Returns it as JSON values."""
+        """Returns the profile as JSON values."""
         return asdict(self)
 
 
@@ -57,7 +57,7 @@ def traced_steps(run: Path) -> list[int]:
 
 
 def profile_of(run: Path, step: int) -> StepProfile:
-    """Returns the profile of a traced step, and keeps it beside the trace for the report.
+    """Returns the profile of a traced step, and stores it next to the trace for the report.
 
     Raises CheckpointError if the step has no trace.
     """
@@ -83,7 +83,7 @@ def summed(
 ) -> StepProfile:
     """Returns the profile of what the devices ran; `known` are the instructions that do work.
 
-    One that is not known, of a program whose text was not kept, is elementwise work of no part.
+    An unknown one, from a program whose text was not kept, counts as elementwise work of no part.
     """
     took: dict[str, float] = defaultdict(float)
     times: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Traces steps of a run that has no trace: from its newest checkpoint but the last step on."""
+"""Traces steps of a run that has no trace, from its newest checkpoint before the last step."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,9 +23,9 @@ def trace_steps(
     make: MakeModel | str | None = None,
     devices: Sequence[jax.Device] | None = None,
 ) -> list[int]:
-    """Takes steps of a run again, traces the last `count` of them into RUN/profile, returns them.
+    """Repeats steps of a run, traces the last `count` of them into RUN/profile, and returns them.
 
-    The run itself is left as it is: no checkpoint and no figure is written. Raises UserError as
+    The run itself does not change: no checkpoint and no figure is written. Raises UserError as
     `replay` does.
     """
     last = read_written(run).last

@@ -1,4 +1,4 @@
-"""Reads the trace of a step: when each device ran which instruction."""
+"""Reads the trace of a step: which instruction each device ran when."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -10,7 +10,7 @@ import jax
 from spmdtrain.config.errors import CheckpointError
 
 TRACES = "plugins/profile/*/*.xplane.pb"
-# Lines that repeat, as a whole, what the lines of a device's streams say one by one.
+# Lines that summarise the lines of a device's streams.
 SUMS = ("XLA Modules", "XLA TraceMe", "Steps", "Framework Ops", "Framework Name Scope", "Source")
 
 

@@ -1,4 +1,4 @@
-"""Takes the steps of a run again, from a state and through the same samples."""
+"""Repeats the steps of a run, from a state and with the same samples."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from spmdtrain.train.state import TrainState
 
 @dataclass(frozen=True)
 class Again:
-    """A step that was taken again: its figures on the host, and the state after it.
+    """A repeated step: its figures on the host, and the state after it.
 
-    `figures` are as metrics.jsonl has them: float32 as a Python float, None if it is not finite.
-    The next step donates `state`.
+    `figures` are in the form of metrics.jsonl: float32 as a Python float, None if not finite. The
+    next step donates `state`.
     """
 
     step: int
@@ -36,8 +36,8 @@ def steps_again(
 ) -> Iterator[Again]:
     """Yields the steps after `opened.start`, up to `last`.
 
-    `state`: another one to start from, which is donated. `change(step, batch)` returns what a step
-    gets instead of the batch of the run.
+    `state`: another state to start from, which is donated. `change(step, batch)` returns the batch
+    that a step gets instead of the run's.
     """
     held = opened.begin() if state is None else state
     with batches(opened.setup, opened.data, opened.start, opened.sample) as ahead:
@@ -50,5 +50,5 @@ def steps_again(
 
 
 def figures_of(metrics: dict[str, jax.Array]) -> dict[str, Any]:
-    """Returns the scalars of a step as metrics.jsonl has them. Waits for the devices."""
+    """Returns the scalars of a step in the form of metrics.jsonl. Waits for the devices."""
     return numbers({name: float(value) for name, value in jax.device_get(metrics).items()})

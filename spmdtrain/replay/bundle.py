@@ -30,11 +30,11 @@ ENTRIES = {
 
 @dataclass(frozen=True)
 class Bundle:
-    """What a bundle holds of the bad step `step`.
+    """The contents of a bundle of the bad step `step`.
 
-    `run`: the directory with its checkpoints; `start`: the checkpoint before, None if the run had
-    none. `sample`: the global index of the first sample after it. `data`: its samples, if the
-    bundle has them.
+    `run`: the directory with its checkpoints; `start`: the checkpoint before the step, None if the
+    run had none. `sample`: the global index of the first sample after it. `data`: its samples, if
+    the bundle has them.
     """
 
     step: int
@@ -59,7 +59,7 @@ def step_of(folder: Path) -> int:
 
 
 def read_bundle(folder: Path) -> Bundle:
-    """Reads a bundle. Raises CheckpointError if it is none, or its checkpoint is not there."""
+    """Reads a bundle. Raises CheckpointError if it is not one, or if its checkpoint is missing."""
     files = RunFiles(folder)
     start = files.document(START)
     if not is_start(start):
@@ -83,7 +83,7 @@ def read_bundle(folder: Path) -> Bundle:
 
 
 def _run_of(folder: Path, before: int | None, checkpoint: str | None) -> Path:
-    """Returns the run whose checkpoint a bundle needs: the one it lies in, or that it names."""
+    """Returns the run whose checkpoint a bundle needs: the one that it is in, or that it names."""
     here = folder.absolute().parent.parent
     if before is None or before in steps_in(here):
         return here
@@ -122,7 +122,7 @@ def _samples(folder: Path, start: Start) -> RecordedData | None:
 
 
 def _check_sizes(path: Path) -> None:
-    """Raises ValueError for a small file that would unpack to much more than a bundle holds."""
+    """Raises ValueError for a small file that would unpack to far more than a bundle holds."""
     with zipfile.ZipFile(path) as archive:
         unpacked = sum(each.file_size for each in archive.infolist())
     if unpacked > 4 * len(ENTRIES) * MOST_ENTRIES:

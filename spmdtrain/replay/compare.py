@@ -1,8 +1,8 @@
-"""Finds what differs first between a step and what was recorded of it, in the order of the step.
+"""Finds the first difference between a step and its record, in the order of the step.
 
-The order is that in which a step makes things: its tokens, its loss and the other figures, then
-each weight with its moments and averages, weights in the order of the backward pass. A fault
-shows in what is made after it, so the first difference is nearest to the cause.
+This is the order in which a step computes things: its tokens, its loss and the other figures, then
+each weight with its moments and averages, weights in the order of the backward pass. A fault shows
+in everything computed after it, so the first difference is nearest to the cause.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,14 +12,14 @@ from typing import Any
 from spmdtrain.checkpoints.leaves.fingerprint import Fingerprint
 from spmdtrain.checkpoints.meta import OF_ITEM, OPTIMIZER
 
-FIRST_FIGURES = ("learning_rate", "tokens", "loss")  # what a step knows before its gradients
+FIRST_FIGURES = ("learning_rate", "tokens", "loss")  # figures that a step has before its gradients
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The first thing of `step` that is not as recorded.
+    """The first thing in `step` that is not as recorded. kind: "tokens", "figure" or "leaf";
+    `others` counts further differences of that kind.
 
-    kind: "tokens", "figure" or "leaf"; `others` counts what differs at the same place after it.
     `here` and `there`: the value of the replay and that of the record, for figures.
     """
 
@@ -31,7 +31,7 @@ class Mismatch:
     others: int = 0
 
     def describe(self) -> str:
-        """Returns it in words."""
+        """Returns the mismatch in words."""
         more = f", and {self.others} more" if self.others else ""
         if self.kind == "figure":
             return (

@@ -1,9 +1,9 @@
-"""`explain`: why a step stands out, by taking it again with one thing changed at a time.
+"""Explains why a step stands out, by repeating it with one thing changed at a time.
 
-The order is that of how sure an answer is. A replay that is not equal shows a machine that did
-something else. If float32 heals the step, its numbers were too narrow. If the step without its
-farthest samples is ordinary, they are the cause; if it is ordinary at the usual rate, the rate is.
-A change counts if it takes away the spike, or half of it.
+The most certain answers come first. A replay that is not equal shows that the machine did something
+else. If float32 heals the step, its precision was too low. If the step is ordinary without its
+farthest samples, they are the cause; if it is ordinary at the usual rate, the rate is. A change
+counts if it removes the spike, or half of it.
 """
 
 import math
@@ -29,14 +29,15 @@ from spmdtrain.train.state import TrainState
 
 Cause = Literal["machine", "precision", "data", "rate", "unexplained", "ordinary"]
 AFTER = 1  # steps after the one in question whose figures count: bad weights show in the next loss
-RAISED = 1.2  # times the usual rate, from which the rate is a suspect
+RAISED = 1.2  # multiple of the usual rate from which the rate is a suspect
 
 
 @dataclass(frozen=True)
 class Explained:
-    """Why `step` stands out. `seen`: by how many deviations it does; None: too few steps before it.
+    """The explanation of why `step` stands out. `seen`: by how many deviations it does; None: too
+    few steps before it.
 
-    `without`: the deviations that are left with one thing changed, by the name of the change.
+    `without`: the deviations that remain with one thing changed, by the name of the change.
     `first`: what differs first, if the replay is not equal. `samples`: (global index, loss) of
     those far from the rest, whose typical loss is `typical`, with their beginnings in `texts`.
     `rate` and `usual`: the largest learning rate since the checkpoint, and the one before.
@@ -54,7 +55,7 @@ class Explained:
     usual: float | None = None
 
     def document(self) -> dict[str, Any]:
-        """Returns it as JSON values; an infinite deviation is null."""
+        """Returns the explanation as JSON values; an infinite deviation is null."""
         found = asdict(self)
         found["seen"] = _finite(self.seen)
         found["without"] = {name: _finite(value) for name, value in self.without.items()}
@@ -176,7 +177,9 @@ def _at_rate(rate: float) -> tuple[str, ...]:
 
 
 def _leaving_out(at: int, samples: Sequence[int]) -> Callable[[int, Batch], Batch]:
-    """Returns what masks these samples in the batch of step `at`: the loss is one of the rest."""
+    """Returns a change that masks these samples in the batch of step `at`, so the loss is that of
+    the rest.
+    """
 
     def change(step: int, batch: Batch) -> Batch:
         if step != at:

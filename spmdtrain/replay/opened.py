@@ -1,4 +1,6 @@
-"""Opens a run where a replay of its steps begins: at the checkpoint before, or at its start."""
+"""Opens a run at the point where a replay of its steps begins: the last checkpoint before them, or
+its start.
+"""
 
 import contextlib
 import json
@@ -32,26 +34,26 @@ from spmdtrain.train.setup import Setup
 from spmdtrain.train.shard import shard, shard_on
 from spmdtrain.train.state import TrainState
 
-# What may be set for a replay: where it computes, and never what.
+# Settings that a replay may change: where it computes, never what.
 OF_PLACEMENT = (
     *("mesh.", "rules.", "pipeline.", "kernels."),
     *("train.microbatch", "train.zero", "train.remat", "model.attention", "data.read_ahead"),
 )
-# Where the data lies now; the same data is checked by its fingerprint.
+# Settings of where the data is; that it is the same is checked by its fingerprint.
 OF_PLACES = ("data.path", "data.tokenizer")
-# Settings that no step depends on: a run may go on with others.
+# Settings that no step depends on: a run may continue with others.
 OF_NO_STEP = ("checkpoint.", "eval.", "log.", "data.read_ahead", "train.steps", "mesh.elastic")
 SEAMS = ("optimizer", "learning_rate", "loss", "data")
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A run, ready to be taken again from after `start` steps, at the global sample index `sample`.
+    """A run, ready to be repeated from after `start` steps, at the global sample index `sample`.
 
-    `begin()` returns that state anew at each call: a step donates its state. `step` is the compiled
-    step. `prints`: the fingerprints of leaves that checkpoints later than `start` keep, by step.
-    `elsewhere` says that the replay computes on another mesh than the run did, and `optimizer` is
-    the caller's, if there is one.
+    `begin()` returns a new copy of that state at each call, because a step donates its state.
+    `step` is the compiled step. `prints`: the fingerprints of leaves in checkpoints later than
+    `start`, by step. `elsewhere` is True if the replay computes on another mesh than the run did,
+    and `optimizer` is the caller's, if there is one.
     """
 
     run: Path
@@ -82,7 +84,7 @@ def open_replay(  # noqa: PLR0913 - one keyword for each thing that a caller may
     """Opens `run` at the newest checkpoint before `step`, to be replayed up to `to`.
 
     `run` is the directory of a run, or a bundle, whose bad step is `step` at the latest. Without
-    such a checkpoint it begins as the run began. `seams` are what `run` got as optimizer=,
+    such a checkpoint it begins like the run. `seams` are what `run` got as optimizer=,
     learning_rate=, loss= and data=. Raises UserError if the run has not taken these steps, or is
     not what its checkpoints say.
     """
@@ -122,7 +124,7 @@ def open_replay(  # noqa: PLR0913 - one keyword for each thing that a caller may
 
 @dataclass(frozen=True)
 class _Source:
-    """What a replay reads from."""
+    """The source that a replay reads from."""
 
     run: Path
     setup: Setup
@@ -166,7 +168,7 @@ def _opened(source: _Source, step: int, elsewhere: bool) -> Opened:
 
 
 def _settings(written: WrittenRun, step: int) -> tuple[dict[str, Any], str | None]:
-    """Returns the resolved settings with which `step` was taken, without model.make, and that.
+    """Returns (the resolved settings with which `step` was taken, without model.make; that value).
 
     A run of an older version recorded only those of its last start.
     """
@@ -201,7 +203,9 @@ def _prints_in(meta: Meta) -> dict[str, Fingerprint]:
 
 
 def _beginning(source: _Source, start: int | None) -> Callable[[], TrainState]:
-    """Returns what makes the state after `start` steps; None: as a new run makes its first."""
+    """Returns the function that makes the state after `start` steps; None: as a new run makes its
+    first state.
+    """
     if start is not None:
         return lambda: source.checkpoints.restore(start, source.setup.state)[0]
     if source.setup.config.train.init_from:
@@ -221,7 +225,7 @@ def _beginning(source: _Source, start: int | None) -> Callable[[], TrainState]:
 
 
 def devices_of(config: RunConfig) -> Sequence[jax.Device] | None:
-    """Returns as many of the devices as the mesh needs; None if it takes all."""
+    """Returns as many devices as the mesh needs; None if it takes all."""
     sizes = config.mesh.sizes.values()
     if -1 in sizes:
         return None

@@ -1,7 +1,7 @@
-"""`replay`: the steps of a run again, and the verdict.
+"""Repeats the steps of a run, and gives a verdict.
 
-On the mesh of the run every figure must be equal to the bit, and so must every leaf of a checkpoint
-on the way. On another mesh the figures must lie within the rounding of siblings (rounding.py).
+On the mesh of the run every figure must be bit-equal, and so must every leaf of a checkpoint on the
+way. On another mesh the figures must lie within the rounding of siblings (rounding.py).
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class Replayed:
     """A replay of the steps after `start`, up to `last`.
 
     `leaves`: by step with a checkpoint or fingerprints, how many leaves are equal, and of how many.
-    `first`: the first difference. `twice`: after one, whether a second replay is equal to the
+    `first`: the first difference. `twice`: if there is one, whether a second replay equals the
     first. `apart` and `limit`, on another mesh: the largest distance of a figure from the run,
     relative to the figure, and how far rounding may move it there.
     """
@@ -55,7 +55,7 @@ class Replayed:
         return self.first is None
 
     def document(self) -> dict[str, Any]:
-        """Returns it as JSON values."""
+        """Returns the replay as JSON values."""
         return {"equal": self.equal} | asdict(self)
 
 
@@ -72,7 +72,7 @@ def replay(  # noqa: PLR0913 - one keyword for each thing that a caller may repl
     loss: Any = None,
     data: Any = None,
 ) -> Replayed:
-    """Takes the steps of `run` from the checkpoint before `step` again, up to `to`.
+    """Repeats the steps of `run` from the checkpoint before `step` up to `to`.
 
     `run` may be a bundle, whose bad step is then the default of `step`. Without `to` the last one
     is `step`. `overrides` are `a.b=c` strings for another mesh; the other keywords are what the run
@@ -90,7 +90,7 @@ def replay(  # noqa: PLR0913 - one keyword for each thing that a caller may repl
 
 
 def asked_step(run: Path, step: int | None) -> int:
-    """Returns the step in question: of a bundle its bad step, unless another is named."""
+    """Returns the step in question: the named one, or the bad step of a bundle."""
     if step is not None:
         return step
     if not is_bundle(run):
@@ -125,7 +125,7 @@ def _here(opened: Opened, last: int) -> Replayed:
 def unlike(
     opened: Opened, again: Again, leaves: dict[int, tuple[int, int]] | None = None
 ) -> Mismatch | None:
-    """Returns what of a step differs first from the record; None if nothing does.
+    """Returns the first difference of a step from the record; None if there is none.
 
     If the record has fingerprints of this step, `leaves` gets how many are equal, and of how many.
     """
@@ -157,7 +157,7 @@ def _other_tokens(opened: Opened, again: Again) -> Mismatch | None:
 
 
 def _is_repeated(opened: Opened, last: int) -> bool:
-    """Returns True if two replays up to `last` are equal to the bit, figures and leaves."""
+    """Returns True if two replays up to `last` are bit-equal, in figures and leaves."""
     ways = []
     for _ in range(2):
         figures = []

@@ -1,8 +1,8 @@
-"""How far rounding alone moves the figures of a replay: that of siblings.
+"""Measures how far rounding alone moves the figures of a replay, by siblings.
 
-A sibling begins with every weight moved by two units in the last place, up or down at random. It
-is the same run but for rounding, as is a run on another mesh, so the distance between siblings is
-the scale on which another mesh is judged. A constant could not be: how far rounding grows depends
+A sibling begins with every weight moved by two units in the last place, up or down at random. It is
+the same run except for rounding, as is a run on another mesh, so the distance between siblings is
+the scale on which another mesh is judged. A constant would not do: how far rounding grows depends
 on the model and on the number of steps.
 """
 
@@ -20,8 +20,8 @@ from spmdtrain.train.state import TrainState
 
 SIBLINGS = 3
 ULPS = 2  # by which a sibling moves each weight
-MARGIN = 8.0  # times the distance of the siblings: healthy layouts stay below 2
-EPSILONS = 4.0  # in float32, of a figure: below this nothing is told apart
+MARGIN = 8.0  # multiple of the distance of the siblings: correct layouts stay below 2
+EPSILONS = 4.0  # share of a figure below which float32 cannot tell two values apart
 FIGURES = ("loss", "grad_norm")
 
 
@@ -35,7 +35,7 @@ def figures_again(
 def limits(opened: Opened, last: int, found: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
     """Returns, for each step, how far rounding alone may move each of `FIGURES`.
 
-    `found` are the figures of the replay. A limit never falls from one step to the next.
+    `found` has the figures of the replay. A limit never falls from one step to the next.
     """
     compute = opened.setup.config.precision.compute
     siblings = [
@@ -59,8 +59,8 @@ def limits(opened: Opened, last: int, found: Sequence[Mapping[str, Any]]) -> lis
 def moved(state: TrainState, seed: int, compute: str = "float32") -> TrainState:
     """Returns the state with every weight moved by `ULPS` units in the last place, up or down.
 
-    If a step computes in a narrower dtype, each is moved by half of that one's epsilon: another
-    layout rounds sums in it, which moves of a float32 would hardly ever reach.
+    If a step computes in a narrower dtype, each is moved by half of that dtype's epsilon: another
+    layout rounds sums in it, and smaller moves would hardly ever change those.
     """
     narrow = float(jnp.finfo(compute).eps) / 2
     keys = jax.random.split(jax.random.key(seed), max(len(state.params), 1))
@@ -74,7 +74,7 @@ def moved(state: TrainState, seed: int, compute: str = "float32") -> TrainState:
 
 
 def _moved(x: jax.Array, key: jax.Array, share: float) -> jax.Array:
-    """Returns `x` with each element this share of it away, up or down; 0 stays 0."""
+    """Returns `x` with each element moved up or down by this share of it; 0 stays 0."""
 
     def move(x: jax.Array, key: jax.Array) -> jax.Array:
         sign = jnp.where(jax.random.bernoulli(key, 0.5, x.shape), 1.0, -1.0)

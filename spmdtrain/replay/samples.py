@@ -1,4 +1,4 @@
-"""The samples of a batch one by one: how far the loss of each is from that of the rest."""
+"""Examines the samples of a batch: how far the loss of each is from that of the rest."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
 from spmdtrain.train.step import make_losses
 
-MOST_GROUPS = 64  # of samples whose loss is computed apart
+MOST_GROUPS = 64  # groups of samples whose loss is computed separately
 HEALTHY = 5 / 8  # of the samples: the best ones show what is typical, the rest may be bad
 FAR = 4.0  # robust deviations above the typical loss
-LEAST_SPREAD = 0.1  # nats: samples of one text differ at least so much
+LEAST_SPREAD = 0.1  # nats: samples of one text differ at least by this much
 SHOWN = 60  # characters of a sample
 
 
 @dataclass(frozen=True)
 class FarSamples:
-    """The samples far above the rest, (global index, loss of its group), worst first."""
+    """The samples far above the rest, as (global index, loss of its group), worst first."""
 
     samples: Sequence[tuple[int, float]]
     typical: float
@@ -33,7 +33,7 @@ class FarSamples:
 def far_samples(setup: Setup, state: TrainState, batch: Batch) -> FarSamples:
     """Returns the samples of a batch whose loss at these weights is far above that of the others.
 
-    A large batch is cut in `MOST_GROUPS` groups of neighbours.
+    A large batch is cut into `MOST_GROUPS` groups of neighbours.
     """
     losses = jax.jit(make_losses(setup))
     sample = np.asarray(batch["sample"])
@@ -58,7 +58,9 @@ def far_samples(setup: Setup, state: TrainState, batch: Batch) -> FarSamples:
 
 
 def text_of_samples(setup: Setup, data: Data, batch: Batch, samples: Sequence[int]) -> list[str]:
-    """Returns how each of these samples begins: as text, or as ids where ids stand for none."""
+    """Returns the beginning of each of these samples: as text, or as ids if ids do not stand for
+    text.
+    """
     tokens = np.asarray(batch["tokens"])
     tokens = tokens.reshape(-1, tokens.shape[-1])
     if setup.way.zigzag > 1:

@@ -1,4 +1,4 @@
-"""How far a step stands out from those before it, in robust standard deviations."""
+"""Measures how far a step stands out from those before it, in robust standard deviations."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,11 +8,11 @@ import numpy as np
 
 FIGURES = ("loss", "grad_norm")
 RECENT = 64  # steps before the one in question, by which it is judged
-LEAST = 8  # steps before it: of fewer nothing is said
+LEAST = 8  # steps before it that are needed for a verdict
 NEAR = 3  # steps right before it, which may belong to the spike
 OUTSTANDING = 5.0  # deviations from which a step is a spike
 PER_MAD = 1.4826  # standard deviations of a normal distribution per median absolute deviation
-FLOOR = 0.002  # of the median: a figure that hardly moves does not make a spike of nothing
+FLOOR = 0.002  # share of the median: a figure that hardly moves must not make a spike of nothing
 
 
 def recent(figures: Mapping[int, Mapping[str, Any]], step: int) -> list[Mapping[str, Any]]:
@@ -24,7 +24,7 @@ def recent(figures: Mapping[int, Mapping[str, Any]], step: int) -> list[Mapping[
 def deviations(
     before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]
 ) -> float | None:
-    """Returns the most deviations by which a figure of `now` lies above those before.
+    """Returns the largest number of deviations by which a figure of `now` lies above those before.
 
     None if that is unknown, infinite if a figure is not finite.
     """
@@ -46,7 +46,7 @@ def deviations(
 
 
 def is_healed(seen: float, instead: float | None) -> bool:
-    """Returns True if a counterfactual has taken away a spike, or half of it."""
+    """Returns True if a counterfactual has removed a spike, or half of it."""
     if instead is None:
         return False
     return instead < OUTSTANDING or instead < seen / 2

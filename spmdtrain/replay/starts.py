@@ -34,12 +34,13 @@ def is_start(document: Any) -> bool:
     return False
 
 
-# A flag of XLA from somebody else's file: no path, no dump, nothing but a number or a word.
+# A flag of XLA that is safe to take from somebody else's file: no path, no dump, only a number or a
+# word.
 FLAG = re.compile(r"--xla_[a-z0-9_]+(=[\w.,+-]*)?")
 
 
 def flags_of(start: Start | None) -> str:
-    """Returns the XLA_FLAGS of a start, but for those that name files or dump programs."""
+    """Returns the XLA_FLAGS of a start, except those that name files or dump programs."""
     text = start.get("xla_flags", "") if start else ""
     words = text.split() if isinstance(text, str) else []
     return " ".join(word for word in words if FLAG.fullmatch(word) and "dump" not in word)

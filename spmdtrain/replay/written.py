@@ -1,4 +1,4 @@
-"""What a run wrote about its steps: figures, hashes, fingerprints, and how each start began.
+"""Reads what a run wrote about its steps: figures, hashes, fingerprints, and how each start began.
 
 A bundle (running/record/bundle.py) holds the same files, cut to the steps before a bad one.
 """
@@ -21,7 +21,7 @@ Figures = Mapping[str, Any]
 class WrittenRun:
     """The files of a run, by step.
 
-    `figures`: its lines of metrics.jsonl; numbers that are not finite are None, as JSON has them.
+    `figures`: its lines of metrics.jsonl; numbers that are not finite are None, as in JSON.
     `steps`: its lines of steps.jsonl. `events`: events.jsonl. `starts`: those of RUN/starts, in
     order.
     """
@@ -55,7 +55,8 @@ class WrittenRun:
         return next((each for each in reversed(self.starts) if each["from_step"] < step), None)
 
     def sample_after(self, step: int, saved: int) -> int:
-        """Returns the global index of the first sample after checkpoint `step`, which says `saved`.
+        """Returns the global index of the first sample after checkpoint `step`, given the index
+        `saved` in it.
 
         A run that went back to this checkpoint left out samples.
         """
@@ -72,7 +73,7 @@ class WrittenRun:
         return sample
 
     def tokens(self, step: int) -> str | None:
-        """Returns the hash of what a step was fed, if it was recorded."""
+        """Returns the hash of a step's tokens, if it was recorded."""
         found = self.steps.get(step, {}).get("tokens")
         return found if isinstance(found, str) else None
 
@@ -91,7 +92,7 @@ def _print_of(text: Any) -> Fingerprint:
 
 
 def read_written(run: Path) -> WrittenRun:
-    """Reads the files of a run. Raises CheckpointError if it is none."""
+    """Reads the files of a run. Raises CheckpointError if it is not one."""
     files = RunFiles(run)
     lines = files.lines(STEPS) if (run / STEPS).exists() else []
     steps, figures = steps_and_figures(lines, files.metrics)

@@ -1,1 +1,1 @@
-"""Pictures and tables of a run before it starts: shardings, meshes and memory."""
+"""Draws and lists what a run will do before it starts: shardings, meshes and memory."""

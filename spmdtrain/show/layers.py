@@ -1,4 +1,4 @@
-"""Says what the layers of a model have: windows, rotary positions, experts."""
+"""Describes the layers of a model: windows, rotary positions, experts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -27,7 +27,7 @@ def describe_layers(model: TransformerConfig) -> str:
 
 
 def experts_row(model: TransformerConfig) -> dict[str, Any] | None:
-    """Returns the numbers of the layers with experts, and the sizes of a layer's; None if none."""
+    """Returns the numbers of the layers with experts, and their sizes; None if there are none."""
     if model.experts is None:
         return None
     return {

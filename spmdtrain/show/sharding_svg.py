@@ -1,4 +1,4 @@
-"""A run's mesh and shardings as a picture: `spmdtrain show CONFIG --svg FILE`.
+"""Draws a run's mesh and shardings: `spmdtrain show CONFIG --svg FILE`.
 
 One panel shows the mesh, one the tokens of a batch, and one each distinct sharding of parameters,
 with the largest parameter that has it. A cell is a part of the array; the numbers in it are the
@@ -39,7 +39,7 @@ Shaped = jax.Array | jax.ShapeDtypeStruct
 
 @dataclass(frozen=True)
 class Panel:
-    """A table with labels. `cells[row][column]` is the text of a cell."""
+    """A panel of the picture: a table with labels. `cells[row][column]` is the text of a cell."""
 
     title: str
     subtitle: str

@@ -30,7 +30,7 @@ def describe(
 ) -> tuple[dict[str, Any], Setup]:
     """Returns the plain values of `show --json`, and the setup.
 
-    They are config, origin, mesh, pipeline (a line, or null), layers (a row for each kind),
+    The values are config, origin, mesh, pipeline (a line, or null), layers (a row for each kind),
     parameters (a row each) and totals.
     """
     setup = setup_of(config, make)

@@ -1,1 +1,1 @@
-"""What must hold of a run without a second layout to compare it with. Start with witness.py."""
+"""Checks invariants of a run that need no second layout to compare with. Start with witness.py."""

@@ -1,6 +1,6 @@
-"""AdamW and its schedule-free form in float64, as their papers write them.
+"""Computes AdamW and its schedule-free form in float64, as their papers write them.
 
-They know nothing of optax, of layouts or of the training step: they say how far a weight must move.
+They know nothing of optax, layouts or the training step: they say how far a weight must move.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from spmdtrain.config.schema import AdamW, ScheduleFreeAdamW
 
 @dataclass
 class Adam:
-    """AdamW of one weight, arXiv:1711.05101. `decay` is 0 for what does not decay."""
+    """The AdamW of one weight, arXiv:1711.05101. `decay` is 0 for a weight that does not decay."""
 
     beta1: float
     beta2: float

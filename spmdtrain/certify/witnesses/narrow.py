@@ -1,7 +1,7 @@
-"""Whether gradients are summed over devices in the precision that was asked for.
+"""Checks whether gradients are summed over devices in the precision that was asked for.
 
-Read off the text that XLA's partitioner leaves, before the CPU backend widens what is narrow: no
-comparison on a CPU could see it.
+This is read off the text that XLA's partitioner leaves, before the CPU backend widens narrow types:
+no comparison on a CPU could see it.
 """
 
 import tempfile
@@ -47,7 +47,9 @@ def narrow_sums(small: RunConfig, layout: Layout, own: Own) -> Witness:
 
 
 def partitioned_text(setup: Setup) -> str:
-    """Returns the step as XLA's partitioner leaves it. It is compiled for that, never cached."""
+    """Returns the text of the step as XLA's partitioner leaves it. It is compiled for that, never
+    cached.
+    """
     with tempfile.TemporaryDirectory() as directory:
         dump = {"xla_dump_to": directory, "xla_dump_hlo_pass_re": "spmd-partitioning"}
         make_step(setup).lower(setup.state, setup.batch).compile(compiler_options=dump)

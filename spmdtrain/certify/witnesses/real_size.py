@@ -1,7 +1,8 @@
-"""The real run, compiled for GPUs that need not be present: memory and traffic beside theory.
+"""Compiles the real run for GPUs that need not be present, and compares memory and traffic with
+theory.
 
-It is compiled in a process of its own: XLA's flags for GPUs are not those of the certificate, and
-XLA ends the process if it fails.
+It is compiled in a separate process: XLA's flags for GPUs are not those of the certificate, and XLA
+ends the process if it fails.
 """
 
 import json
@@ -27,7 +28,7 @@ GIGABYTE = 1e9
 def real_size(config: str, settings: Sequence[str], name: str, devices: int) -> list[Witness]:
     """Returns the witnesses of the run of the file `config` on `devices` GPUs called `name`.
 
-    They have nothing to be asked of where the compiler is missing, which is said.
+    They do not apply if the compiler is missing, and say so.
     """
     arguments = [config, "--hardware", name, "--devices", str(devices), "--compile", "--json"]
     for setting in settings:
@@ -45,7 +46,9 @@ def real_size(config: str, settings: Sequence[str], name: str, devices: int) -> 
 
 
 def judged(answer: dict[str, Any], memory: float) -> list[Witness]:
-    """Returns what `spmdtrain estimate --compile --json` says, beside `memory` bytes of a GPU."""
+    """Returns the verdicts on an answer of `spmdtrain estimate --compile --json`, for a GPU with
+    `memory` bytes.
+    """
     held = memory_in(answer["compiled"]).held
     fits = f"{held / GIGABYTE:.1f} of {memory / GIGABYTE:.0f} GB"
     found = [Witness(FITS, held <= SAFE_SHARE * memory, fits)]

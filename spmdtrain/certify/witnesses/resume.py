@@ -1,4 +1,6 @@
-"""A run in three parts beside the run in one, and its checkpoint on one device."""
+"""Compares a run in three parts with the same run in one, and restores its checkpoint on one
+device.
+"""
 
 import contextlib
 import io

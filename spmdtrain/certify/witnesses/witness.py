@@ -1,6 +1,6 @@
-"""Witnesses: what must hold of a run on one device, whatever the layout.
+"""Defines witnesses: what must hold of a run on one device, whatever the layout.
 
-A comparison with one device cannot see what is wrong on one device too: the loss, the masks, the
+A comparison with one device cannot see an error that one device shares: in the loss, the masks, the
 seeds, the optimizer, the rate. Each witness here is an invariant that needs no second layout.
 """
 
@@ -23,17 +23,19 @@ from spmdtrain.train.step import make_eval_step
 
 SLOPE = 5e-3  # how far finite differences may be from the gradient, relative; measured: 2e-3
 SAME = 4 * 2.0**-24  # a loss of the same numbers in another program, relative
-MOVED_DOCUMENT = 1e-5  # likewise, at other positions
-UPDATE = 1e-4  # an update beside that of optax, relative; measured: 7e-8
+MOVED_DOCUMENT = 1e-5  # a loss at other positions, relative
+UPDATE = 1e-4  # an update compared with that of optax, relative; measured: 7e-8
 AVERAGE = 1e-6
-RATE = 2e-6  # float32 beside Python's float
+RATE = 2e-6  # float32 compared with Python's float
 OTHER_SEED = 7  # added to the run's own
 EMA = "ema"
 
 
 @dataclass(frozen=True)
 class Witness:
-    """`holds`: None if the run has nothing that it could be asked of. `said`: figures, or why."""
+    """An invariant of a run. `holds`: None if it does not apply to the run. `said`: figures, or why
+    not.
+    """
 
     name: str
     holds: bool | None
@@ -125,7 +127,7 @@ def _attention(reference: Reference) -> Iterator[Witness]:
 
 
 def _evaluated(reference: Reference) -> Callable[[HostBatch], float]:
-    """Returns the mean loss of a batch without noise, with the weights after one step."""
+    """Returns the mean loss of a batch without noise, at the weights after one step."""
     setup = reference.stepper.setup
     evaluate = make_eval_step(setup).jitted
     params = placed_state(setup, reference.states[1]).params
@@ -144,7 +146,7 @@ def _others(tokens: np.ndarray, config: RunConfig) -> np.ndarray:
 
 
 def _two_documents(batch: HostBatch, cut: int) -> HostBatch:
-    """Returns each sequence as two documents of `cut` tokens, the loss on the second alone."""
+    """Returns each sequence as two documents of `cut` tokens, with a loss only on the second."""
     shape = batch["tokens"].shape
     at = np.arange(shape[-1])
     segments = np.broadcast_to((at >= cut).astype(np.int32) + 1, shape)
@@ -171,7 +173,7 @@ def _gradients(figures: Figures) -> dict[Leaf, np.ndarray]:
     return {leaf: x for leaf, x in figures.arrays.items() if leaf.kind == GRADIENT}
 
 
-# The gradient, and what is made of it
+# # The gradient, and what follows from it
 
 
 def _slope(reference: Reference) -> Witness:
@@ -198,7 +200,9 @@ def _slope(reference: Reference) -> Witness:
 
 
 def _direction(gradient: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Returns a random direction that leans to the gradient: else rounding hides the slope."""
+    """Returns a random direction that leans towards the gradient: otherwise rounding hides the
+    slope.
+    """
     drawn = random.standard_normal(gradient.shape)
     lean = gradient / max(norm(gradient), 1e-30) * random.uniform(0.5, 1)
     return drawn / norm(drawn) / 2 + lean
@@ -239,7 +243,7 @@ def _rate(reference: Reference, own: Own) -> Witness:
 
 
 def rate_of(optimizer: OptimizerConfig, steps: int, step: int) -> float:
-    """Returns the learning rate of the 0-based `step`, as the docs tell the schedules."""
+    """Returns the learning rate of the 0-based `step`, computed from the documented schedules."""
     peak, last, warmup = optimizer.learning_rate, optimizer.final_learning_rate, optimizer.warmup
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
@@ -254,7 +258,9 @@ def rate_of(optimizer: OptimizerConfig, steps: int, step: int) -> float:
 
 
 def _update(reference: Reference, own: Own) -> Witness:
-    """Compares how weights move with the optimizer in float64, from the recorded gradients."""
+    """Compares the movement of weights with the optimizer in float64, from the recorded
+    gradients.
+    """
     name = "weights move as the optimizer says, from these gradients"
     setup = reference.stepper.setup
     optimizer = setup.config.optimizer
@@ -288,7 +294,7 @@ def _update(reference: Reference, own: Own) -> Witness:
 
 
 def _clipped(config: RunConfig, figures: Figures) -> tuple[dict[Leaf, np.ndarray], bool]:
-    """Returns clipped gradients, and whether the reported norm is theirs before."""
+    """Returns clipped gradients, and whether the reported norm is that before clipping."""
     gradients = _gradients(figures)
     whole = math.sqrt(sum(norm(x) ** 2 for x in gradients.values()))
     sound = abs(whole - figures.numbers["grad_norm"]) <= 1e-5 * whole

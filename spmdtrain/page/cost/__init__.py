@@ -1,1 +1,3 @@
-"""What a step costs its devices: memory, traffic, seconds by part, and whether it got slower."""
+"""Shows what a step costs its devices: memory, traffic, seconds by part, and whether it got
+slower.
+"""

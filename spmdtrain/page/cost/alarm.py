@@ -1,7 +1,8 @@
-"""Whether the newest steps have left the band of those before them, and which component did it.
+"""Finds out whether the newest steps are slower than the range of those before them, and which
+component is to blame.
 
-Steps are cut into windows. The ratio of measured to predicted seconds of a window is held against
-those of the windows before it; a prediction is one number for a run, so without one the seconds
+Steps are grouped into windows. The ratio of measured to predicted seconds of a window is compared
+with those of earlier windows; a prediction is one number for a run, so without one the seconds
 themselves say the same.
 """
 
@@ -20,7 +21,8 @@ LEAST = 0.1  # of their median: a smaller band is none
 
 
 class Alarm(NamedTuple):
-    """The newest window left the band: its ratio, the `usual` one, and the `component`.
+    """An alarm, because the newest window left the band: its ratio, the `usual` one, and the
+    `component`.
 
     `first` is the step with which the window begins. With a prediction the figures are measured
     over predicted; without one they are seconds, and `predicted` is None.
@@ -34,7 +36,7 @@ class Alarm(NamedTuple):
 
 
 def alarm(run: RunRead) -> Alarm | None:
-    """Returns True if the newest steps are slower than the band, None if they are not."""
+    """Returns an alarm if the newest steps are slower than the band, otherwise None."""
     took, waits = run.steps["step_seconds"][1:], run.steps["input_seconds"][1:]
     steps = run.steps["step"][1:]
     count = len(took) // WINDOW

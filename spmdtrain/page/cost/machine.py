@@ -1,4 +1,4 @@
-"""What the step costs its devices: memory, and what crosses the network."""
+"""Shows what a step costs its devices: memory, and traffic on the network."""
 
 from collections import defaultdict
 from typing import Any
@@ -30,7 +30,7 @@ def memory(run: RunRead) -> str:
         return ""
     top = max(sum(parts.values()) for _, parts in bars) or 1.0
     rows = "".join(_bar(name, parts, top) for name, parts in bars)
-    note = "" if len(held) else "<p class=dim>Not measured: a CPU's allocator cannot be asked.</p>"
+    note = "" if len(held) else "<p class=dim>Not measured: a CPU's allocator does not tell.</p>"
     return f"<div class=scroll><table class=memory><tbody>{rows}</tbody></table></div>{note}"
 
 

@@ -1,4 +1,4 @@
-"""The seconds of a step by what they go to: as the planner expects them, and as traced."""
+"""Shows where the seconds of a step go, as predicted by the planner and as traced."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from spmdtrain.page.words import plural, safe, seconds, share
 
 MOST_PARTS = 12
 # What bounds the sorts of work that a trace tells apart, in the words of the planner. Its `host` is
-# what a device idles for.
+# what an idle device waits for.
 BOUNDS = {
     "matmul": "compute",
     "kernel": "compute",
@@ -48,7 +48,7 @@ def by_bound(run: RunRead) -> dict[str, tuple[float, float]]:
 
 
 def farthest_bound(run: RunRead) -> str | None:
-    """Returns what bounds the seconds that exceed the prediction most; None if that is unknown."""
+    """Returns the bound whose seconds exceed the prediction most; None if that is unknown."""
     more = {name: now - then for name, (then, now) in by_bound(run).items()}
     return max(more, key=lambda name: more[name]) if more else None
 
