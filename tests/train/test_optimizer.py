@@ -432,17 +432,16 @@ def test_the_norm_of_narrow_gradients_is_as_exact_as_of_wide_ones():
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["adafactor", "lamb", "muon"])
 def test_a_layerwise_optimizer_is_the_same_on_one_device_and_split_in_every_way(name):
-    """Their updates depend on whole tensors of one layer: on stacks, and on parts, they would be
-    others.
+    """Their updates depend on whole tensors of one layer, or of one expert: on stacks, and on
+    parts, they would be others.
     """
     numbers = (f"optimizer.name={name}", "optimizer.weight_decay=0.1", "model.layers=2")
-    split = (
-        "mesh.pipeline=2",
-        "mesh.fsdp=2",
-        "mesh.tensor=2",
-        "train.microbatch=2",
-        "pipeline.chunks=1",
-    )
+    split = ("mesh.pipeline=2", "mesh.fsdp=2", "train.microbatch=2", "pipeline.chunks=1")
+    if name == "muon":
+        experts = ("model.experts.count=4", "model.experts.chosen=2", "model.experts.ffn=32")
+        numbers, split = (*numbers, *experts), (*split, "mesh.expert=2")
+    else:
+        split = (*split, "mesh.tensor=2")
     want = trained(*numbers, steps=4)[0]
     got = trained(*numbers, *split, steps=4)[0]
     assert want[-1] < want[0]
