@@ -4,6 +4,7 @@ import argparse
 import re
 from typing import Any
 
+from spmdtrain.cli.data.inspect import add_inspect
 from spmdtrain.cli.data.prepare import add_prepare
 from spmdtrain.cli.data.reference import add_reference
 from spmdtrain.cli.data.train_tokenizer import add_train_tokenizer
@@ -98,7 +99,8 @@ def make_parser() -> argparse.ArgumentParser:
     add_certify(commands)
     add_coordcheck(commands)
     add_export(commands)
-    data = _add_group(commands, "data", "make token files")
+    data = _add_group(commands, "data", "make token files, and look at data")
+    add_inspect(data)
     add_prepare(data)
     add_reference(data)
     tokenizer = _add_group(commands, "tokenizer", "train a tokenizer")

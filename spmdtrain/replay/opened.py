@@ -97,7 +97,7 @@ def open_replay(  # noqa: PLR0913 - one keyword for each thing that a caller may
     last = step if to is None else to
     if bundle is None:
         written.check_steps(step, last)
-    saved, named = _settings(written, last)
+    saved, named = settings_at(written, last)
     if not make:
         refuse_own_code(run, saved, named)
     given = dict.fromkeys(SEAMS) | dict(seams or {})
@@ -167,7 +167,7 @@ def _opened(source: _Source, step: int, elsewhere: bool) -> Opened:
     )
 
 
-def _settings(written: WrittenRun, step: int) -> tuple[dict[str, Any], str | None]:
+def settings_at(written: WrittenRun, step: int) -> tuple[dict[str, Any], str | None]:
     """Returns (the resolved settings with which `step` was taken, without model.make; that value).
 
     A run of an older version recorded only those of its last start.

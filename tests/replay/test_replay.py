@@ -13,7 +13,7 @@ from fuzz import programs
 from helpers import mesh_of, tiny
 
 from spmdtrain import cli
-from spmdtrain.config import CheckpointError, ConfigError
+from spmdtrain.config import CheckpointError, ConfigError, DataError
 from spmdtrain.config.errors import UNEQUAL
 from spmdtrain.replay.opened import check_one_start
 from spmdtrain.replay.replay import replay
@@ -108,6 +108,20 @@ def test_other_tokens_are_told_before_other_figures(changed):
     (falsified / "steps.jsonl").write_text("\n".join(lines))
     found = replay(falsified, 6)
     assert (found.first.step, found.first.kind) == (5, "tokens")
+
+
+def test_what_a_step_was_fed_is_shown_and_proved(ran, changed, capsys):
+    inspect = ["data", "inspect", "--step", "5", "--json"]
+    assert cli.main([*inspect, str(ran)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["samples"], found["equal_to_recorded"]) == ([32, 39], True)
+    falsified = changed(5, "loss", 1.0)
+    lines = (falsified / "steps.jsonl").read_text().splitlines()
+    lines[4] = json.dumps(json.loads(lines[4]) | {"tokens": "0" * 16})
+    (falsified / "steps.jsonl").write_text("\n".join(lines))
+    assert cli.main([*inspect, str(falsified)]) == DataError.exit_code
+    assert "was fed other tokens" in capsys.readouterr().err
+    assert cli.main([*inspect, str(ran), "--set", "train.seed=3"]) == ConfigError.exit_code
 
 
 @pytest.mark.parametrize(

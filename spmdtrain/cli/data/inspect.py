@@ -1,0 +1,135 @@
+"""`spmdtrain data inspect`: what a run is fed, or was fed at a step."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from spmdtrain.cli.devices import without_devices
+from spmdtrain.cli.shared_arguments import add_set, positive_int
+from spmdtrain.config import DONE, DataError, load
+from spmdtrain.config.schema import RunConfig
+
+if TYPE_CHECKING:
+    from spmdtrain.replay.written import WrittenRun
+
+
+def add_inspect(commands) -> None:
+    """Adds the command `data inspect` and its arguments."""
+    inspect = commands.add_parser(
+        "inspect", help="show what a run is fed: windows, what is masked, lengths, repetitions"
+    )
+    inspect.add_argument("path", metavar="CONFIG|RUN", help="a TOML file, or a run directory")
+    inspect.add_argument(
+        "--step", type=positive_int, default=1, metavar="N", help="step to look at (default: 1)"
+    )
+    inspect.add_argument(
+        "--windows", type=positive_int, default=2, metavar="K", help="windows to show (default: 2)"
+    )
+    inspect.add_argument(
+        "--colour",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="show what counts in the loss in green instead of marking the rest as [-masked-] "
+        "(default: auto, in a terminal)",
+    )
+    add_set(inspect, "override one setting, of a run data.path or data.tokenizer; may be repeated")
+    inspect.add_argument("--json", action="store_true", help="print JSON")
+    inspect.set_defaults(command=run_inspect)
+
+
+def run_inspect(parsed: argparse.Namespace) -> int:
+    """Prints the counts of the data and the first windows of a step."""
+    without_devices()
+    from spmdtrain.data.batches import batch_ids
+    from spmdtrain.data.inspected.counts import count_data
+    from spmdtrain.data.inspected.windows import windows_of
+    from spmdtrain.data.source import open_data
+
+    written = None
+    if Path(parsed.path).is_dir():
+        config, written = _settings_of_run(parsed)
+    else:
+        config = load(parsed.path, parsed.set)
+    config, data = open_data(config)
+    ids = batch_ids(parsed.step - 1, config.train.global_batch)
+    line = written.steps.get(parsed.step, {}) if written else {}
+    if "samples" in line:
+        first, last = line["samples"]
+        ids = np.arange(first, last + 1)
+    batch = data.train_samples(config)(ids)
+    proven = written is not None and _is_as_recorded(parsed, written, batch)
+    windows = windows_of(data, batch, config.data.packing)
+    shown = windows[: parsed.windows]
+    counts = count_data(data)
+    if parsed.json:
+        document = {
+            "step": parsed.step,
+            "samples": [int(ids[0]), int(ids[-1])],
+            "equal_to_recorded": proven or None,
+            "corpora": [asdict(each) for each in counts],
+            "tokens": {
+                kind: sum(window.tokens_of(kind) for window in windows)
+                for kind in ("counts", "masked", "padding")
+            },
+            "windows": [asdict(window) for window in shown],
+        }
+        print(json.dumps(document))
+        return DONE
+    from spmdtrain.data.inspected import words
+
+    print(data.describe(config))
+    for each in counts:
+        print(words.counts_text(each))
+    print(f"step {parsed.step}     {words.step_text(windows)}")
+    if proven:
+        print("recorded   the run hashed the same tokens at this step")
+    for window in shown:
+        print(words.window_text(window, colours=_has_colours(parsed.colour)))
+    return DONE
+
+
+def _settings_of_run(parsed: argparse.Namespace) -> "tuple[RunConfig, WrittenRun]":
+    """Returns the settings with which a run took the step, and what it wrote."""
+    from spmdtrain.config.load import as_overrides, from_resolved
+    from spmdtrain.replay.opened import OF_PLACES, check_settable, settings_at
+    from spmdtrain.replay.written import read_written
+
+    overrides = as_overrides(parsed.set)
+    check_settable(overrides, OF_PLACES)
+    written = read_written(Path(parsed.path))
+    written.check_steps(parsed.step, parsed.step)
+    return from_resolved(settings_at(written, parsed.step)[0], overrides), written
+
+
+def _is_as_recorded(
+    parsed: argparse.Namespace, written: "WrittenRun", batch: Mapping[str, np.ndarray]
+) -> bool:
+    """Returns True if the run hashed these tokens, and False if it hashed none.
+
+    Raises DataError if it hashed others.
+    """
+    from spmdtrain.running.record.token_hash import sums_of_rows, text_of
+
+    recorded = written.tokens(parsed.step)
+    if recorded is None:
+        return False
+    if text_of(sums_of_rows(batch)) != recorded:
+        raise DataError(
+            f"step {parsed.step} of {parsed.path} was fed other tokens than its data gives now",
+            fix="--set data.path=FILE, the data as it was",
+        )
+    return True
+
+
+def _has_colours(asked: str) -> bool:
+    """Returns whether to print colours: as asked, or in a terminal where NO_COLOR is not set."""
+    if asked == "auto":
+        return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    return asked == "always"
