@@ -43,7 +43,6 @@ MOST_NAMED = 24  # settings of a section listed in a refusal
 NOT_YET = {
     "model.experts": "mixture of experts",
     "compression": "compressed gradients",
-    "islands": "training on several islands",
     "train.freeze": "frozen = true in a group of [[optimizer.groups]] does it",
 }
 

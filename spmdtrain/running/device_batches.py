@@ -32,6 +32,8 @@ def batches(
 
     def make(at: int):
         ids = sample + batch_ids(at - step, config.train.global_batch)
+        if config.islands.are_several:
+            ids = ids * config.islands.count + config.islands.index
         return setup.to_devices(samples if saw is None else seen(at, saw), ids)
 
     def seen(at: int, saw: Saw) -> Samples:

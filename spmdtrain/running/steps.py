@@ -3,9 +3,9 @@
 from collections.abc import Callable
 
 from spmdtrain.inference.tasks import make_evaluate_with_tasks
-from spmdtrain.processes import pulse
 from spmdtrain.running.guards.guard import GoBack
 from spmdtrain.running.guards.interrupt import Interrupt
+from spmdtrain.running.islands.island import Leapt
 from spmdtrain.running.outcome import Outcome
 from spmdtrain.running.record.feed import Feed
 from spmdtrain.running.report.reporter import Reporter
@@ -44,6 +44,11 @@ def train_with_returns(session: Session, start: StartingPoint, step: Callable) -
                     return train(setup, state, step, evaluate, ahead, saves, reporter, interrupt)
             except GoBack as error:
                 bad = error.with_traceback(None)  # the frames of the traceback hold a state
+            except Leapt as leap:
+                saves.finish()
+                sample += (leap.step - done) * setup.config.train.global_batch
+                state, done = leap.with_traceback(None).state, leap.step
+                continue
             state, done, sample = go_back(bad, setup, saves, reporter)
 
 
@@ -57,17 +62,20 @@ def train(
     reporter: Reporter,
     interrupt: Interrupt,
 ) -> Outcome:
-    """Runs the loop from `state` on. Raises GoBack to continue from an older checkpoint.
+    """Runs the loop from `state` on. Raises GoBack to continue from an older checkpoint, and
+    Leapt from a later state.
 
     `step(state, batch)` is the compiled step, and `ahead` yields the batches and records them. If a
     hook stops the run, it ends after the step in flight.
     """
     config = setup.config
     done = int(state.step)
-    ending = None
+    ending = "finished" if done == config.train.steps else None  # an island may leap there
     with Watch(setup, done, evaluate, saves, reporter, interrupt) as watch:
         if _evaluates_first(setup) and not saves.checkpoints.steps():
             watch.evaluate(done, state)
+        if ending:
+            watch.save_if_due(done, state, ending)
         while not ending:
             done += 1
             state = watch.step(done, step, state, ahead)
@@ -76,9 +84,7 @@ def train(
                 watch.evaluate(done, state)
             ending = watch.ending(done)
             watch.save_if_due(done, state, ending)
-        pulse.tell(pulse.END, done)
-        saves.finish()
-    reporter.event(ending, done, seconds=pulse.phase().seconds)
+        watch.end(done, ending)
     return Outcome(ending, done, watch.median_seconds())
 
 

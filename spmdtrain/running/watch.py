@@ -135,6 +135,12 @@ class Watch:
             with self._pause():
                 self._save(number, state)
 
+    def end(self, number: int, ending: Status) -> None:
+        """Waits for the last save after step `number`, and reports why the loop is over."""
+        pulse.tell(pulse.END, number)
+        self._saves.finish()
+        self._reporter.event(ending, number, seconds=pulse.phase().seconds)
+
     def median_seconds(self) -> float | None:
         """Returns the median seconds of the steps but the first; None before the second."""
         return statistics.median(self._seconds[1:]) if self._seconds[1:] else None

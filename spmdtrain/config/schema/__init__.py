@@ -14,6 +14,7 @@ from spmdtrain.config.schema.data import DataConfig, MixSource
 from spmdtrain.config.schema.eval import EvalConfig
 from spmdtrain.config.schema.finetune import FinetuneConfig
 from spmdtrain.config.schema.guard import GuardConfig
+from spmdtrain.config.schema.islands import IslandsConfig
 from spmdtrain.config.schema.log import LogConfig
 from spmdtrain.config.schema.mesh import MESH_AXES, CompressionConfig, MeshConfig, RulesConfig
 from spmdtrain.config.schema.model import (
@@ -54,6 +55,7 @@ __all__ = [
     "FinetuneConfig",
     "GPT",
     "GuardConfig",
+    "IslandsConfig",
     "KernelsConfig",
     "Lamb",
     "LatentConfig",

@@ -11,6 +11,7 @@ from spmdtrain.config.schema.data import DataConfig
 from spmdtrain.config.schema.eval import EvalConfig
 from spmdtrain.config.schema.finetune import FinetuneConfig
 from spmdtrain.config.schema.guard import GuardConfig
+from spmdtrain.config.schema.islands import IslandsConfig
 from spmdtrain.config.schema.log import LogConfig
 from spmdtrain.config.schema.mesh import CompressionConfig, MeshConfig, RulesConfig
 from spmdtrain.config.schema.model import GPT, Llama
@@ -43,6 +44,7 @@ class RunConfig(Settings):
     finetune: FinetuneConfig = FinetuneConfig()
     precision: PrecisionConfig = PrecisionConfig()
     compression: CompressionConfig = CompressionConfig()
+    islands: IslandsConfig = IslandsConfig()
     kernels: KernelsConfig = KernelsConfig()
     data: DataConfig = DataConfig()
     eval: EvalConfig = EvalConfig()
@@ -149,6 +151,8 @@ class RunConfig(Settings):
             self._check_frozen_layers()
         if self.train.learns_pairs:
             self._check_pairs()
+        if self.islands.are_several:
+            self._check_islands()
         if self.train.epochs is None:
             self._check_steps()
         if self.model.mup_base is not None and not self.optimizer.has_width_rule:
@@ -196,6 +200,35 @@ class RunConfig(Settings):
                 "the others; set mesh.pipeline=1"
             )
 
+    def _check_islands(self) -> None:
+        """Refuses settings that islands do not have."""
+        asked = f"islands.count={self.islands.count}"
+        if self.train.epochs is not None:
+            raise ValueError(
+                f"{asked}: an epoch is one of all islands together; set train.steps instead of "
+                "train.epochs"
+            )
+        if self.optimizer.ema is not None:
+            raise ValueError(
+                f"{asked}: each island would keep another average of the weights; set "
+                "optimizer.ema='none'"
+            )
+        if isinstance(self.optimizer, ScheduleFreeAdamW):
+            raise ValueError(
+                f"{asked}: schedule_free_adamw keeps two copies of the weights, and a meeting "
+                "moves one; set optimizer.name='adamw'"
+            )
+        if self.model.experts and self.model.experts.bias_rate:
+            raise ValueError(
+                f"{asked}: each island would keep other biases of its routers; set "
+                "model.experts.bias_rate=0.0"
+            )
+        if self.guard.policy == "rollback":
+            raise ValueError(
+                f"{asked}: an island that goes back would meet the others at another step; set "
+                "guard.policy='skip'"
+            )
+
     def _check_pairs(self) -> None:
         """Refuses settings that do not go with pairs of answers."""
         asked = f"train.preference={self.train.preference!r}"
@@ -229,9 +262,22 @@ class RunConfig(Settings):
             raise ValueError(
                 f"optimizer.warmup={warmup} is longer than train.steps={self.train.steps}"
             )
+        if self.islands.are_several:
+            self._check_last_meeting()
         late = [step for step in self.log.profile if step > self.train.steps]
         if late:
             raise ValueError(f"log.profile={late} is beyond train.steps={self.train.steps}")
+
+    def _check_last_meeting(self) -> None:
+        """Refuses a last step without a meeting: the islands would end with different weights."""
+        islands, steps = self.islands, self.train.steps
+        over = (steps - islands.after) % islands.interval
+        if over or steps <= islands.after:
+            fitting = max(steps - over, islands.after + islands.interval)
+            raise ValueError(
+                f"train.steps={steps}: islands meet after step {islands.after} every "
+                f"{islands.interval} steps, and must after the last; set train.steps={fitting}"
+            )
 
 
 def check_config(config: Any) -> None:

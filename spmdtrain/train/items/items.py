@@ -12,10 +12,16 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmdtrain.train.items import ema, loss_scale, spikes
+from spmdtrain.train.items import ema, loss_scale, outer, spikes
 from spmdtrain.train.items.item import Item, Metrics, Start, Taken, Value, as_parameters
 
-TABLE: tuple[Item, ...] = (ema.ITEM, spikes.ITEM, loss_scale.ITEM)
+TABLE: tuple[Item, ...] = (
+    ema.ITEM,
+    spikes.ITEM,
+    loss_scale.ITEM,
+    outer.OUTER,
+    outer.MOMENTUM,
+)
 
 Values = dict[str, Value]  # by the name of the item
 

@@ -1,0 +1,298 @@
+"""An island: it takes the steps of its run, and meets the others when it is time.
+
+What an island was given at a meeting lies in the folder. If it resumes, it takes its steps again up
+to where it was, and each meeting comes out as it did. If the others have met without it, because it
+was away or slow, it leaps: it takes the outer weights of the newest meeting, and goes on from there
+with its own optimizer state.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmdtrain.checkpoints.identity import settings_of
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.processes import pulse
+from spmdtrain.running.islands.meetings import Meetings, parts_of
+from spmdtrain.running.report.reporter import Reporter
+from spmdtrain.train.batch import Batch
+from spmdtrain.train.islands.changes import Meet, Places, Row, make_meet, mean_of
+from spmdtrain.train.islands.outer import MOMENTUM, OUTER
+from spmdtrain.train.islands.timetable import Timetable, deal
+from spmdtrain.train.setup import Setup
+from spmdtrain.train.state import TrainState
+
+MIX = 0.5  # the part of its own weights that an island keeps if the others' arrive late
+ALONE = ("islands.index", "islands.directory", "islands.patience", "islands.keep")
+IN_COMMON = ("islands.", "model.", "optimizer.", "train.seed", "train.sequence_length")
+
+
+class Leapt(Exception):
+    """The run goes on from `state`, at a later step: others have met without this island."""
+
+    def __init__(self, state: TrainState, step: int):
+        super().__init__(f"on from step {step}")
+        self.state = state
+        self.step = step
+
+
+class Island:
+    """The part of an island in the meetings of a run. Its state has the items of outer.py."""
+
+    def __init__(self, setup: Setup, meetings: Meetings):
+        config = setup.config
+        self._setup = setup
+        self._settings = config.islands
+        self._meetings = meetings
+        self._timetable = Timetable.of(config.islands)
+        sizes = {
+            path: int(np.prod(setup.padding.of_model[path])) for path in setup.state.items["outer"]
+        }
+        if len(sizes) < config.islands.fragments:
+            raise ConfigError(
+                f"islands.fragments={config.islands.fragments}: the model trains {len(sizes)} "
+                "weights, and each fragment needs one",
+                fix=f"--set islands.fragments={len(sizes)}",
+            )
+        dealt = {None: sorted(sizes)} | dict(enumerate(deal(sizes, config.islands.fragments)))
+        shapes = setup.padding.of_model
+        self._places = {
+            key: Places.of({path: shapes[path] for path in paths}) for key, paths in dealt.items()
+        }
+        self._meets: dict[tuple[int | None, bool, float], Meet] = {}
+        meetings.agree(_in_common(setup))
+
+    def sends(self, step: int) -> bool:
+        """Returns True if this island leaves its change after this step."""
+        return self._timetable.meets(step)
+
+    def takes(self, step: int) -> int:
+        """Returns the step of the meeting whose result is taken after `step`; 0: of none."""
+        table, last = self._timetable, self._setup.config.train.steps
+        for met in (step, step - self._settings.delay):
+            if met > 0 and table.meets(met) and met + table.late(met, last) == step:
+                return met
+        return 0
+
+    def send(self, step: int, state: TrainState) -> None:
+        """Leaves what this island has learned, unless the others have met without it."""
+        if self._meetings.members(step) is not None:
+            return
+        fragment = self._timetable.fragment(step)
+        paths = self._places[fragment].starts
+        outer = {path: state.items[OUTER.name][path] for path in paths}
+        params = {path: state.params[path] for path in paths}
+        *row, finite = jax.device_get(self._meet(step, 0.0).change(outer, params))
+        weight = self._setup.config.train.global_batch if finite else 0
+        self._meetings.send(step, Row(*row), weight)
+
+    def take(self, step: int, state: TrainState, at: int) -> tuple[TrainState, dict[str, float]]:
+        """Returns the state after the meeting of `step`, and the islands that took part.
+
+        `at` is the number of steps that this island has taken.
+        """
+        members = self._meetings.decide(step, self._expected(step))
+        if self._settings.index not in members:
+            self.promise(step)
+        mean = self._mean(step, list(members))
+        mix = MIX if at > step else 0.0
+        state = self._taken(step, state, mean, mix)
+        if at == self._setup.config.train.steps:
+            state = self._at_outer(state)
+        if self._timetable.ordinal(step) % self._settings.keep == 0:
+            self._leave_outer(step, state)
+        return state, {str(index): weight for index, weight in members.items()}
+
+    def leap(self, step: int, state: TrainState) -> tuple[TrainState, int]:
+        """Returns (state, step) after meetings that the others have held without this island."""
+        meetings, table = self._meetings, self._timetable
+        members = meetings.members(table.following(step))
+        newest = meetings.newest()
+        if newest <= step or (members is not None and self._settings.index in members):
+            return state, step
+        reached = step
+        if members is None and (there := meetings.newest_outer()) > step:
+            state, reached = self._from_outer(there, state), there
+        while (met := table.following(reached)) <= newest:
+            found = meetings.members(met)
+            if found is None:
+                break
+            state = self._taken(met, state, self._mean(met, list(found)), 0.0)
+            reached = met
+        if reached == step:
+            return state, step
+        state = replace(self._at_outer(state), step=self._as_step(reached))
+        self.promise(reached)
+        return state, reached
+
+    def promise(self, step: int) -> None:
+        """Tells the others to wait for this island at the first meeting after this step."""
+        if step < self._setup.config.train.steps:
+            self._meetings.promise(self._timetable.following(step))
+
+    def _expected(self, step: int) -> set[int]:
+        """Returns whom the meeting waits for: those at the one before, and who has promised."""
+        before = self._meetings.members(self._timetable.before(step))
+        present = set(range(self._settings.count)) if before is None else set(before)
+        return present | self._meetings.promised(step)
+
+    def _mean(self, step: int, members: list[int]) -> Row:
+        """Averages the part that is this island's, and returns the whole mean change."""
+        parts = parts_of(self._places[self._timetable.fragment(step)].length, len(members))
+        weights = self._meetings.members(step) or {}
+
+        def average(part: int) -> None:
+            rows = [self._meetings.change(step, index, parts[part]) for index in members]
+            mean = mean_of(self._settings, rows, [weights[index] for index in members])
+            self._meetings.leave_mean(step, part, mean)
+
+        own = self._settings.index
+        if own in members:
+            average(members.index(own))
+        found = [
+            self._meetings.mean(step, part, members[part] == own, lambda part=part: average(part))
+            for part in range(len(members))
+        ]
+        return Row(*(np.concatenate(each) for each in zip(*found, strict=True)))
+
+    def _taken(self, step: int, state: TrainState, mean: Row, mix: float) -> TrainState:
+        """Returns the state after the outer step with this mean change."""
+        items = state.items
+        momentum = items.get(MOMENTUM.name, {})
+        trained = {path: state.params[path] for path in items[OUTER.name]}
+        outer, momentum, params = self._meet(step, mix).take(
+            items[OUTER.name], momentum, trained, *mean
+        )
+        after = items | {OUTER.name: outer} | ({MOMENTUM.name: momentum} if momentum else {})
+        return replace(state, params=state.params | params, items=after)
+
+    def _meet(self, step: int, mix: float) -> Meet:
+        fragment, in_step = self._timetable.fragment(step), self._timetable.is_in_step(step)
+        key = fragment, in_step, mix
+        if key not in self._meets:
+            self._meets[key] = make_meet(self._setup, self._places[fragment], in_step, mix)
+        return self._meets[key]
+
+    @cached_property
+    def _copy(self) -> Callable[..., Any]:
+        """Returns the outer weights as the weights of the island, where these rest."""
+        abstract = {path: self._setup.state.params[path] for path in self._places[None].starts}
+
+        def copy(outer):
+            return {path: jnp.copy(outer[path]).astype(x.dtype) for path, x in abstract.items()}
+
+        return jax.jit(copy, out_shardings={path: x.sharding for path, x in abstract.items()})
+
+    def _at_outer(self, state: TrainState) -> TrainState:
+        return replace(state, params=state.params | self._copy(state.items[OUTER.name]))
+
+    def _as_step(self, step: int) -> jax.Array:
+        return jax.device_put(jnp.int32(step), self._setup.state.step.sharding)
+
+    def _leave_outer(self, step: int, state: TrainState) -> None:
+        """Leaves the outer weights for islands that are further behind than the meetings kept."""
+        values = {}
+        for name in (OUTER.name, MOMENTUM.name):
+            for path, x in state.items.get(name, {}).items():
+                values[f"{name}.{path}"] = np.asarray(self._setup.padding.from_rest(path, x))
+        self._meetings.leave_outer(step, values)
+
+    def _from_outer(self, step: int, state: TrainState) -> TrainState:
+        """Returns the state with the outer weights and momentum that were left after `step`."""
+        found = {}
+        for name in (OUTER.name, MOMENTUM.name):
+            asked = self._setup.state.items.get(name, {})
+            for path, like in asked.items():
+                shape = self._setup.padding.of_model[path]
+                x = self._meetings.outer(step, f"{name}.{path}").reshape(shape)
+                whole = self._setup.padding.to_rest(path, jnp.asarray(x))
+                found.setdefault(name, {})[path] = jax.device_put(whole, like.sharding)
+        return replace(state, items=state.items | found)
+
+
+def _in_common(setup: Setup) -> dict[str, Any]:
+    """Returns the settings that all islands must have."""
+    found = settings_of(setup.config)
+    names = [name for name in found if name.startswith(IN_COMMON) and not name.startswith(ALONE)]
+    return {name: found[name] for name in names}
+
+
+class MeetingStep:
+    """A step that is followed by a meeting when it is time: call it like the compiled step.
+
+    Raises Leapt, before a step, if the others have met without this island.
+    """
+
+    def __init__(self, setup: Setup, step: Callable[..., Any], reporter: Reporter):
+        settings = setup.config.islands
+        assert settings.directory is not None and settings.index is not None, "the schema asks"
+        if jax.process_count() > 1:
+            raise ConfigError(
+                f"islands.count={settings.count}: an island of several processes is not built",
+                found=f"{jax.process_count()} processes",
+                fix="one process for each island, with all devices of its host",
+            )
+        self._meetings = Meetings(
+            Path(settings.directory), settings.index, settings.patience, self._waits
+        )
+        self._island = Island(setup, self._meetings)
+        self._step = step
+        self._reporter = reporter
+        self._done = 0
+        self._last: jax.Array | None = None  # the step of the state that it has returned
+        self._told = (0, 0)  # bytes sent and received up to the last meeting
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Any]:
+        if state.step is not self._last:
+            self._done = int(state.step)
+            self._look(state)
+            self._island.promise(self._done)
+        elif self._island.takes(self._done):
+            self._look(state)
+        state, metrics = self._step(state, batch)
+        self._done += 1
+        state = self._met(state)
+        self._last = state.step
+        return state, metrics
+
+    def _look(self, state: TrainState) -> None:
+        """Raises Leapt if the others have met without this island."""
+        state, reached = self._island.leap(self._done, state)
+        if reached > self._done:
+            self._reporter.event("leapt", self._done, to_step=reached)
+            line = f"the others have met without this island: on from step {reached}"
+            self._reporter.say(f"step {self._done}: {line}")
+            raise Leapt(state, reached)
+
+    def _met(self, state: TrainState) -> TrainState:
+        done = self._done
+        if self._island.sends(done):
+            self._island.send(done, state)
+        met = self._island.takes(done)
+        if not met:
+            return state
+        begin = time.perf_counter()
+        state, members = self._island.take(met, state, done)
+        (sent, received), told = (self._meetings.sent, self._meetings.received), self._told
+        self._told = sent, received
+        self._reporter.event(
+            "met",
+            done,
+            meeting=met,
+            islands=members,
+            seconds=time.perf_counter() - begin,
+            sent=sent - told[0],
+            received=received - told[1],
+        )
+        return state
+
+    def _waits(self) -> None:
+        """Tells a launcher that this process does not hang."""
+        pulse.tell(pulse.phase().name, self._done)

@@ -1,0 +1,65 @@
+"""The outer weights and their momentum: what islands have in common, as items of the state.
+
+Between two meetings an island moves away from the outer weights. Its change is d_i = outer - x_i, a
+gradient of sorts, and the mean change of the islands d moves the outer weights (DiLoCo,
+arXiv:2311.08105):
+
+    nesterov:  m = momentum * m + d,  outer = outer - rate * (momentum * m + d)
+    average:   outer = outer - d
+
+The islands that are present weigh as many as their sequences in a step. Both items are float32 and
+rest as their parameters do, so the outer step moves nothing between devices. A training step leaves
+them as they are.
+"""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from spmdtrain.config.schema import IslandsConfig
+from spmdtrain.train.item import Item, Start, Taken, Value, as_parameters
+
+Weights = dict[str, jax.Array]  # by dotted path of the parameters that are trained, as they rest
+
+
+def outer_step(
+    settings: IslandsConfig, in_step: bool, outer: Weights, momentum: Weights, d: Weights
+) -> tuple[Weights, Weights]:
+    """Returns (outer weights, momentum) after a meeting with the mean change d; for tracing.
+
+    `in_step`: the meeting is one of the first, which average and leave the momentum as it is.
+    Paths without a change stay.
+    """
+    if in_step or settings.outer == "average":
+        return outer | {path: outer[path] - d[path] for path in d}, momentum
+    mu, rate = settings.momentum, settings.rate
+    moved = {path: mu * momentum[path] + d[path] for path in d}
+    after = {path: outer[path] - rate * (mu * moved[path] + d[path]) for path in d}
+    return outer | after, momentum | moved
+
+
+def _begin_outer(start: Start) -> Weights | None:
+    if not start.config.islands.are_several:
+        return None
+    return _copies(start.params, start)
+
+
+def _begin_momentum(start: Start) -> Weights | None:
+    islands = start.config.islands
+    if not islands.are_several or islands.outer == "average":
+        return None
+    return {path: jnp.zeros(start.params[path].shape, jnp.float32) for path in start.learned}
+
+
+def _copies(params: Mapping[str, jax.Array], start: Start) -> Weights:
+    """Returns float32 copies: a step donates the weights and what follows them apart."""
+    return {path: jnp.copy(params[path]).astype(jnp.float32) for path in start.learned}
+
+
+def _kept(value: Value, taken: Taken) -> Value:  # noqa: ARG001
+    return value
+
+
+OUTER = Item("outer", begin=_begin_outer, rests=as_parameters, update=_kept)
+MOMENTUM = Item("outer_momentum", begin=_begin_momentum, rests=as_parameters, update=_kept)
