@@ -78,6 +78,9 @@ def shrink(config: RunConfig, *, as_is: bool = False, precision: str = "float32"
     values["compression"] = {}
     if config.compression.codec != "none":
         lost.append(f"gradients that cross `data` in {config.compression.codec}: in float32")
+    values["islands"] = {}
+    if config.islands.are_several:
+        lost.append("meetings with other islands, between the steps")
     values["eval"] = {"every": 0}
     values["checkpoint"] = {"every": 0}
     values["log"] = {}

@@ -14,19 +14,20 @@ NO_STEP = (
     *("log.", "checkpoint.", "eval.", "mesh.elastic"),
     *("guard.replica_check", "guard.replay_check", "guard.most_skipped"),
     *("data.read_ahead", "data.workers", "data.cache"),
+    *("islands.directory", "islands.patience", "islands.keep"),
 )
 PLACEMENT = (
     *("mesh.", "rules.", "pipeline.", "kernels."),
     *("train.microbatch", "train.zero", "train.remat", "model.attention"),
     "model.context_attention",
 )
-DATA = ("data.", "train.seed", "train.global_batch", "train.sequence_length")
+DATA = ("data.", "islands.index", "train.seed", "train.global_batch", "train.sequence_length")
 RATE = (
     *("optimizer.learning_rate", "optimizer.schedule", "optimizer.warmup"),
     *("optimizer.final_learning_rate", "optimizer.decay_share", "train.steps", "train.epochs"),
 )
 GRADIENT = ("compression.", "precision.accumulate", "precision.loss_scale")
-UPDATE = ("optimizer.", "guard.", "train.clip", "precision.rounding")
+UPDATE = ("islands.", "optimizer.", "guard.", "train.clip", "precision.rounding")
 # The first entry whose beginning fits a setting decides.
 DECIDED: tuple[tuple[tuple[str, ...], Kind], ...] = (
     (NO_STEP, "none"),

@@ -102,6 +102,12 @@ def open_replay(  # noqa: PLR0913 - one keyword for each thing that a caller may
         refuse_own_code(run, saved, named)
     given = dict.fromkeys(SEAMS) | dict(seams or {})
     config = from_resolved(saved, overrides)
+    if config.islands.are_several:
+        raise ConfigError(
+            f"islands.count={config.islands.count}: what the others brought to a meeting is not in "
+            "the run, so that its steps cannot be taken again",
+            fix="spmdtrain diff, or resuming the island, which repeats its meetings",
+        )
     if bundle and bundle.data and given["data"] is None:
         data = bundle.data
     else:

@@ -6,6 +6,7 @@ Each island is a run of its own in a thread of its own, on devices of its own.
 
 import json
 import shutil
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,7 +19,10 @@ import spmdtrain as st
 from spmdtrain.config import ConfigError
 from spmdtrain.running import loop
 from spmdtrain.running.islands.meetings import Meetings
+from spmdtrain.running.saves import Saves
 from spmdtrain.train.state import TrainState
+
+pytestmark = pytest.mark.long
 
 SMALL = (
     "model.embed=16",
@@ -34,6 +38,7 @@ SMALL = (
 )
 MESHES = (("mesh.fsdp=2",), ("mesh.tensor=2",))  # islands need not be alike
 STEPS = 12
+MORE = (f"train.steps={STEPS}", "islands.after=4", "islands.codec=int8")
 
 
 def settings(root: Path, index: int, *more: str) -> tuple[str, ...]:
@@ -43,11 +48,26 @@ def settings(root: Path, index: int, *more: str) -> tuple[str, ...]:
 
 def train(root: Path, index: int, *more: str, stop: int | None = None) -> loop.Outcome:
     """One island; `stop`: the step after which it is gone."""
-    all_settings = settings(root, index, *more)
+    all_settings = settings(root, index, *MORE, *more)
     first = 2 * index
     devices = jax.devices()[first : first + mesh_of(MESHES[index])]
     hooks = [lambda event, step, _: event == "step" and step == stop]
     return loop.run(tiny(*all_settings), root / str(index), devices=devices, hooks=hooks)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_save_at_a_time():
+    """Orbax counts its operations for the whole process: two runs in one must take turns."""
+    turn, save = threading.Lock(), Saves.save
+
+    def alone(self, step, state):
+        with turn:
+            save(self, step, state)
+            self.checkpoints.wait()
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Saves, "save", alone)
+        yield
 
 
 def together(root: Path, *more: str, stop: int | None = None) -> list[loop.Outcome]:
@@ -56,11 +76,10 @@ def together(root: Path, *more: str, stop: int | None = None) -> list[loop.Outco
         return [each.result(timeout=300) for each in started]
 
 
-def state_of(root: Path, index: int, step: int, *more: str) -> TrainState:
-    setup = st.shard(
-        tiny(*settings(root, index, *more)), devices=jax.devices()[: mesh_of(MESHES[index])]
-    )
-    return st.restore(setup, root / str(index), step=step)
+def state_of(root: Path, index: int, step: int) -> TrainState:
+    config = tiny(*settings(root, index, *MORE))
+    setup = st.shard(config, devices=jax.devices()[: mesh_of(MESHES[index])])
+    return st.restore(root / str(index), setup, step=step)
 
 
 def events(root: Path, index: int, name: str) -> list[dict]:
@@ -75,21 +94,48 @@ def shared(state: TrainState) -> dict:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("islands")
-    more = (f"train.steps={STEPS}", "islands.after=4", "islands.codec=int8")
-    assert together(root, *more) == [loop.Outcome("finished", STEPS, pytest.approx(0, abs=60))] * 2
+    assert [each.status for each in together(root)] == ["finished"] * 2
     return root
 
 
+def as_at(trained: Path, root: Path, step: int) -> None:
+    """Copies what the islands had on disk after `step`: killed then, say."""
+    shutil.copytree(trained, root, dirs_exist_ok=True)
+    for index in range(2):
+        for later in range(step + 2, STEPS + 1, 2):
+            shutil.rmtree(root / str(index) / "checkpoints" / str(later))
+
+
+@pytest.mark.core
 def test_all_are_equal_after_a_meeting_and_apart_before_it(trained):
-    more = (f"train.steps={STEPS}", "islands.after=4", "islands.codec=int8")
-    states = {
-        step: [state_of(trained, index, step, *more) for index in range(2)] for step in (6, 8, 12)
-    }
+    states = {step: [state_of(trained, index, step) for index in range(2)] for step in (6, 8, 12)}
     for step in (8, 12):
         assert_same_bits(shared(states[step][0]), shared(states[step][1]))
     apart = [
         float(np.abs(np.asarray(a) - np.asarray(b)).max())
-        for a, b in zip(*(states[6][i].params.values() for i in range(2)), strict=True)
+        for a, b in zip(*(each.params.values() for each in states[6]), strict=True)
     ]
     assert max(apart) > 1e-4
-    assert [each["step"] for each in events(trained, 0, "met")] == [1, 2, 3, 4, 8, 12]
+    met = events(trained, 0, "met")
+    assert [each["step"] for each in met] == [1, 2, 3, 4, 8, 12]
+    assert all(each["islands"] == {"0": 4, "1": 4} for each in met)
+
+
+def test_an_island_that_resumes_repeats_its_meetings_to_the_bit(trained, tmp_path):
+    as_at(trained, tmp_path, 6)
+    assert train(tmp_path, 1, "islands.patience=0.0").status == "finished"  # the other is gone
+    assert_same_bits(state_of(tmp_path, 1, STEPS), state_of(trained, 1, STEPS))
+
+
+def test_an_island_that_was_away_leaps_and_all_are_equal_at_the_next_meeting(trained, tmp_path):
+    as_at(trained, tmp_path, 4)
+    for step in (8, 12):
+        shutil.rmtree(tmp_path / "meetings" / f"{step:09d}")
+    train(tmp_path, 0, "islands.patience=0.0", stop=8)
+    assert events(tmp_path, 0, "met")[-1]["islands"] == {"0": 4}
+    assert [each.status for each in together(tmp_path)] == ["finished"] * 2
+    (leapt,) = events(tmp_path, 1, "leapt")
+    assert (leapt["step"], leapt["to_step"]) == (4, 8)
+    for index in range(2):
+        assert events(tmp_path, index, "met")[-1]["islands"] == {"0": 4, "1": 4}
+    assert_same_bits(*(shared(state_of(tmp_path, index, STEPS)) for index in range(2)))
