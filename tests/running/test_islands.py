@@ -1,5 +1,5 @@
-"""Islands train apart and meet: equal after a meeting on any mesh, resumed to the bit, never held up
-by one that is gone.
+"""Islands train apart and meet: equal after a meeting on any mesh, resumed to the bit, and never held
+up by one that is gone.
 
 Each island is a run of its own in a thread of its own, on devices of its own.
 """
@@ -16,9 +16,7 @@ import pytest
 from helpers import assert_same_bits, mesh_of, tiny
 
 import spmdtrain as st
-from spmdtrain.config import ConfigError
 from spmdtrain.running import loop
-from spmdtrain.running.islands.meetings import Meetings
 from spmdtrain.running.saves import Saves
 from spmdtrain.train.state import TrainState
 

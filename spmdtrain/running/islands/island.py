@@ -24,8 +24,8 @@ from spmdtrain.running.islands.meetings import Meetings, parts_of
 from spmdtrain.running.report.reporter import Reporter
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.islands.changes import Meet, Places, Row, make_meet, mean_of
-from spmdtrain.train.islands.outer import MOMENTUM, OUTER
 from spmdtrain.train.islands.timetable import Timetable, deal
+from spmdtrain.train.items.outer import MOMENTUM, OUTER
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
 

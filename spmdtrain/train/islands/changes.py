@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from spmdtrain.config.schema import IslandsConfig
 from spmdtrain.parallel.compress import Codec, EightBits
 from spmdtrain.parallel.padding import Shape, round_up
-from spmdtrain.train.islands.outer import MOMENTUM, OUTER, Weights, outer_step
+from spmdtrain.train.items.outer import MOMENTUM, OUTER, Weights, outer_step
 from spmdtrain.train.setup import Setup
 
 BLOCK = 256

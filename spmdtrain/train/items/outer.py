@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from spmdtrain.config.schema import IslandsConfig
-from spmdtrain.train.item import Item, Start, Taken, Value, as_parameters
+from spmdtrain.train.items.item import Item, Start, Taken, Value, as_parameters
 
 Weights = dict[str, jax.Array]  # by dotted path of the parameters that are trained, as they rest
 
