@@ -1,4 +1,4 @@
-"""Islands train apart and meet: equal after a meeting on any mesh, resumed to the bit, and never held
+"""Islands train apart and meet: equal after a meeting on any mesh, resumed to the bit, never held
 up by one that is gone.
 
 Each island is a run of its own in a thread of its own, on devices of its own.
