@@ -33,6 +33,7 @@ SMALL = (
     "checkpoint.keep=20",
     "islands.count=2",
     "islands.every=4",
+    "islands.patience=60.0",
 )
 MESHES = (("mesh.fsdp=2",), ("mesh.tensor=2",))  # islands need not be alike
 STEPS = 12
