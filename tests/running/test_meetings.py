@@ -1,0 +1,199 @@
+"""What a meeting of islands consists of: who meets when about what, the mean of changes, and files.
+
+The oracle: islands that meet after every SGD step and average are one run with all their sequences.
+"""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_same_bits, tiny
+
+import spmdtrain as st
+from spmdtrain.config import ConfigError
+from spmdtrain.config.schema import IslandsConfig
+from spmdtrain.data.source import open_data
+from spmdtrain.running.device_batches import batches
+from spmdtrain.running.islands.island import Island
+from spmdtrain.running.islands.meetings import Meetings, parts_of
+from spmdtrain.train.islands.changes import BLOCK, Places, Row, mean_of
+from spmdtrain.train.islands.timetable import Timetable, deal
+from spmdtrain.train.state import TrainState
+
+SGD = (
+    "model.embed=16",
+    "model.vocab=32",
+    "model.layers=1",
+    "train.sequence_length=8",
+    "optimizer.name=sgd",
+    "optimizer.momentum=0.0",
+    "optimizer.weight_decay=0.0",
+    "optimizer.warmup=0",
+    "optimizer.schedule=constant",
+    "train.clip=none",
+)
+STEPS = 3
+
+
+# --- who meets when -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("after", [0, 1, 7])
+@pytest.mark.parametrize(("every", "fragments"), [(1, 1), (6, 1), (6, 2), (6, 3)])
+def test_the_timetable_agrees_with_itself(after, every, fragments):
+    table = Timetable(after, every // fragments, fragments, 0)
+    steps = range(1, 60)
+    met = [step for step in steps if table.meets(step)]
+    assert met[:after] == list(range(1, after + 1))
+    regular = met[after:]
+    assert {b - a for a, b in zip(regular, regular[1:], strict=False)} == {every // fragments}
+    assert [table.ordinal(step) for step in met] == list(range(1, len(met) + 1))
+    for before, step in zip([0, *met], met, strict=False):
+        assert table.before(step) == before
+        assert table.following(before) == step
+    turns = [table.fragment(step) for step in regular]
+    assert turns[: 2 * fragments] == [*range(fragments)] * 2
+
+
+def test_fragments_have_every_weight_once_and_much_the_same_size():
+    sizes = {f"w{i}": size for i, size in enumerate((64, 64, 30, 20, 10, 4, 4, 4))}
+    dealt = deal(sizes, 3)
+    assert sorted(path for paths in dealt for path in paths) == sorted(sizes)
+    totals = [sum(sizes[path] for path in paths) for paths in dealt]
+    assert max(totals) - min(totals) <= 8
+    assert deal(dict(reversed(sizes.items())), 3) == dealt, "all islands deal alike"
+
+
+@pytest.mark.parametrize("islands", [1, 2, 3, 5])
+def test_parts_are_whole_blocks_and_the_whole_row(islands):
+    parts = parts_of(7 * BLOCK, islands)
+    assert [part.start for part in parts[1:]] == [part.stop for part in parts[:-1]]
+    assert (parts[0].start, parts[-1].stop) == (0, 7 * BLOCK)
+    assert all(part.start % BLOCK == 0 for part in parts)
+
+
+# --- the mean of changes --------------------------------------------------------------------------
+
+
+def wide(values: np.ndarray) -> Row:
+    return Row(values.astype(np.float32), np.zeros(0, np.float32))
+
+
+def test_the_mean_is_weighted_and_who_weighs_nothing_may_hold_nan():
+    a, b = np.full(BLOCK, 1.0), np.full(BLOCK, 4.0)
+    lost = np.full(BLOCK, np.nan)
+    found = mean_of(IslandsConfig(), [wide(a), wide(lost), wide(b)], [2.0, 0.0, 1.0])
+    np.testing.assert_allclose(found.numbers_n, 2.0)
+    nothing = mean_of(IslandsConfig(), [wide(lost)], [0.0])
+    assert not nothing.numbers_n.any()
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def test_what_is_decided_stays_so_and_a_late_change_has_no_say(tmp_path):
+    first, late = (Meetings(tmp_path, index, patience=0.0) for index in range(2))
+    first.send(4, wide(np.zeros(BLOCK)), 8)
+    assert first.decide(4, {0, 1}) == {0: 8}
+    late.send(4, wide(np.ones(BLOCK)), 8)
+    assert late.decide(4, {0, 1}) == {0: 8}
+    assert first.newest() == 4
+    assert first.members(8) is None
+
+
+def test_old_meetings_are_forgotten_once_newer_weights_are_left(tmp_path):
+    meetings = Meetings(tmp_path, 0, patience=0.0)
+    for step in (2, 4, 6, 8):
+        meetings.send(step, wide(np.zeros(BLOCK)), 1)
+        meetings.decide(step, {0})
+        meetings.promise(step)
+        if step in (4, 8):
+            meetings.leave_outer(step, {"outer.w": np.full(3, step, np.float32)})
+    kept = [step for step in (2, 4, 6, 8) if meetings.members(step) is not None]
+    assert kept == [4, 6, 8], "from the weights before the newest on"
+    assert meetings.newest_outer() == 8
+    assert meetings.outer(8, "outer.w").tolist() == [8, 8, 8]
+    assert meetings.promised(2) == set()
+    assert meetings.promised(8) == {0}
+
+
+def test_islands_that_differ_are_refused_by_the_setting(tmp_path):
+    Meetings(tmp_path, 0, patience=0.0).agree({"islands.every": 20, "train.seed": 0})
+    with pytest.raises(ConfigError, match=r"islands.every=10; found 20 .* --set islands.every=20"):
+        Meetings(tmp_path, 1, patience=0.0).agree({"islands.every": 10, "train.seed": 0})
+
+
+# --- settings -------------------------------------------------------------------------------------
+
+TWO = ("islands.count=2", "islands.index=0", "islands.directory=meetings", "islands.every=4")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (("islands.count=2",), "islands.index"),
+        (("islands.index=2",), "islands.count=3"),
+        ((*TWO, "islands.outer=average", "islands.rate=0.5"), "of nesterov"),
+        ((*TWO, "islands.fragments=3"), "islands.every=3"),
+        ((*TWO, "islands.delay=4"), "islands.delay=3"),
+        ((*TWO, "train.steps=22"), "train.steps=20"),
+        ((*TWO, "islands.after=20"), "train.steps=24"),
+        ((*TWO, "optimizer.ema=0.9"), "optimizer.ema='none'"),
+        ((*TWO, "guard.policy=rollback"), "guard.policy='skip'"),
+    ],
+)
+def test_what_islands_cannot_do_is_refused_by_name(settings, said):
+    with pytest.raises(ConfigError, match=said):
+        tiny(*settings)
+
+
+# --- the oracle -----------------------------------------------------------------------------------
+
+
+def trained_alone(batch: int) -> TrainState:
+    config, data = open_data(tiny(*SGD, f"train.global_batch={batch}"))
+    setup = st.shard(config, devices=jax.devices()[:1])
+    step, state = st.make_step(setup), st.init_state(setup)
+    with batches(setup, data, 0, 0) as ahead:
+        for _ in range(STEPS):
+            state, _ = step(state, next(ahead))
+    return state
+
+
+def trained_as_islands(folder: Path, shares: tuple[int, ...], *more: str) -> list[TrainState]:
+    """All islands in turns on one device: each leaves its change, then each takes the mean."""
+    found = []
+    for index, batch in enumerate(shares):
+        own = (f"islands.index={index}", f"islands.directory={folder}", "islands.patience=0.0")
+        counts = (f"islands.count={len(shares)}", "islands.every=1", f"train.global_batch={batch}")
+        config, data = open_data(tiny(*SGD, *own, *counts, *more))
+        setup = st.shard(config, devices=jax.devices()[:1])
+        island = Island(setup, Meetings(folder, index, patience=0.0))
+        found.append((island, st.make_step(setup), batches(setup, data, 0, 0)))
+    states = [st.init_state(setup)] * len(shares)
+    states = [jax.tree.map(jnp.copy, state) for state in states]
+    for number in range(1, STEPS + 1):
+        for at, (island, step, ahead) in enumerate(found):
+            states[at], _ = step(states[at], next(ahead))
+            island.send(number, states[at])
+        for at, (island, *_) in enumerate(found):
+            states[at], _ = island.take(number, states[at], number)
+    for *_, ahead in found:
+        ahead.close()
+    return states
+
+
+@pytest.mark.long
+def test_islands_that_average_after_each_step_of_sgd_are_one_run(tmp_path):
+    one = trained_alone(8)
+    islands = trained_as_islands(tmp_path, (4, 4), "islands.outer=average")
+    assert_same_bits(islands[0].params, islands[1].params)
+    for path, want in one.params.items():
+        np.testing.assert_allclose(islands[0].params[path], want, rtol=2e-5, atol=2e-6)
+
+
+def test_places_are_in_blocks_and_in_the_order_of_paths():
+    places = Places.of({"b": (3, 5), "a": (BLOCK + 1,)})
+    assert (places.starts, places.length) == ({"a": 0, "b": 2 * BLOCK}, 3 * BLOCK)
