@@ -5,7 +5,7 @@ from collections.abc import Callable
 from spmdtrain.inference.tasks import make_evaluate_with_tasks
 from spmdtrain.running.guards.guard import GoBack
 from spmdtrain.running.guards.interrupt import Interrupt
-from spmdtrain.running.islands.island import Leapt
+from spmdtrain.running.islands.island import Leapt, MeetingStep
 from spmdtrain.running.outcome import Outcome
 from spmdtrain.running.record.feed import Feed
 from spmdtrain.running.report.reporter import Reporter
@@ -26,6 +26,8 @@ def train_with_returns(session: Session, start: StartingPoint, step: Callable) -
     reporter = session.reporter
     evaluate = make_evaluate_with_tasks(setup, data)
     kept = kept_of(session)
+    if setup.config.islands.are_several:
+        step = MeetingStep(setup, step, reporter)
     state, done, sample = start.state, start.step, start.sample
     with Interrupt(setup.mesh) as interrupt:
         while True:

@@ -18,7 +18,7 @@ from spmdtrain.data.source import open_data
 from spmdtrain.running.device_batches import batches
 from spmdtrain.running.islands.island import Island
 from spmdtrain.running.islands.meetings import Meetings, parts_of
-from spmdtrain.train.islands.changes import BLOCK, Places, Row, mean_of
+from spmdtrain.train.islands.changes import BLOCK, PlacesInRow, Row, mean_of
 from spmdtrain.train.islands.timetable import Timetable, deal
 from spmdtrain.train.state import TrainState
 
@@ -195,5 +195,5 @@ def test_islands_that_average_after_each_step_of_sgd_are_one_run(tmp_path):
 
 
 def test_places_are_in_blocks_and_in_the_order_of_paths():
-    places = Places.of({"b": (3, 5), "a": (BLOCK + 1,)})
+    places = PlacesInRow.of({"b": (3, 5), "a": (BLOCK + 1,)})
     assert (places.starts, places.length) == ({"a": 0, "b": 2 * BLOCK}, 3 * BLOCK)

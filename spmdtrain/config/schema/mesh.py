@@ -6,7 +6,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from spmdtrain.config.settings import Settings, Strings
+from spmdtrain.config.settings import (
+    Count,
+    CountOrZero,
+    Fraction,
+    NonNegative,
+    Positive,
+    Settings,
+    Strings,
+)
 
 # Slowest link first.
 MESH_AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
@@ -81,3 +89,96 @@ class CompressionConfig(Settings):
     block: Annotated[int, Field(ge=16, le=65536)] = Field(
         default=256, description="numbers that share a scale"
     )
+
+
+class IslandsConfig(Settings):
+    """Islands train apart, each on its own mesh, and average their weights every few steps.
+
+    Each island is a run of its own, with `train.global_batch` sequences a step (docs/islands.md).
+    """
+
+    count: Annotated[int, Field(ge=1, le=4096)] = Field(
+        default=1, description="islands that train together; 1: the run trains alone"
+    )
+    index: CountOrZero | None = Field(
+        default=None, description="which of the islands this run is, from 0"
+    )
+    directory: str | None = Field(
+        default=None,
+        description="folder that all islands reach, in which they leave what they have learned",
+    )
+    every: Count = Field(default=20, description="steps from one meeting to the next (H)")
+    after: CountOrZero = Field(
+        default=0,
+        description="first steps, each of which ends in a meeting that averages the weights",
+    )
+    outer: Literal["nesterov", "average"] = Field(
+        default="nesterov",
+        description="what a meeting makes of the mean change of the islands: a step of SGD with "
+        "Nesterov momentum (arXiv:2311.08105) | the change itself",
+    )
+    rate: Positive = Field(default=0.7, description="learning rate of the outer step, of nesterov")
+    momentum: Fraction = Field(default=0.9, description="momentum of the outer step, of nesterov")
+    codec: Literal["none", "int8", "float8"] = Field(
+        default="none",
+        description="how changes are written: float32 | 8 bits, with a float32 scale for 256 each",
+    )
+    fragments: Annotated[int, Field(ge=1, le=64)] = Field(
+        default=1,
+        description="parts of the weights that meet in turns, one each every / fragments steps "
+        "(arXiv:2501.18512)",
+    )
+    delay: CountOrZero = Field(
+        default=0,
+        description="steps that an island takes while the others' changes arrive; its weights are "
+        "then half its own and half the meeting's",
+    )
+    patience: NonNegative = Field(
+        default=600.0,
+        description="seconds that a meeting waits for an island; it then goes on without it",
+    )
+    keep: Count = Field(
+        default=16,
+        description="meetings that stay in the folder, at least; an island that resumes from "
+        "further back takes the newest weights instead of repeating its steps",
+    )
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.count > 1 and (self.index is None or self.directory is None):
+            raise ValueError(
+                f"islands.count={self.count}: each island needs its islands.index, from 0, and "
+                "islands.directory, a folder that all reach"
+            )
+        if self.index is not None and self.index >= self.count:
+            raise ValueError(
+                f"islands.index={self.index}: {self.count} islands have the indices 0 to "
+                f"{self.count - 1}; set islands.count={self.index + 1}"
+            )
+        for name in ("rate", "momentum"):
+            if self.outer == "average" and self.is_given(name):
+                raise ValueError(
+                    f"islands.{name}={getattr(self, name):g} is of nesterov, not of "
+                    "islands.outer='average'; leave it out"
+                )
+        if self.every % self.fragments:
+            raise ValueError(
+                f"islands.every={self.every} does not divide by fragments={self.fragments}; set "
+                f"islands.every={self.every // self.fragments * self.fragments or self.fragments}"
+            )
+        if self.delay and self.delay >= self.interval:
+            raise ValueError(
+                f"islands.delay={self.delay}: the next meeting is after {self.interval} steps; set "
+                f"islands.delay={self.interval - 1}"
+            )
+        return self
+
+    @property
+    def are_several(self) -> bool:
+        """True if this run is one of several islands."""
+        return self.count > 1
+
+    @property
+    def interval(self) -> int:
+        """The steps from one meeting to the next, of any fragment."""
+        return self.every // self.fragments

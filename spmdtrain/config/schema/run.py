@@ -11,9 +11,13 @@ from spmdtrain.config.schema.data import DataConfig
 from spmdtrain.config.schema.eval import EvalConfig
 from spmdtrain.config.schema.finetune import FinetuneConfig
 from spmdtrain.config.schema.guard import GuardConfig
-from spmdtrain.config.schema.islands import IslandsConfig
 from spmdtrain.config.schema.log import LogConfig
-from spmdtrain.config.schema.mesh import CompressionConfig, MeshConfig, RulesConfig
+from spmdtrain.config.schema.mesh import (
+    CompressionConfig,
+    IslandsConfig,
+    MeshConfig,
+    RulesConfig,
+)
 from spmdtrain.config.schema.model import GPT, Llama
 from spmdtrain.config.schema.optimizer import (
     Adafactor,

@@ -23,7 +23,7 @@ from spmdtrain.processes import pulse
 from spmdtrain.running.islands.meetings import Meetings, parts_of
 from spmdtrain.running.report.reporter import Reporter
 from spmdtrain.train.batch import Batch
-from spmdtrain.train.islands.changes import Meet, Places, Row, make_meet, mean_of
+from spmdtrain.train.islands.changes import Meet, PlacesInRow, Row, make_meet, mean_of
 from spmdtrain.train.islands.timetable import Timetable, deal
 from spmdtrain.train.items.outer import MOMENTUM, OUTER
 from spmdtrain.train.setup import Setup
@@ -64,7 +64,8 @@ class Island:
         dealt = {None: sorted(sizes)} | dict(enumerate(deal(sizes, config.islands.fragments)))
         shapes = setup.padding.of_model
         self._places = {
-            key: Places.of({path: shapes[path] for path in paths}) for key, paths in dealt.items()
+            key: PlacesInRow.of({path: shapes[path] for path in paths})
+            for key, paths in dealt.items()
         }
         self._meets: dict[tuple[int | None, bool, float], Meet] = {}
         meetings.agree(_in_common(setup))

@@ -13,7 +13,6 @@ from spmdtrain.pipeline.draw import describe_pipeline
 from spmdtrain.processes import pulse
 from spmdtrain.running.compile_step import compile_step, lower_step
 from spmdtrain.running.guards.other_devices import OtherDevices
-from spmdtrain.running.islands.island import MeetingStep
 from spmdtrain.running.record.start import write_start
 from spmdtrain.running.report.progress import quantity
 from spmdtrain.running.start import kernels
@@ -50,11 +49,7 @@ def compiled_step(session: Session) -> tuple[Callable, dict[str, Any]]:
     write_start(prepared.directory, setup, prepared.data, done, report, prepared.seams)
     session.reporter.say(_describe(report))
     every = setup.config.guard.replay_check
-    if every:
-        step = OtherDevices(setup, step, every, session.reporter)
-    if setup.config.islands.are_several:
-        step = MeetingStep(setup, step, session.reporter)
-    return step, report
+    return OtherDevices(setup, step, every, session.reporter) if every else step, report
 
 
 def kept_of(session: Session) -> Callable[[], Meta]:

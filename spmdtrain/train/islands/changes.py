@@ -40,7 +40,7 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Places:
+class PlacesInRow:
     """Where each weight of a fragment stands in its row: from `starts` on, in its shape."""
 
     shapes: Mapping[str, Shape]
@@ -48,7 +48,7 @@ class Places:
     length: int
 
     @classmethod
-    def of(cls, shapes: Mapping[str, Shape]) -> "Places":
+    def of(cls, shapes: Mapping[str, Shape]) -> "PlacesInRow":
         starts, end = {}, 0
         for path in sorted(shapes):
             starts[path] = end
@@ -72,7 +72,7 @@ class Meet(NamedTuple):
     take: jax.stages.Wrapped
 
 
-def make_meet(setup: Setup, places: Places, in_step: bool, mix: float) -> Meet:
+def make_meet(setup: Setup, places: PlacesInRow, in_step: bool, mix: float) -> Meet:
     """Makes the halves of a meeting; `mix`: the part of its own weights that an island keeps."""
     settings = setup.config.islands
     codec = codec_of_changes(settings)
