@@ -21,8 +21,9 @@ EVEN = 1.25  # of the most loaded expert, over the mean of its layer: what count
 WINDOW = 20  # steps whose mean must be even, and of which loss and load are shown at the end
 
 WAYS = {
-    "a bias": ("model.experts.bias_rate=0.01",),
-    "a balance loss": ("model.experts.balance=0.01",),
+    "a bias, 0.001 a step": ("model.experts.bias_rate=0.001",),
+    "a bias, 0.01 a step": ("model.experts.bias_rate=0.01",),
+    "a balance loss, 0.01": ("model.experts.balance=0.01",),
     "nothing": (),
 }
 
@@ -36,6 +37,7 @@ heads = 2
 count = 8
 chosen = 2
 ffn = 32
+score = "sigmoid"
 [train]
 steps = {steps}
 global_batch = 16

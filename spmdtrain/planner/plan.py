@@ -172,22 +172,32 @@ def why_not(plan: Plan, best: Plan) -> str:
     return f"{term.replace('_', ' ')} +{more[term]:.3g} s ({time.bound_by(term)})"
 
 
-def why_experts(plans: Sequence[Plan]) -> list[str]:
-    """Returns lines that compare the best plan's size of `expert` with other sizes;"""
-    best = plans[0]
-    if best.workload.model.experts is None:
-        return []
+def why_axes(plans: Sequence[Plan]) -> list[str]:
+    """Returns lines that compare the best plan with those of other sizes of `expert` and `context`.
+
+    `expert` is compared where there are experts, `context` where sequences are long enough to split
+    over it; why_not says what another size costs.
+    """
+    best = plans[0].workload
+    lines: list[str] = []
+    if best.model.experts is not None:
+        own = f"a device multiplies by {best.dispatch().own} of {best.model.experts.count} experts"
+        lines += _why_size(plans, "expert", own)
+    if any(plan.workload.mesh.context > 1 for plan in plans):
+        split = best.mesh.context > 1
+        way = f"attention by {best.context_way}" if split else "attention has all keys at hand"
+        lines += _why_size(plans, "context", way)
+    return lines
+
+
+def _why_size(plans: Sequence[Plan], axis: str, says: str) -> list[str]:
+    """Returns a line on the best plan's size of a mesh axis, and one on each other size."""
     by_size: dict[int, Plan] = {}
     for plan in plans:
-        by_size.setdefault(plan.workload.mesh.expert, plan)
-    own = best.workload.dispatch().own
-    count = best.workload.model.experts.count
-    lines = [
-        f"mesh.expert={best.workload.mesh.expert} is best: {best.seconds:.4g} s a step, "
-        f"a device multiplies by {own} of {count} experts"
-    ]
-    others = sorted(size for size in by_size if size != best.workload.mesh.expert)
-    for size in others:
+        by_size.setdefault(plan.workload.mesh.sizes[axis], plan)
+    best = plans[0].workload.mesh.sizes[axis]
+    lines = [f"mesh.{axis}={best} is best: {plans[0].seconds:.4g} s a step, {says}"]
+    for size in sorted(size for size in by_size if size != best):
         plan = by_size[size]
         seconds = f"{plan.seconds:.4g} s, " if plan.fits else ""
         lines.append(f"  {size}: {seconds}{plan.why}")

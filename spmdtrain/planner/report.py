@@ -14,7 +14,7 @@ from spmdtrain.planner.cost.hardware import Hardware
 from spmdtrain.planner.cost.memory import SAFE_SHARE, Memory
 from spmdtrain.planner.estimate import Estimate
 from spmdtrain.planner.inference import InferenceEstimate
-from spmdtrain.planner.plan import WITHIN_ERROR, Plan, why_experts
+from spmdtrain.planner.plan import WITHIN_ERROR, Plan, why_axes
 from spmdtrain.planner.plan_rules import Assignment
 
 # `spmdtrain estimate`
@@ -286,9 +286,9 @@ def plan_text(shown: Sequence[Plan], found: Sequence[Plan]) -> str:
         f"{close} of those shown are within {WITHIN_ERROR:.0%}"
     )
     pasted = " ".join(f"--set {setting}" for setting in shown[0].settings)
-    of_experts = why_experts(found)
-    if of_experts:
-        summary = "\n".join([summary, "", *of_experts])
+    of_axes = why_axes(found)
+    if of_axes:
+        summary = "\n".join([summary, "", *of_axes])
     return "\n".join([*table, "", summary, "", pasted])
 
 

@@ -20,7 +20,7 @@ from spmdtrain.planner.cost.software import Software, software
 from spmdtrain.planner.cost.step_time import step_time
 from spmdtrain.planner.cost.workload import MeshShape, ModelShape, Workload, workload_of
 from spmdtrain.planner.estimate import estimate
-from spmdtrain.planner.plan import plan, search, why_experts
+from spmdtrain.planner.plan import plan, search, why_axes
 from spmdtrain.planner.plan_rules import plan_rules
 from spmdtrain.planner.traffic import needed_traffic
 
@@ -213,13 +213,13 @@ def test_a_plan_says_why_it_has_its_size_of_expert():
         best.setdefault(each.workload.mesh.expert, each)
     assert best[16].why.startswith("expert exchange")
     assert plans[0].workload.mesh.expert < 16
-    lines = why_experts(plans)
+    lines = why_axes(plans)
     assert lines[0].startswith(f"mesh.expert={plans[0].workload.mesh.expert} is best: ")
     assert len(lines) == len(best)
     split = next(each for each in plans if each.workload.mesh.expert > 1)
     assert "rules.parameters.embed=fsdp,expert" in split.settings
     assert (
-        why_experts(
+        why_axes(
             search(
                 replace(found, model=replace(FINE, experts=None)),
                 16,
@@ -229,6 +229,20 @@ def test_a_plan_says_why_it_has_its_size_of_expert():
         )
         == []
     )
+
+
+def test_a_plan_of_long_sequences_says_why_it_has_its_size_of_context():
+    dense = replace(FINE, experts=None, kv_heads=8)
+    found = Workload(dense, 65536, 8, 1, MeshShape(), stored_bytes=4, context_attention="auto")
+    plans = search(found, 16, H100, software("spmdtrain", "h100"))
+    lines = why_axes(plans)
+    context = plans[0].workload.mesh.context
+    assert context > 1
+    assert lines[0].startswith(f"mesh.context={context} is best: ")
+    assert lines[0].endswith(f"attention by {plans[0].workload.context_way}")
+    assert [line.split(":")[0].strip() for line in lines[1:]] == [
+        str(size) for size in (1, 2, 4, 8, 16) if size != context
+    ]
 
 
 def test_few_tokens_a_device_favour_tokens_that_travel():
