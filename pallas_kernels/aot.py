@@ -133,7 +133,7 @@ def _grouped_program(implementation, x, w, dy, expert_of_tile):
 def mosaic_faults(folder: Path) -> str:
     """Returns ptxas's complaints about the Mosaic kernels in `folder`; removes the reports.
 
-    These are spilled registers, and a wgmma that is waited for at once: the kernel is right, but
+    These are spilled registers, and a wgmma that is waited for at once: the kernel is correct, but
     slow.
     """
     found = []
@@ -189,7 +189,7 @@ def compile_cases(work: Work, skip: int) -> None:
                 found["error"] = faults
         except Refused as refused:
             found["refused"] = str(refused)
-        except Exception as error:  # whatever the compiler says
+        except Exception as error:  # whatever error the compiler raises
             found["error"] = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
         found["seconds"] = round(time.perf_counter() - start, 2)
         print(json.dumps(found), flush=True)

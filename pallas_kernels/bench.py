@@ -49,7 +49,7 @@ UNITS = {"TFLOP/s": 1e12, "GB/s": 1e9}
 
 
 class Program(NamedTuple):
-    """One case: `forward(implementation, **arrays)`, differentiated by all of `arrays`."""
+    """A case: `forward(implementation, **arrays)`, differentiated by all of `arrays`."""
 
     case: str
     forward: Callable

@@ -1,4 +1,4 @@
-"""The class of a call of a kernel, for which implementations are measured and remembered.
+"""Defines the class of a kernel's call, for which implementations are measured and remembered.
 
 It is everything about a call except its numbers. Nothing here imports jax.
 """
@@ -77,7 +77,9 @@ class NormCall:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedCall:
-    """A call of `grouped_matmul` on one device; which tile is whose does not belong to it."""
+    """A call of `grouped_matmul` on one device, regardless of which tile belongs to which
+    expert.
+    """
 
     rows: int
     tile: int

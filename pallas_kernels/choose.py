@@ -35,7 +35,7 @@ def choose(
     """Returns the implementation to run: `asked`, the chosen one, or the first of `order` that can.
 
     `refusals` maps a name to `refusal(interpreted)`. `call` is the one that chosen.py decides
-    about. Raises `Refused` where none can, ValueError for an unknown name.
+    about. Raises `Refused` if none can, and ValueError for an unknown name.
     """
     if asked is None:
         return _automatic(op, refusals, order, call)

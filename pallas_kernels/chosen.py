@@ -1,10 +1,11 @@
-"""Decisions about implementations from before a trace, and a record of those that it makes.
+"""Holds decisions about implementations that were made before a trace, and records those that a
+trace makes.
 
     with using({"attention bfloat16 2x4096x32:8x128 causal": "mosaic"}) as decisions:
         lowered = jax.jit(step).lower(state)
     decisions.taken  # what each call without a named implementation runs
 
-A program that jax has traced before keeps what it was traced with.
+A program that jax has already traced keeps the decisions it was traced with.
 """
 
 import contextlib
@@ -35,7 +36,7 @@ _in_force: list[Decisions] = []
 
 @contextlib.contextmanager
 def using(chosen: Mapping[str, str]) -> Iterator[Decisions]:
-    """Inside, calls that name no implementation run the chosen one, where it does not refuse."""
+    """Makes calls inside that name no implementation run the chosen one, if it does not refuse."""
     decisions = Decisions(chosen)
     _in_force.append(decisions)
     try:

@@ -1,4 +1,4 @@
-"""Counts FLOPs of our kernels for programs that call them.
+"""Counts the FLOPs of our kernels in programs that call them.
 
 What a kernel computes cannot be read off its own program: an implementation may skip tiles, or
 compute some twice. Inside `counted()` a kernel is traced as a mark with its FLOPs instead, which

@@ -1,4 +1,4 @@
-"""One table of GPUs: names, peaks, memory, links, and what XLA must know to compile for one.
+"""Lists GPUs in one table: names, peaks, memory, links, and what XLA must know to compile for one.
 
 Kernels, training and the planner read it: a new chip is one entry in GPUS. What depends on the
 machine around a chip (its network, the number of chips in a host), or on software, is not here.
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class XlaTarget:
-    """Figures of a chip that only XLA's compiler needs."""
+    """The figures of a chip that only XLA's compiler needs."""
 
     shared_memory_per_core: int  # bytes
     shared_memory_per_block: int  # bytes

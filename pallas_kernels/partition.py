@@ -1,4 +1,4 @@
-"""Kernels on a mesh: they run where every axis is manual, on local values.
+"""Runs kernels on a mesh: where every axis is manual, on local values.
 
 To XLA's partitioner a kernel is one opaque call, and it would gather all its inputs. A nested
 `shard_map` over the axes that are still automatic avoids that, with or without a region around it

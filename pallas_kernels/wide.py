@@ -1,4 +1,4 @@
-"""The dtype in which sums, means and softmaxes are computed."""
+"""Gives the dtype in which sums, means and softmaxes are computed."""
 
 import jax
 import jax.numpy as jnp

@@ -3,6 +3,7 @@ no drawers.
 """
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -313,3 +314,74 @@ def test_a_house_over_its_budget_is_found(tmp_path, files, complaint):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     assert any(complaint in each for each in over_budget(tmp_path))
+
+
+# --- one mood -------------------------------------------------------------------------------------
+
+# Plurals that a docstring could begin with: nouns, though they end like a verb.
+NOUNS = {
+    "Bytes",
+    "Channels",
+    "Logits",
+    "Queries",
+    "Results",
+    "Seconds",
+    "This",
+    "Tokens",
+    "Windows",
+}
+RIDDLES = {"As", "How", "Of", "What", "Where", "Who"}
+PROPERTIES = {"property", "cached_property", "functools.cached_property"}
+
+
+def moods(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
+    """Yields (line, name, complaint) of docstrings in another mood than the house's.
+
+    A function says what it does in the third person ("Returns ..."), a property and a class what
+    they are ("The ...").
+    """
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        words = (ast.get_docstring(node) or "The").split()
+        first = words[0].rstrip(".,:;")
+        is_verb = bool(re.fullmatch("[A-Z][a-z]+s", first)) and first not in NOUNS
+        properties = PROPERTIES & {ast.unparse(each) for each in node.decorator_list}
+        if isinstance(node, ast.ClassDef) or properties:
+            if is_verb or first in RIDDLES:
+                yield node.lineno, node.name, f"what is a thing begins with a noun, not {first!r}"
+        elif not is_verb and ast.get_docstring(node):
+            yield node.lineno, node.name, f"a function begins with a verb, not {first!r}"
+
+
+def test_docstrings_are_in_one_mood():
+    found = []
+    for path in sorted(file for house in HOUSES for file in (ROOT / house).rglob("*.py")):
+        for line, name, complaint in moods(ast.parse(path.read_text(encoding="utf-8"))):
+            found.append(f"{path.relative_to(ROOT)}:{line}: {name}: {complaint}")
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        ('def size():\n    """Return the size."""', "begins with a verb"),
+        ('def size():\n    """What there is."""', "begins with a verb"),
+        ('def size():\n    """Bytes of it."""', "begins with a verb"),
+        ('class A:\n    """Holds the size."""', "begins with a noun"),
+        (
+            'class A:\n    @property\n    def size(self):\n        """Returns it."""',
+            "begins with a noun",
+        ),
+    ],
+)
+def test_a_docstring_in_another_mood_is_found(source, complaint):
+    assert [complaint in said for *_, said in moods(ast.parse(source))] == [True]
+
+
+def test_docstrings_in_the_mood_of_the_house_are_left_alone():
+    source = (
+        'class A:\n    """The size of a thing."""\n\n    @property\n    def size(self):\n'
+        '        """True if it has one."""\n\n    def grow(self):\n        """Doubles the size."""'
+    )
+    assert list(moods(ast.parse(source))) == []

@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def page(found: dict[tuple[str, str, int], dict[str, Assembled]]) -> str:
-    """Returns the page: both passes beside cuDNN's published figures, then each kernel."""
+    """Returns the page: both passes next to cuDNN's published figures, then each kernel."""
     lines = [HEADER.format(length=LENGTH)]
     lines += [
         "TFLOP/s at most, as papers count them: 2 matmuls forward, 5 backward. The backward pass",
@@ -96,7 +96,7 @@ def page(found: dict[tuple[str, str, int], dict[str, Assembled]]) -> str:
 
 
 def kernels_of(gpu: Gpu, implementation: str, head_dim: int) -> dict[str, Assembled]:
-    """Compiles forward and backward in a process of its own and assembles what it left."""
+    """Compiles forward and backward in a separate process and assembles its output."""
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--xla_dump_to={folder} --xla_dump_emitter_re=.*"
         environment = {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_TO": folder, "XLA_FLAGS": flags}
@@ -140,7 +140,7 @@ def _compile(gpu: str, implementation: str, head_dim: int) -> None:
 
 
 def _assemble(path: Path, gpu: Gpu) -> tuple[str, str]:
-    """Returns what ptxas says of a kernel, and its instructions."""
+    """Returns ptxas's report on a kernel, and its instructions."""
     assert gpu.compute_capability is not None, gpu.name
     major, minor = gpu.compute_capability
     architecture = f"sm_{major}{minor}" + "a" * (major >= 9)
@@ -160,7 +160,9 @@ def _tool(package: str, name: str) -> Path:
 
 
 def _tile(gpu: Gpu, implementation: str, name: str, head_dim: int) -> tuple[float, int]:
-    """Returns the FLOPs of a warp's share of a tile, and how many loops run beside each other."""
+    """Returns the FLOPs of a warp's share of a tile, and the number of loops that run
+    concurrently.
+    """
     from pallas_kernels.attention import tiling
 
     own_loops = 1
@@ -171,7 +173,7 @@ def _tile(gpu: Gpu, implementation: str, name: str, head_dim: int) -> tuple[floa
             "attention_dkv": tiling.HOPPER_DKV,
         }[name]
         tile = table[head_dim]
-        # Two warpgroups of 4 warps compute; in the forward kernel each has a tile of its own.
+        # Two warpgroups of 4 warps compute; in the forward kernel each has its own tile.
         warps = 4 if name == "attention_forward" else 8
         if name == "attention_dkv" and tile.k < 128:  # one makes dk and one dv, of the same keys
             own_loops = 2

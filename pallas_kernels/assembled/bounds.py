@@ -1,9 +1,9 @@
-"""The share of a GPU's peak that the main loop of an assembled attention kernel can reach at most.
+"""Bounds the share of a GPU's peak that the main loop of an assembled attention kernel can reach.
 
 A core has four schedulers. Each issues an instruction in a cycle, its tensor core takes a quarter
 of the core's FLOPs, and its special units 4 exponentials; a warp's 32 take 8 cycles. At best all
-three overlap with those of other warps, so that a turn takes as long as the longest of them. Reads
-of memory, waiting and the masked tiles at the edges come on top. Nothing here imports jax.
+three overlap with those of other warps, so a turn takes as long as the longest of them. Memory
+reads, waiting and the masked tiles at the edges are extra. Nothing here imports jax.
 """
 
 import re
@@ -24,31 +24,31 @@ FLOPS_OF_A_CYCLE = {"ampere": 2048, "hopper": 4096}
 
 @dataclass(frozen=True, kw_only=True)
 class Assembled:
-    """One kernel, as the assembler left it. A scheduler's cycles are those of a warp's turn."""
+    """An assembled kernel. A scheduler's cycles are those of a warp's turn."""
 
     name: str
     registers: int  # of a thread
     threads: int  # of a program
     spilled: int  # bytes that a thread writes to memory for lack of registers
     matmul_cycles: float  # of all matmuls of the loop
-    needed_cycles: float  # of those that its tile needs; the rest are made twice
+    needed_cycles: float  # of those that its tile needs; the rest are computed twice
     exponential_cycles: float
     issue_cycles: float
 
     @property
     def share(self) -> float:
-        """The most of the peak that its matmuls can reach."""
+        """The largest share of the peak that its matmuls can reach."""
         longest = max(self.matmul_cycles, self.exponential_cycles, self.issue_cycles)
         return self.needed_cycles / longest
 
     @property
     def programs(self) -> int:
-        """Returns how many programs a core has registers for."""
+        """The number of programs that a core has registers for."""
         return REGISTERS // (self.threads * self.registers)
 
     @property
     def limit(self) -> str:
-        """What the turn waits for at best."""
+        """The unit that bounds the turn at best."""
         cycles = {
             "matmuls": self.matmul_cycles,
             "exponentials": self.exponential_cycles,
@@ -70,8 +70,8 @@ def assembled(
       said: by `ptxas -v`.
       text: by `nvdisasm -c`.
       needed: FLOPs of a warp in a turn, of the tile's matmuls.
-      own_loops: how many loops run beside each other, each in a warpgroup of its own: a scheduler
-        has a warp of each.
+      own_loops: how many loops run concurrently, each in its own warpgroup: a scheduler has a
+        warp of each.
     """
     loops = main_loops(text)[:own_loops]
     flops, exponentials, instructions = (

@@ -1,4 +1,4 @@
-"""The main loop of an assembled kernel: what a warp issues in one turn of it.
+"""Finds the main loop of an assembled kernel, and what a warp issues in one turn of it.
 
 Text is what NVIDIA's `nvdisasm -c` prints for Ampere and Hopper. Nothing here imports jax.
 """
@@ -16,7 +16,9 @@ _WARPS_MATMUL = re.compile(r"HMMA\.16816\.")  # 16 x 8 x 16
 
 @dataclass(frozen=True)
 class Loop:
-    """What a warp does in one turn, by the shortest way through: masks are on longer ways."""
+    """A warp's work in one turn of a loop, by the shortest path through it: masks are on longer
+    paths.
+    """
 
     flops: int  # of its share of the matmuls
     exponentials: int
@@ -33,8 +35,8 @@ class _Instruction:
 def main_loops(text: str) -> list[Loop]:
     """Returns the loops with matmuls, the one with the most FLOPs for each instruction first.
 
-    A kernel has several where masked tiles have a loop of their own, or each warpgroup its own.
-    Raises ValueError where there is none.
+    A kernel has several if masked tiles have a separate loop, or each warpgroup its own. Raises
+    ValueError if there is none.
     """
     found = [loop for loop in _loops(_program(text)) if loop.flops]
     if not found:
@@ -60,7 +62,7 @@ def _program(text: str) -> list[_Instruction]:
 
 
 def _loops(program: list[_Instruction]) -> Iterator[Loop]:
-    """Yields every loop: a branch back to a place that every way to that branch passes."""
+    """Yields every loop: a branch back to a place that every path to that branch passes."""
     for at, instruction in enumerate(program):
         head = instruction.target
         if head is None or head > at:
@@ -82,7 +84,7 @@ def _next(program: list[_Instruction], at: int) -> list[int]:
 
 
 def _ways(program: list[_Instruction], start: int, without: int | None) -> dict[int, int]:
-    """Returns each place that can be reached, with the place before it on a shortest way."""
+    """Returns each place that can be reached, with the place before it on a shortest path."""
     before = {start: start}
     if start == without:
         return {}

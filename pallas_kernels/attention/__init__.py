@@ -1,4 +1,4 @@
-"""Scaled dot-product attention: `attention`, and `saveable`, a policy for `jax.checkpoint`.
+"""Defines scaled dot-product attention: `attention`, and `saveable`, a policy for `jax.checkpoint`.
 
 `attention_forward` and `attention_backward` are its two passes, for a caller that joins the results
 of several sets of keys: parts.py.

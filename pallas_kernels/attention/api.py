@@ -18,9 +18,9 @@ from pallas_kernels.gpus import generation
 from pallas_kernels.partition import refuse_checked_vma
 
 IMPLEMENTATIONS = {"xla": xla, "mosaic": hopper, "triton": triton, "cudnn": cudnn}
-# The default order is by reason. cuDNN's forward is published at 395 to 617 TFLOP/s on an H100
-# (arXiv:2407.08608, head dims 64 and 128). What it refuses goes to our kernels, those of the GPU's
-# generation first: XLA writes its scores to memory.
+# The default order is reasoned, not measured. cuDNN's forward is published at 395 to 617 TFLOP/s on
+# an H100 (arXiv:2407.08608, head dims 64 and 128). What it refuses goes to our kernels, those of
+# the GPU's generation first: XLA writes its scores to memory.
 OURS = {"ampere": ("triton",), "hopper": ("mosaic", "triton"), "blackwell": ("triton",)}
 FEWEST_QUERIES = 64  # with fewer, as in generation, our tiles are mostly padding
 SAVED = "attention"  # the checkpoint_name that `saveable` keeps
@@ -112,7 +112,7 @@ def choose_for(problem: Problem, inputs: Inputs, return_lse: bool, implementatio
 
 
 def candidates() -> tuple[str, ...]:
-    """All implementations, and their other tilings."""
+    """Returns the names of all implementations, and of their other tilings."""
     tilings = [f"triton{VARIANT}{name}" for name in tiling.VARIANTS]
     tilings += [f"mosaic{VARIANT}{name}" for name in tiling.HOPPER_VARIANTS]
     return (*IMPLEMENTATIONS, *tilings)

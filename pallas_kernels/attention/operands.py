@@ -1,4 +1,4 @@
-"""Padding of the operands of kernels, for both Triton and Mosaic GPU."""
+"""Pads the operands of kernels, for both Triton and Mosaic GPU."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from pallas_kernels.attention.problem import Inputs
 
 
 class MaskOperands(NamedTuple):
-    """Operands that mask a tile: arrays [b, time], or references; None if not given."""
+    """The operands that mask a tile: arrays [b, time], or references; None if not given."""
 
     q_segment_ids: Any
     kv_segment_ids: Any

@@ -1,8 +1,8 @@
-"""The two passes of attention apart, for a caller that sees its keys in several parts.
+"""Separates the two passes of attention, for a caller that sees its keys in several parts.
 
 Softmax over all keys follows from that over each part and the parts' lse. The backward pass of a
 part takes the lse and delta of *all* keys: the gradient of a score needs nothing else of the other
-parts (arXiv:2205.14135, appendix B). Neither function has a derivative rule of its own.
+parts (arXiv:2205.14135, appendix B). Neither function has a derivative rule.
 """
 
 import jax
@@ -40,7 +40,7 @@ def attention_backward(
     implementation: str | None = None,
     **options,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the part (dq, dk, dv) that these keys have in the gradients, in the dtype of q.
+    """Returns these keys' part of the gradients (dq, dk, dv), in the dtype of q.
 
     The dq of all keys is the sum over the parts.
 
@@ -63,7 +63,7 @@ def delta_of(
 ) -> jax.Array:
     """Returns the sum of out x dout, less the gradient of lse: [b, t, h], wide.
 
-    It is what a query's softmax takes off the gradient of each of its weights.
+    A query's softmax subtracts it from the gradient of each of its weights.
 
     Args:
       results: (out, lse) of all keys.

@@ -1,4 +1,4 @@
-"""One attention call, checked: its static part (`Problem`) and its arrays (`Inputs`).
+"""Checks an attention call: its static part (`Problem`) and its arrays (`Inputs`).
 
 Letters of dims, in names such as `q_bthd`, throughout this package:
 
@@ -92,7 +92,7 @@ class Inputs(NamedTuple):
 
 
 def call_of(problem: Problem, inputs: Inputs, return_lse: bool) -> AttentionCall:
-    """Returns the class of the call, which is all that is needed to draw another one."""
+    """Returns the class of the call, which suffices to draw another one."""
     batch, queries, heads, head_dim = inputs.q_bthd.shape
     _, keys, kv_heads, value_dim = inputs.v_bske.shape
     return AttentionCall(

@@ -1,4 +1,4 @@
-"""The definition of attention, with its T x T scores, which every implementation must equal."""
+"""Defines attention, with its T x T scores, which every implementation must equal."""
 
 import jax
 import jax.numpy as jnp

@@ -1,7 +1,7 @@
-"""Tile sizes of the kernels.
+"""Chooses the tile sizes of the kernels.
 
-Chosen to fit in registers and shared memory, which aot.py proves by compiling; for Triton that is
-the shared memory of sm_80, 163 KiB. They are not tuned, for lack of a GPU.
+They fit in registers and shared memory, which aot.py proves by compiling; for Triton that is the
+shared memory of sm_80, 163 KiB. They are not tuned, for lack of a GPU.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from pallas_kernels.gpus import generation
 
 @dataclass(frozen=True)
 class Tile:
-    """A program's tile of scores, and how Triton compiles it."""
+    """The tile of scores of a program, and how Triton compiles it."""
 
     q: int  # queries
     k: int  # keys
@@ -97,7 +97,7 @@ VARIANTS: Mapping[str, Callable[[Tile], Tile]] = {
 
 
 def varied(table: Table, variant: str) -> Table:
-    """The table with each tile as this variant has it; "" is the table itself."""
+    """Returns the table with each tile changed by this variant; "" is the table itself."""
     if not variant:
         return table
     change = VARIANTS[variant]

@@ -1,8 +1,8 @@
-"""Attention after FlashAttention-2 (arXiv:2307.08691), on Triton.
+"""Implements attention after FlashAttention-2 (arXiv:2307.08691), on Triton.
 
 Three kernels: forward; dq; dk and dv. Read `_forward_kernel` first, then `forward`, which launches
 it; the other two have the same shape. Lengths are padded to whole tiles and head dims to powers of
-two (72 computes as 128). No kernel uses atomics: every sum has one order.
+two (72 computes as 128). No kernel uses atomics: every sum has a fixed order.
 
 Letters as in problem.py. A program owns tile `at` of one (batch, head) pair; `i` counts tiles of
 queries and `j` tiles of keys that it walks over.

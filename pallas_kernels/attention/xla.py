@@ -1,4 +1,4 @@
-"""Attention in plain JAX, without T x T arrays.
+"""Implements attention in plain JAX, without T x T arrays.
 
 It goes tile by tile, like FlashAttention (arXiv:2205.14135). The tiles that the window leaves
 visible are listed while tracing. One scan walks over that list in the forward pass, one in the

@@ -1,4 +1,5 @@
-"""Pallas on Mosaic GPU, for NVIDIA's Hopper, in jax 0.11 and later: all that our kernels use of it.
+"""Wraps Pallas on Mosaic GPU, for NVIDIA's Hopper, in jax 0.11 and later: all that our kernels use
+of it.
 
 A program is a few warpgroups of 128 threads. They share memory and wait for each other at barriers.
 One warpgroup copies; the others compute. In a computing warpgroup's registers, arrays are [64, n]

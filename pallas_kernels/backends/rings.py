@@ -1,4 +1,4 @@
-"""Rings through which tiles pass in shared memory, in kernels on Mosaic GPU."""
+"""Passes tiles through rings in shared memory, in kernels on Mosaic GPU."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from pallas_kernels.backends import mosaic as gpu
 
 @dataclass(frozen=True)
 class Ring:
-    """`slots` places in shared memory that tiles use in turn: step i uses slot i % slots.
+    """A ring of `slots` places in shared memory that tiles use in turn: step i uses slot i % slots.
 
     The copying warpgroup fills a slot and arrives at its `ready` barrier; the computing ones read
     it and arrive at its `free` barrier, which the copying one waits for before it fills it again.

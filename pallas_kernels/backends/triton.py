@@ -1,4 +1,4 @@
-"""Pallas on Triton: all of it that our kernels use.
+"""Wraps Pallas on Triton: all of it that our kernels use.
 
 jax 0.11 deprecates it "for removal in a future version": when that happens this file and those that
 import it go, and nothing else changes. jax's module is imported where it is used, not at import,

@@ -1,4 +1,4 @@
-"""Matmuls of many groups of rows, each with a weight of its own. Start with api.py."""
+"""Multiplies many groups of rows, each by its own weight. Start with api.py."""
 
 from pallas_kernels.grouped.api import grouped_matmul as grouped_matmul
 from pallas_kernels.grouped.tiles import Tiles as Tiles

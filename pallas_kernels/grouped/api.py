@@ -18,7 +18,8 @@ from pallas_kernels.partition import refuse_checked_vma
 
 OP = "grouped_matmul"
 IMPLEMENTATIONS = {"xla": xla, "triton": triton, "mosaic": mosaic}
-# The default order is by reason: XLA runs one small matmul after another, the kernel all at once.
+# The default order is reasoned, not measured: XLA runs one small matmul after another, the kernel
+# all at once.
 OURS = {"ampere": ("triton",), "hopper": ("mosaic", "triton"), "blackwell": ("triton",)}
 
 
@@ -31,16 +32,16 @@ def grouped_matmul(
 ) -> jax.Array:
     """Multiplies each tile of rows by the weight of its expert: y[tile] = x[tile] w[expert].
 
-    A tile is rows / tiles consecutive rows, and all of them are of one expert; `tile_groups` pads
+    A tile is rows / tiles consecutive rows, which all belong to one expert; `tile_groups` pads
     groups of any size to whole tiles. Padding rows must be zeros: the gradient of w sums over whole
     tiles. Sums are float32, or float64 for float64.
 
     Args:
       x: [rows, k], floating.
       w: [experts, k, n], in the dtype of x.
-      expert_of_tile: integers [tiles], in any order. A number that is no expert's, like -1, marks
-        an unused tile: its rows get zeros as result and as gradient, whatever they hold. An expert
-        without tiles gets zeros as gradient.
+      expert_of_tile: integers [tiles], in any order. A number that belongs to no expert,
+        such as -1, marks an unused tile: its rows have zeros as results and gradients, whatever
+        they hold. The gradient of an expert without tiles is zero.
       implementation: a name of IMPLEMENTATIONS, which never falls back; None takes the first that
         does not refuse: our kernels for the GPU's generation, XLA.
 
@@ -63,7 +64,7 @@ def grouped_matmul(
 
 
 def candidates() -> tuple[str, ...]:
-    """All implementations, and their other tilings."""
+    """Returns the names of all implementations, and of their other tilings."""
     tilings = [f"triton{VARIANT}{name}" for name in triton.VARIANTS]
     tilings += [f"mosaic{VARIANT}{name}" for name in mosaic.VARIANTS]
     return (*IMPLEMENTATIONS, *tilings)
@@ -91,7 +92,7 @@ def _checked(x, w, expert_of_tile) -> GroupedCall:
         raise ValueError(f"{OP}: w {w.shape} contracts {w.shape[1]}, but x is {x.shape}")
     rows, tiles = x.shape[0], expert_of_tile.shape[0]
     if rows % tiles:
-        raise ValueError(f"{OP}: {rows} rows are no whole tiles: expert_of_tile has {tiles}")
+        raise ValueError(f"{OP}: {rows} rows are not whole tiles: expert_of_tile has {tiles}")
     return GroupedCall(
         rows=rows,
         tile=rows // tiles,
@@ -108,7 +109,7 @@ def _multiply(name, x, w, expert_t):
 
 
 def _forward(name, x, w, expert_t):
-    # Kernels read whatever a number points at.
+    # Kernels would read whatever a number points at.
     expert_t = jnp.where(expert_t < w.shape[0], expert_t, -1)
     y = _implementation(name).multiply(x, w, expert_t, False, name)
     return y, (x, w, expert_t)

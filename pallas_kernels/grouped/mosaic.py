@@ -1,9 +1,9 @@
-"""The grouped matmul for NVIDIA's Hopper (sm_90), on Mosaic GPU.
+"""Implements the grouped matmul for NVIDIA's Hopper (sm_90), on Mosaic GPU.
 
 A program makes a block of SIDE x SIDE of the result, y or one expert's dw, as a sum of products of
 a left and a right operand over STEP of what is contracted. Warpgroup 2 copies them into a ring of
 shared memory, and the others compute ROWS rows of the block each. A block without an expert, or an
-expert without tiles, takes no steps: its sum is 0. There are no atomics, and every sum has one
+expert without tiles, takes no steps: its sum is 0. There are no atomics, and every sum has a fixed
 order.
 
 Barriers: `ready[slot]`, for which the computing warpgroups wait: the operands of a step are there;
@@ -31,7 +31,7 @@ ROWS = 64  # of a wgmma
 SIDE = COMPUTING * ROWS  # of a program's block of the result
 STEP = 64  # of the contracted dim
 SLOTS = 4  # of the ring
-# Slots of other rings, which are tried where kernels are measured: with "mosaic/shallow" two
+# Slots of other rings, which are tried when kernels are measured: with "mosaic/shallow" two
 # programs fit a core's shared memory.
 VARIANTS = {"shallow": 2}
 DTYPES = ("bfloat16", "float16")

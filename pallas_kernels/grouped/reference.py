@@ -1,4 +1,4 @@
-"""The definition of the grouped matmul: one expert after the other, over all rows."""
+"""Defines the grouped matmul: one expert after another, over all rows."""
 
 import jax
 import jax.numpy as jnp

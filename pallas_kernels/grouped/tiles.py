@@ -1,4 +1,4 @@
-"""The padded rows that `grouped_matmul` takes: each tile of them belongs to one expert."""
+"""Pads rows for `grouped_matmul`, so that each tile of them belongs to one expert."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,9 @@ class Tiles(NamedTuple):
 
 
 def tiles_for(rows: int, experts: int, tile: int) -> int:
-    """Returns how many tiles of `tile` rows always suffice: an expert wastes less than one."""
+    """Returns the number of tiles of `tile` rows that always suffices: an expert wastes less than
+    one.
+    """
     return rows // tile + min(rows, experts)
 
 
@@ -26,8 +28,8 @@ def tile_groups(sizes_x: jax.Array, rows: int, tile: int) -> Tiles:
 
     Args:
       sizes_x: integers [experts]: how many of the rows are each expert's, expert 0 first.
-      rows: how many there are. Those beyond the sum of the sizes are nobody's: their place lies
-        past the end.
+      rows: the number of rows. Those beyond the sum of the sizes belong to no expert: their
+        place is past the end.
       tile: rows of a tile.
     """
     experts = sizes_x.shape[0]

@@ -1,9 +1,10 @@
-"""The grouped matmul on Triton.
+"""Implements the grouped matmul on Triton.
 
-A tile of rows has one expert, so the kernels need no masks and look for no borders. Forward, and
-for the gradient of x: a program makes one block of the result, and reads which expert's weight it
-needs. For the gradient of the weights: a program owns a block of one expert's, and walks over the
-tiles of that expert. So there are no atomics, and every sum has one order.
+A tile of rows has one expert, so the kernels need neither masks nor a search for borders. In the
+forward pass, and for the gradient of x, a program computes one block of the result, and reads which
+expert's weight it needs. For the gradient of the weights, a program owns a block of one expert's
+gradient, and walks over the tiles of that expert. So there are no atomics, and every sum has a
+fixed order.
 
 Letters as in xla.py. A tile is cut into blocks of rows, a power of two.
 """
@@ -22,7 +23,7 @@ from pallas_kernels.grouped.tiles import order_by_expert
 
 
 class Blocks(NamedTuple):
-    """At most so many rows, contracted columns and result columns at a time."""
+    """The largest blocks: rows, contracted columns and result columns at a time."""
 
     rows: int
     contracted: int
@@ -33,7 +34,7 @@ class Blocks(NamedTuple):
 MULTIPLY = {2: Blocks(128, 64, 128), 4: Blocks(64, 32, 64)}
 # What is contracted here are rows; "rows" of the result are x's columns.
 WEIGHTS = {2: Blocks(128, 64, 128), 4: Blocks(64, 32, 64)}
-# Result columns of other tilings, which are tried where kernels are measured: "triton/narrow".
+# Result columns of other tilings, which are tried when kernels are measured: "triton/narrow".
 VARIANTS = {"narrow": 64}
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -79,7 +80,7 @@ def multiply(x_rk, w_xkn, expert_t, transposed: bool, name: str):
 
 
 def _multiply_kernel(transposed, block, expert_ref, x_ref, w_ref, y_ref):
-    """Makes a block of y; where its rows have no expert it reads nothing else."""
+    """Computes a block of y; if its rows have no expert it reads nothing else."""
     number = pl.program_id(0)
     rows = pl.ds(pl.multiple_of(number * block.rows, block.rows), block.rows)
     columns = pl.ds(pl.multiple_of(pl.program_id(1) * block.columns, block.columns), block.columns)
@@ -133,7 +134,7 @@ def weights_gradient(x_rk, dy_rn, expert_t, experts: int, name: str):
 
 
 def _weights_kernel(cuts, block, tile_ref, first_ref, count_ref, x_ref, dy_ref, dw_ref):
-    """Makes a block of one expert's dw, over the `cuts` blocks of rows of each of its tiles."""
+    """Computes a block of one expert's dw, over the `cuts` blocks of rows of each of its tiles."""
     x_columns = pl.ds(pl.multiple_of(pl.program_id(0) * block.rows, block.rows), block.rows)
     dy_columns = pl.ds(
         pl.multiple_of(pl.program_id(1) * block.columns, block.columns), block.columns

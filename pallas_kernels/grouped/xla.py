@@ -1,7 +1,7 @@
-"""The grouped matmul in plain JAX: a scan over tiles, forward and for either gradient.
+"""Implements the grouped matmul in plain JAX: a scan over tiles, forward and for either gradient.
 
-Its memory is that of one tile and one expert: neither rows nor weights are copied for each, as
-XLA's own expansion of `jax.lax.ragged_dot` does on CUDA. A tile without an expert is multiplied as
+Its memory is that of one tile and one expert: unlike in XLA's own expansion of `jax.lax.ragged_dot`
+on CUDA, neither rows nor weights are copied for each. A tile without an expert is multiplied as
 zeros.
 
 Letters: r rows, t tiles, i rows of a tile, k contracted, n result, x experts.
@@ -45,8 +45,8 @@ def multiply(x_rk, w_xkn, expert_t, transposed: bool, name: str):  # noqa: ARG00
 def weights_gradient(x_rk, dy_rn, expert_t, experts: int, name: str):  # noqa: ARG001
     """Returns the sum over each expert's tiles of x^T dy [x, k, n], in the dtype of x.
 
-    Tiles go in the order of their experts. So one expert's sum is wide at a time, and is rounded to
-    its place after each tile: the last one counts.
+    Tiles go in the order of their experts, so only one expert's sum is wide at a time. It is
+    rounded to its place after each tile; the last rounding counts.
     """
     x_tik = _tiles(x_rk, expert_t)
     dy_tin = _tiles(dy_rn, expert_t)

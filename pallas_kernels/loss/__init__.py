@@ -1,4 +1,6 @@
-"""The unembedding matmul and its cross-entropy in one, never with all logits: see api.py."""
+"""Fuses the unembedding matmul and its cross-entropy, without ever holding all logits: see
+api.py.
+"""
 
 from pallas_kernels.loss.api import linear_cross_entropy as linear_cross_entropy
 from pallas_kernels.loss.api import shape_logits as shape_logits

@@ -68,13 +68,12 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
       vocab: rows of the weight that count, from the first, over all devices. The rest is
         padding: it has no part in the softmax and no gradient. Default: all count.
       chunk_logits: at most this many logits exist at once, but at least those of one time
-        step. Default: 2^26, or fewer where that was measured to be faster. Of n chunks, chunk i
-        takes the times i, i + n, i + 2n, ..., so that a time dim that is split over devices stays
-        split.
+        step. Default: 2^26, or fewer if that was measured to be faster. Of n chunks, chunk i takes
+        the times i, i + n, i + 2n, ..., so that a time dim that is split over devices stays split.
       with_z_loss: also return the part of the sum that is z-loss, to be reported. It is a constant
         to differentiation: its gradient is in that of the sum.
-      parts: [..., n], how much of each sequence belongs to each of n parts, as 0 or 1: also give
-        what of the sum, without z-loss, is of each part, last, float32 [n]. It is a constant to
+      parts: [..., n], how much of each sequence belongs to each of n parts, as 0 or 1: also return,
+        last, each part's sum without z-loss, float32 [n]. It is a constant to
         differentiation too.
       implementation: a name of `candidates()`, each a default of chunk_logits.
 
@@ -125,23 +124,25 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
 
 
 _OP = "linear_cross_entropy"
-# Chunks of the default's share, which are tried where kernels are measured. None is larger: a
-# plan counts with the default's memory.
+# Chunks as shares of the default, which are tried when kernels are measured. None is larger: the
+# planner assumes the default's memory.
 VARIANTS = {"half": 2, "quarter": 4}
 
 
 def candidates() -> tuple[str, ...]:
-    """The default size of chunks, and the others."""
+    """Returns the names of the default size of chunks, and of the others."""
     return ("xla", *(f"xla{VARIANT}{name}" for name in VARIANTS))
 
 
 def order(_: LossCall) -> tuple[str, ...]:
-    """Returns what is taken if nothing was measured."""
+    """Returns the choice if nothing was measured."""
     return ("xla",)
 
 
 def _chosen_logits(x_bte: jax.Array, weight: jax.Array, asked: str | None) -> int:
-    """Returns the most logits of a chunk. Where one chunk is enough, nothing is to be chosen."""
+    """Returns the largest number of logits of a chunk. If one chunk is enough, there is nothing to
+    choose.
+    """
     batch, time, width = x_bte.shape
     rows = weight.shape[0]
     if asked is None and chunk_count(batch, time, rows, CHUNK_LOGITS) == 1:
@@ -245,8 +246,8 @@ def _forward(options: _Options, x_bte, weight_ve, targets_bt, mask_bt, part_bn):
     dmask = join(dmask, mask_bt.shape)
     if weight_ve.dtype != jnp.float16:  # float16 overflows at a sum over many tokens
         dweight = dweight.astype(weight_ve.dtype)
-    # XLA would join this rounding with the next use of the gradient, behind the backward pass of
-    # all layers, and keep it in float32 until then.
+    # XLA would fuse this rounding with the next use of the gradient, after the backward pass of all
+    # layers, and keep it in float32 until then.
     dx, dweight = jax.lax.optimization_barrier((dx, dweight))
     like_weight = jnp.zeros((0,), weight_ve.dtype)  # its dtype, for the backward pass
     return sums, (dx, dweight, dmask, like_weight)

@@ -1,4 +1,4 @@
-"""Tokens in chunks, so that at most one chunk's logits exist at a time.
+"""Cuts tokens into chunks, so that at most one chunk's logits exist at a time.
 
 Of n chunks, chunk i takes the times i, i + n, i + 2n, ...: a time dim that is split over devices
 stays split.

@@ -40,13 +40,12 @@ def linear_token_loss(  # noqa: PLR0913 - the question has as many parts
       axis_name: mesh axes that split the rows of the weight, inside a shard_map that is manual
         over them. The sums are whole on every device; the gradient of x is partial: psum it.
       vocab: rows of the weight that count, from the first on, over all devices.
-      chunk_logits: at most so many logits exist at once, though never less than those of one time
-        step.
-      part_bn: `parts` of `linear_cross_entropy`; what is of each part stands behind the sum.
+      chunk_logits: at most this many logits exist at once, but at least those of one time step.
+      part_bn: `parts` of `linear_cross_entropy`; the sums of the parts follow the whole sum.
     """
     losses_of_chunk = _make_losses_of_chunk(loss, scale, softcap, axis_name, vocab)
     chunks = _chunks(x_bte, weight_ve, axis_name, chunk_logits)
-    arrays = pad_time(chunks, x_bte, targets_bt, mask_bt)  # the mask of what is padded is 0
+    arrays = pad_time(chunks, x_bte, targets_bt, mask_bt)  # the mask of padding is 0
 
     @jax.checkpoint
     def chunk_losses(weight_ve, x_bte, targets_bt, mask_bt):
@@ -123,7 +122,9 @@ def _make_losses_of_chunk(
     axis_name: tuple[str, ...],
     vocab: int | None,
 ) -> Callable[..., Losses]:
-    """Makes `losses(weight_ve, x_bte, targets_bt, mask_bt)`: of each token, [b, t] by name."""
+    """Returns `losses(weight_ve, x_bte, targets_bt, mask_bt)`, which gives those of each token, [b,
+    t] by name.
+    """
 
     def losses_of_chunk(weight_ve, x_bte, targets_bt, mask_bt):
         x_bte = jnp.where((mask_bt != 0)[..., None], x_bte, 0)  # what does not count may be NaN

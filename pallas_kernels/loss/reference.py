@@ -1,4 +1,4 @@
-"""The definition of linear + cross-entropy: all logits at once."""
+"""Defines linear + cross-entropy, with all logits at once."""
 
 import jax
 import jax.numpy as jnp

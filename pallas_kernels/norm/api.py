@@ -14,7 +14,7 @@ from pallas_kernels.norm import triton, xla
 from pallas_kernels.partition import refuse_checked_vma
 
 IMPLEMENTATIONS = {"xla": xla, "triton": triton}
-# The default order is by reason: one kernel reads and writes each array once.
+# The default order is reasoned, not measured: one kernel reads and writes each array once.
 OURS = {"ampere": ("triton",), "hopper": ("triton",), "blackwell": ("triton",)}
 
 
@@ -67,7 +67,7 @@ def rmsnorm(
 
 
 def candidates() -> tuple[str, ...]:
-    """All implementations, and their other tilings."""
+    """Returns the names of all implementations, and of their other tilings."""
     return (*IMPLEMENTATIONS, *(f"triton{VARIANT}{name}" for name in triton.VARIANTS))
 
 

@@ -1,4 +1,4 @@
-"""The definition of both norms, over the last dim."""
+"""Defines both norms, over the last dim."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ def normalise(
     """Returns (y in the dtype of x, the sum that was normalised).
 
     The sum is x + residual in the dtype of the residual, or x without one. Computed in the wider of
-    x's dtype and float32. `centred`: LayerNorm, else RMSNorm.
+    x's dtype and float32. `centred`: LayerNorm, otherwise RMSNorm.
     """
     wide = wide_dtype(x)
     total = x.astype(wide)

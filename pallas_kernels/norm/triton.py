@@ -1,8 +1,8 @@
-"""The norms on Triton.
+"""Implements the norms on Triton.
 
 Forward: a program normalises a block of whole rows. Backward: a fixed number of programs walk over
 the blocks; each keeps its part of dscale and dbias in registers and writes it once, and XLA adds
-the parts. So there are no atomics, and every sum has one order.
+the parts. So there are no atomics, and every sum has a fixed order.
 
 Letters as in xla.py. A block is (rows, padded width): Triton needs powers of two, and masks cut off
 the excess.
@@ -20,7 +20,7 @@ from pallas_kernels.choose import INTERPRET, VARIANT, no_64_bits, no_gpu
 
 WIDEST = 16384  # a row is held in registers
 ELEMENTS = 4096  # of a block, unless one row is more
-# Other blocks, which are tried where kernels are measured: "triton/narrow".
+# Other blocks, which are tried when kernels are measured: "triton/narrow".
 VARIANTS = {"narrow": ELEMENTS // 2, "wide": 2 * ELEMENTS}
 PROGRAMS = 264  # of the backward pass: two for each core of an H100
 

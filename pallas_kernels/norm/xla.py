@@ -1,4 +1,4 @@
-"""The norms in plain JAX.
+"""Implements the norms in plain JAX.
 
 The backward pass needs the sum that was normalised and its statistics, which are in float32.
 Letters: n rows, d width.

@@ -1,4 +1,4 @@
-"""Which of the right implementations is taken, given their times. Pure.
+"""Decides which of the correct implementations is taken, given their times. Pure.
 
 Rounds are compared pair by pair: what slows a whole round slows both. The default stays unless
 another one is faster by more than the noise.
@@ -27,7 +27,7 @@ def decide(
     sound = [name for name in order if name not in faults]
     if not sound:
         return None, "every implementation failed"
-    # What was found right comes before what there was no time to check.
+    # Implementations that were found correct come before those that there was no time to check.
     default = next((name for name in sound if name in times), sound[0])
     of_default = times.get(default, ())
     best = default

@@ -26,7 +26,7 @@ ROUNDS = 12
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds until the worker counts as hung, or a call as done."""
+    """The seconds until the worker counts as hung, or a call as done."""
 
     start: float = 90.0  # of the process: jax and its GPU
     step: float = 20.0  # of one compilation, or one turn
@@ -35,7 +35,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Process:
-    """How the worker is started."""
+    """The settings with which the worker process is started."""
 
     command: Sequence[str] = WORKER
     environment: Mapping[str, str] | None = None  # None: this process's
@@ -70,7 +70,7 @@ class Finding:
 
 
 class WorkerLost(Exception):
-    """The worker ended, or, where it `is_silent`, gave no answer in time."""
+    """The worker ended or, if it `is_silent`, gave no answer in time."""
 
     def __init__(self, what: str, is_silent: bool = False):
         super().__init__(what)
@@ -120,7 +120,7 @@ def measure(
 
 
 def _ask(worker: "_Worker", finding: Finding, deadline: float, say) -> bool:
-    """Lets the worker try a call. False if it was lost and the rest is to be tried again."""
+    """Lets the worker try a call. Returns False if it was lost and the rest must be tried again."""
     finding.times = {}
     at = {"at": "starting", "of": None}
     try:
@@ -171,7 +171,7 @@ def _fault(finding: Finding, name: str, reason: str, say) -> None:
 
 
 class _Worker:
-    """The process, and the lines that it says."""
+    """The worker process, and the lines that it writes."""
 
     def __init__(self, process: Process):
         self.limits = process.limits
@@ -236,7 +236,7 @@ class _Worker:
         return f"ended with code {code}"
 
     def end(self) -> None:
-        """Ends the process and all that it has started."""
+        """Ends the process and everything that it has started."""
         self.has_ended = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)

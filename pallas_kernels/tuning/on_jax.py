@@ -1,4 +1,4 @@
-"""Calls on the device that jax has: their candidates, arrays, values and times."""
+"""Runs calls on the device that jax has, for their candidates, arrays, values and times."""
 
 import time
 from collections.abc import Callable
@@ -33,7 +33,7 @@ APIS = {
 
 
 class OnJax:
-    """Every implementation and tiling that does not refuse a call.
+    """The backend that runs every implementation and tiling that does not refuse a call.
 
     With `interpreted`, kernels are interpreted too: for tests, on any machine.
     """
@@ -47,7 +47,7 @@ class OnJax:
         return {"gpu": device.device_kind, "jax": jax.__version__}
 
     def candidates(self, call: Call) -> tuple[list[str], dict[str, str]]:
-        """Returns (names, those of the fixed order first; name -> why it refuses)."""
+        """Returns (names, in the fixed order first; name -> why it refuses)."""
         api: Any = APIS[type(call)]
         shapes = jax.eval_shape(partial(_draw, call))
         order = [*api.order(call), *api.candidates()]
@@ -65,13 +65,13 @@ class OnJax:
         return names, refused
 
     def prepare(self, call: Call, name: str) -> Callable[[], Any]:
-        """Returns the compiled forward and backward pass, which gives all arrays, on the device."""
+        """Returns the compiled forward and backward pass, whose results stay on the device."""
         arrays = jax.jit(partial(_draw, call))()
         step = jax.jit(partial(_run, call, name)).lower(arrays).compile()
         return partial(step, arrays)
 
     def values(self, call: Call, run: Callable[[], Any]) -> dict[str, np.ndarray]:
-        """Returns what is compared, in float32: some heads, or some rows."""
+        """Returns the values to compare, in float32: some heads, or some rows."""
         return _compared(call, run())
 
     def wanted(self, call: Call) -> dict[str, np.ndarray]:
@@ -158,7 +158,7 @@ def _draw_norm(call: NormCall) -> dict[str, jax.Array]:
 
 
 def _draw_grouped(call: GroupedCall) -> dict[str, jax.Array]:
-    """Every expert has as many tiles as the others, and none is unused."""
+    """Draws a call in which all experts have equally many tiles, and none is unused."""
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = {
         "x": (call.rows, call.width),
@@ -174,7 +174,7 @@ def _draw_grouped(call: GroupedCall) -> dict[str, jax.Array]:
 
 
 def _draw_loss(call: LossCall) -> dict[str, jax.Array]:
-    """Logits are about normal: a weight's size is that of a trained one."""
+    """Draws a call with about normal logits: weights have the size of trained ones."""
     keys = jax.random.split(jax.random.key(0), 3)
     tokens = (call.batch, call.time)
     x = jax.random.normal(keys[0], (*tokens, call.width), jnp.float32)
@@ -188,7 +188,7 @@ def _draw_loss(call: LossCall) -> dict[str, jax.Array]:
 
 
 def _run(call: Call, name: str, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Results, and gradients under the names of what they are of, with a "d"."""
+    """Returns results, and gradients under the names of their arrays with a "d" in front."""
     cotangents = {each: x for each, x in arrays.items() if each in ("dout", "dlse", "dtotal")}
     whole = {each: x for each, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.integer)}
     given = {each: x for each, x in arrays.items() if each not in cotangents | whole}

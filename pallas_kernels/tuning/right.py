@@ -1,7 +1,7 @@
-"""Are the values of an implementation right? Compared tile by tile with a float32 reference.
+"""Checks the values of an implementation, tile by tile, against a float32 reference.
 
-A whole array would hide a wrong tile in the error of all others. Limits are relative errors: the
-rounding of the dtype, as tests have it. Nothing here imports jax.
+In a whole array, a wrong tile would hide in the error of all others. Limits are relative errors:
+the rounding of the dtype, as in tests. Nothing here imports jax.
 """
 
 from collections.abc import Mapping
@@ -25,8 +25,8 @@ GRADIENT = "d"  # begins the names of gradients
 def complaint(found: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray], dtype: str) -> str:
     """Returns what is wrong with `found`; "" if nothing is.
 
-    Arrays go by name, with rows of a tile along the last dim but one: [..., rows, width]. Names of
-    gradients begin with "d".
+    Arrays are keyed by name, with the rows of a tile along the second to last dim: [..., rows,
+    width]. Names of gradients begin with "d".
     """
     of_values, of_gradients = LIMITS[dtype]
     for name, want in wanted.items():

@@ -4,9 +4,9 @@
      "gpus": {KIND: {CLASS OF A CALL: {"implementation", "milliseconds", "faults", ...}}},
      "programs": {DIGEST: {"gpu": KIND, "calls": [CLASS, ...]}}}
 
-`programs` says which classes a program has, so that one that is known is not traced to find out.
-Files in shipped/, of the same form, are what we know of a GPU whatever its software: they count
-where the user's own file knows nothing.
+`programs` says which classes a program has, so that a known one need not be traced. Files in
+shipped/, in the same form, hold what we know about a GPU whatever its software: they apply if the
+user's own file has no entry.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ from typing import Any
 
 ROOM = Path(__file__).parents[1]
 SHIPPED = Path(__file__).parent / "shipped"
-FOLDER = "PALLAS_KERNELS_CACHE"  # a variable: where the tables lie, in place of the user's cache
+FOLDER = "PALLAS_KERNELS_CACHE"  # variable: the folder of the tables
 DRIVER = Path("/proc/driver/nvidia")
 
 
 def machine() -> dict[str, str]:
-    """Returns what a time depends on apart from the GPU: its driver, jax, and our sources."""
+    """Returns what a time depends on in addition to the GPU: its driver, jax, and our sources."""
     return {
         "driver": _driver(),
         "jax": importlib.metadata.version("jax"),
@@ -116,9 +116,10 @@ class Table:
         entries: Mapping[str, Mapping[str, Any]],
         programs: Mapping[str, Iterable[str]] = {},
     ) -> None:
-        """Adds entries to the file, and keeps what another process has added meanwhile.
+        """Adds entries to the file, and keeps those that another process has added meanwhile.
 
-        `programs`: digest -> the classes of its calls. OSError where the file cannot be written.
+        `programs`: digest -> the classes of its calls. Raises OSError if the file cannot be
+        written.
         """
         if self.path is None:
             return
@@ -132,7 +133,9 @@ class Table:
 
     @contextlib.contextmanager
     def locked(self, what: str) -> Iterator[None]:
-        """Waits until no other process of this user holds the same; without a folder not at all."""
+        """Holds a lock of this user, once no other process holds it; without a folder there is
+        none.
+        """
         if self.path is None:
             yield
             return
@@ -143,7 +146,7 @@ class Table:
             yield
 
     def read_again(self) -> None:
-        """Takes up what another process has written."""
+        """Rereads the file, which another process may have written."""
         self._found = self._read(self.path)
 
     def document(self) -> dict[str, Any]:
@@ -188,7 +191,7 @@ def _shipped() -> list[dict[str, Any]]:
 
 
 def _write(path: Path, document: Mapping[str, Any]) -> None:
-    """Writes a whole file or none."""
+    """Writes the file completely or not at all."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""The work of a call, forward and backward, against what its GPU's data sheet promises."""
+"""Compares the work of a call, forward and backward, with its GPU's data sheet."""
 
 from pallas_kernels.calls import AttentionCall, Call, LossCall, NormCall
 from pallas_kernels.counting import seen_pairs
@@ -9,7 +9,7 @@ DOCUMENTS = (1, 3, 5, 7)  # lengths of those that on_jax.py draws, in sixteenths
 
 
 def share_of_sheet(gpu: str, call: Call, seconds: float) -> float | None:
-    """Returns the rate of a call over the data sheet's; None if the GPU is not listed.
+    """Returns the rate of a call as a share of the data sheet's; None if the GPU is not listed.
 
     For attention it counts the FLOPs of the visible pairs of query and key, as papers do: two
     matmuls forward, five backward; for a grouped matmul and for a loss one and two. For a norm it
@@ -42,7 +42,9 @@ def forward_flops(call: AttentionCall) -> float:
 
 
 def norm_bytes(call) -> float:
-    """Bytes of x, y, dy and dx, of the sum that is read again, and of a residual's four arrays."""
+    """Returns the bytes of x, y, dy and dx, of the sum that is read again, and of a residual's four
+    arrays.
+    """
     size = call.rows * call.width
     of_residual = 4 * BYTES[call.residual] if call.residual else BYTES[call.dtype]
     return float(size * (4 * BYTES[call.dtype] + of_residual))

@@ -1,4 +1,4 @@
-"""The process that touches the GPU: it tries the candidates of one call after another.
+"""Tries the candidates of one call after another, in the process that touches the GPU.
 
 A line of JSON on standard input asks for a call; the answers are lines of JSON. Before each step
 that may crash or hang a line names it, so that the process that listens (measure.py) knows what
@@ -30,7 +30,7 @@ WARM_UP = 2  # turns of each candidate before those that count
 
 
 class Backend(Protocol):
-    """Runs candidates: on_jax.py, or in tests a fake GPU with faults."""
+    """The backend that runs candidates: on_jax.py, or in tests a fake GPU with faults."""
 
     def describe(self) -> dict[str, Any]: ...
     def candidates(self, call: Call) -> tuple[list[str], dict[str, str]]: ...

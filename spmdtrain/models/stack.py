@@ -21,9 +21,7 @@ from spmdtrain.parallel.matmuls import tensor_matmul
 
 
 def _but_gathered_weights(primitive: jax.extend.core.Primitive, *_, **parameters) -> bool:
-    """A remat policy that keeps everything but gathered weights: otherwise those of all layers
-    would be whole at once.
-    """
+    """Keeps all but gathered weights: those of all layers would be whole at once."""
     return not _gathers_weights(primitive, parameters)
 
 

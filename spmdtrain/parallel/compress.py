@@ -30,7 +30,7 @@ _LARGEST = {"int8": 127.0, "float8": 448.0}
 
 
 class EightBits(NamedTuple):
-    """Rows encoded in 8 bits."""
+    """The encoding of rows in 8 bits."""
 
     bits_nc: jax.Array  # uint8: collectives move bits, which every platform can
     scales_nb: jax.Array  # float32, one for each block; the numbers are bits * scale

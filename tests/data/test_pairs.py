@@ -236,12 +236,18 @@ def test_references_of_other_tokens_are_refused(here):
         ((*DPO, "data.path=chats.bin"), "chats.bin holds no pairs of answers"),
         ((*DPO, "data.packing=stream"), "each in one sequence; set data.corpus='tokens'"),
         ((*DPO, "train.z_loss=0.1"), "has no train.label_smoothing and no train.z_loss"),
-        ((*DPO, "train.preference_gamma=0"), "gamma=0 is of simpo, not of train.preference='dpo'"),
+        (
+            (*DPO, "train.preference_gamma=0"),
+            "gamma=0 belongs to simpo, not to train.preference='dpo'",
+        ),
         (
             (*ORPO, "train.preference_beta=1"),
-            "beta=1 is of dpo and simpo, not of train.preference=",
+            "beta=1 belongs to dpo and simpo, not to train.preference=",
         ),
-        ((*SETTINGS, "train.preference_lambda=1"), "lambda=1 is of orpo, not of train.preference="),
+        (
+            (*SETTINGS, "train.preference_lambda=1"),
+            "lambda=1 belongs to orpo, not to train.preference=",
+        ),
     ],
 )
 def test_what_cannot_be_learned_from_pairs_is_one_line(settings, said, here):

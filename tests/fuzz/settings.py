@@ -195,7 +195,7 @@ NOT_DRAWN = {
             "finetune.also_train",
             "precision.frozen",
         ),
-        "is of adapters; tests/train/test_adapters.py has it",
+        "only applies to adapters; tests/train/test_adapters.py has it",
     ),
     "kernels.tune": "decides nothing without a GPU; tests/running/start/test_kernels.py has it",
     "log.report": "decides no number, and tests/page has it",

@@ -151,7 +151,7 @@ def test_triton_refuses_with_a_reason(changed, said):
 def test_what_does_not_fit_is_said_in_one_line():
     x, w, tiles = jnp.ones((32, 4)), jnp.ones((2, 4, 6)), np.array([0, 1])
     for arrays, said in (
-        ((x, w, np.arange(3)), "32 rows are no whole tiles: expert_of_tile has 3"),
+        ((x, w, np.arange(3)), "32 rows are not whole tiles: expert_of_tile has 3"),
         ((x, w[0], tiles), r"w must be \[experts, k, n\], none of them 0, not \(4, 6\)"),
         ((x, w[:, :3], tiles), r"w \(2, 3, 6\) contracts 3, but x is \(32, 4\)"),
         ((x, w.astype("bfloat16"), tiles), "w is bfloat16 and x is float32; cast one of them"),

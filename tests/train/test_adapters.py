@@ -259,7 +259,7 @@ def test_a_run_begins_with_one_that_is_quantised_alike(tmp_path):
             "'q_proj' is not a linear layer.*try --set finetune.targets=q",
         ),
         (("finetune.targets=",), "finetune.targets is empty"),
-        (("finetune.kind=full",), "finetune.rank=3 is of adapters"),
+        (("finetune.kind=full",), "finetune.rank=3 only applies to adapters"),
         (("finetune.also_train=tokens",), "no weight has the path 'tokens'.*tokens.table_ve"),
         (("finetune.also_train=*.down_fe",), "down_fe, which has an adapter"),
         (

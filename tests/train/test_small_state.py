@@ -141,7 +141,7 @@ def test_zero_1_has_the_moments_of_one_device():
     ("settings", "what"),
     [
         (("optimizer.name=adafactor", EIGHT), "keeps no separate moments"),
-        (("optimizer.name=schedule_free_adamw", EIGHT), "keeps no moments"),
+        (("optimizer.name=schedule_free_adamw", EIGHT), "keeps no separate moments"),
         (("optimizer.moment_dtype=bfloat16", "optimizer.beta2=0.999"), "loses a change"),
         (("precision.rounding=stochastic",), "belongs to bfloat16"),
     ],

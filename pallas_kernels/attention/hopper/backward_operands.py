@@ -1,4 +1,4 @@
-"""Operands, plan and scratch that both backward kernels share."""
+"""Makes the operands, plan and scratch that both backward kernels share."""
 
 from typing import Any, NamedTuple
 
@@ -22,7 +22,9 @@ LENGTH_MULTIPLE = COMPUTING * ROWS  # of padded lengths: whole tiles of both ker
 
 
 class Operands(NamedTuple):
-    """Operands padded to multiples of LENGTH_MULTIPLE in time and SWIZZLE_ELEMENTS in head dims."""
+    """The operands, padded to multiples of LENGTH_MULTIPLE in time and SWIZZLE_ELEMENTS in head
+    dims.
+    """
 
     q: jax.Array
     k: jax.Array
@@ -34,7 +36,9 @@ class Operands(NamedTuple):
 
 
 def pad_operands(problem: Problem, inputs: Inputs, out, lse, dout, dlse) -> Operands:
-    """Sets rows that see nothing, or that nothing sees, to 0: they may hold NaN."""
+    """Pads the operands, and sets rows that see nothing, or that nothing sees, to 0: they may hold
+    NaN.
+    """
     b, t, h, d = inputs.q_bthd.shape
     _, s, kv_heads, e = inputs.v_bske.shape
     sees_nothing = jnp.isneginf(lse)
@@ -48,7 +52,7 @@ def pad_operands(problem: Problem, inputs: Inputs, out, lse, dout, dlse) -> Oper
         return pad_to(x_bht, (b, h, q_length))
 
     def zero_sightless(x):
-        """Queries that see no key."""
+        """Returns x with 0 for queries that see no key."""
         if inputs.mask_is_static and t <= s:  # there are none: each sees the key at its position
             return x
         return jnp.where(sees_nothing[..., None], 0, x)
@@ -68,7 +72,7 @@ def pad_operands(problem: Problem, inputs: Inputs, out, lse, dout, dlse) -> Oper
 
 
 def make_plan(problem, inputs, operands, table, over: int, interpret: bool) -> ScoresPlan:
-    """`over`: the side whose tiles a program walks over."""
+    """Returns the plan of a kernel. `over`: the side whose tiles a program walks over."""
     tile = table[max(operands.q.shape[3], operands.v.shape[3])]
     padded_keys = over == OVER_KEYS and inputs.lengths[1] % tile.k != 0
     ranges = possible_ranges(problem, inputs, padded_keys=padded_keys, over=over)
@@ -86,7 +90,7 @@ def make_plan(problem, inputs, operands, table, over: int, interpret: bool) -> S
 
 
 class Memory(NamedTuple):
-    """References to global memory."""
+    """The references to global memory."""
 
     bounds: Any  # of this program's tile
     q: Any

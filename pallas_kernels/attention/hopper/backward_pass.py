@@ -1,4 +1,5 @@
-"""The backward pass on Hopper: a kernel for dq, then one for dk and dv; every sum has one order.
+"""Runs the backward pass on Hopper: a kernel for dq, then one for dk and dv; every sum has a fixed
+order.
 
 In both kernels one warpgroup copies, through two rings of shared memory (backends/rings.py), and
 two compute. A computing warpgroup owns 64 rows of scores, which become the left operand of the next

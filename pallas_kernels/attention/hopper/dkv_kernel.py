@@ -48,7 +48,7 @@ from pallas_kernels.backends.rings import Ring, fill_rings
 
 
 class _Scratch(NamedTuple):
-    """References to the dk and dv kernel's shared memory and barriers; see `run_dkv`.
+    """The references to the dk and dv kernel's shared memory and barriers; see `run_dkv`.
 
     A program owns `tile.k` keys: one tile of 64 for each computing warpgroup, or one for both.
     """
@@ -259,7 +259,7 @@ def _compute(  # noqa: PLR0913
         next_tile = jnp.where(i + 1 == memory.bounds[3], memory.bounds[0], i + 1)
         return next_tile, *sums
 
-    # Each result goes where its operand was, times a factor.
+    # Each result, times a factor, goes where its operand was.
     results = [(v, 1.0)] * with_dv + [(k, plan.problem.scale)] * with_dk
     start = tuple(gpu.full((ROWS, own.shape[1]), 0.0) for own, _ in results)
     _, *sums = jax.lax.fori_loop(0, walk.steps, visit, (walk.first, *start))

@@ -36,7 +36,7 @@ from pallas_kernels.backends.rings import Ring, fill_rings
 
 
 class _Scratch(NamedTuple):
-    """References to the dq kernel's shared memory and barriers; see `run_dq`."""
+    """The references to the dq kernel's shared memory and barriers; see `run_dq`."""
 
     q_masks: Any  # [COMPUTING, mask_vectors, ROWS]; None without masks
     kv_masks: Any  # [k slots, mask_vectors, columns]; None without masks

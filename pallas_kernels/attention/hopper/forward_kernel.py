@@ -101,7 +101,7 @@ class _Plan:
 
 
 class _Memory(NamedTuple):
-    """References to global memory."""
+    """The references to global memory."""
 
     bounds: Any  # of this program's tile
     q: Any
@@ -113,7 +113,7 @@ class _Memory(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """References to the shared memory and barriers of a program; see `_scratch`."""
+    """The references to the shared memory and barriers of a program; see `_scratch`."""
 
     q: Any
     k: Any

@@ -1,4 +1,4 @@
-"""The mask of a tile of scores, in registers."""
+"""Makes the mask of a tile of scores, in registers."""
 
 from functools import reduce
 from operator import and_

@@ -1,4 +1,4 @@
-"""The grid: the part of the work that a program of a Hopper kernel takes."""
+"""Lays out the grid: which part of the work a program of a Hopper kernel takes."""
 
 from typing import Any, NamedTuple
 

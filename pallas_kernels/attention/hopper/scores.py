@@ -1,4 +1,5 @@
-"""Scores of 64 rows by a tile of columns, in the registers of the backward kernels' warpgroups.
+"""Computes scores of 64 rows by a tile of columns, in the registers of the backward kernels'
+warpgroups.
 
 A thread has 240 registers at most, and that decides the form of the code:
 

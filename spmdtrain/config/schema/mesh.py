@@ -68,7 +68,7 @@ class MeshConfig(Settings):
 
 
 class RulesConfig(Settings):
-    """Overrides of the sharding rules: logical axis -> mesh axes.
+    """The overrides of the sharding rules: logical axis -> mesh axes.
 
     A new name adds a rule, for models that have other logical axes.
     """

@@ -74,7 +74,9 @@ class OneLate:
 
 
 class StepClock:
-    """Seconds per step as the loop sees them: from `tick` to `tick`, minus each `pause`."""
+    """The clock of a run's steps, as the loop sees them: from `tick` to `tick`, minus each
+    `pause`.
+    """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter):
         self._now = now

@@ -38,6 +38,6 @@ def test_a_load_within_the_limit_or_without_one_goes_on():
 
 
 def test_a_limit_of_loads_needs_experts():
-    with pytest.raises(ConfigError, match=r"guard\.expert_load=3 is of routers"):
+    with pytest.raises(ConfigError, match=r"guard\.expert_load=3 limits routers"):
         RunConfig(guard={"expert_load": 3.0})
     RunConfig(model={"name": "llama", "experts": EXPERTS}, guard={"expert_load": 3.0})
