@@ -92,9 +92,10 @@ class CompressionConfig(Settings):
 
 
 class IslandsConfig(Settings):
-    """Islands train apart, each on its own mesh, and average their weights every few steps.
+    """The islands of a run, which train apart, each on its own mesh, and average their weights
+    every few steps.
 
-    Each island is a run of its own, with `train.global_batch` sequences a step (docs/islands.md).
+    Each island is a separate run, with `train.global_batch` sequences a step (docs/islands.md).
     """
 
     count: Annotated[int, Field(ge=1, le=4096)] = Field(

@@ -17,12 +17,12 @@ UNKNOWN = ("<unk>", "[UNK]", "<|unk|>", "<|unknown|>")
 
 @dataclass(frozen=True)
 class CorpusCounts:
-    """What is counted of a corpus; `name` is that of a source in a mixture, else empty.
+    """The counts of a corpus; `name` is that of a source in a mixture, else empty.
 
-    `tokens` are all of its tokens, of which the first `counted` were looked at. Lengths are in
-    tokens, and None where the file does not say where documents start. `repeated` documents are
-    equal to an earlier one. Of the `vocab` ids, `unused` never occur and `rare` fewer than RARE
-    times. `unknown` tokens are the tokenizer's token for what it does not know, None without one.
+    `tokens` are all of its tokens, of which the first `counted` were examined. Lengths are in
+    tokens, and None if the file does not say where documents start. `repeated` documents are equal
+    to an earlier one. Of the `vocab` ids, `unused` never occur and `rare` fewer than RARE times.
+    `unknown` counts the tokenizer's token for unknown text; None if it has none.
     """
 
     name: str

@@ -183,7 +183,7 @@ class Island:
 
     @cached_property
     def _copy(self) -> Callable[..., Any]:
-        """Returns the outer weights as the weights of the island, where these rest."""
+        """The outer weights as weights of the island, sharded like those."""
         abstract = {path: self._setup.state.params[path] for path in self._places[None].starts}
 
         def copy(outer):

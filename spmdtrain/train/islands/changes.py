@@ -29,7 +29,9 @@ AT_ONCE = BLOCK << 16  # numbers of each island that are averaged at a time
 
 
 class Row(NamedTuple):
-    """Numbers on the host: uint8 with a float32 scale for each block, or float32 without scales."""
+    """The numbers of a message on the host: uint8 with a float32 scale for each block, or float32
+    without scales.
+    """
 
     numbers_n: np.ndarray
     scales_b: np.ndarray
@@ -41,7 +43,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class PlacesInRow:
-    """Where each weight of a fragment stands in its row: from `starts` on, in its shape."""
+    """The places of a fragment's weights in its row: from `starts` on, in their shapes."""
 
     shapes: Mapping[str, Shape]
     starts: Mapping[str, int]

@@ -12,7 +12,8 @@ from spmdtrain.config.schema import IslandsConfig
 
 @dataclass(frozen=True)
 class Timetable:
-    """Meets after each of the first `after` steps, and then every `interval` steps.
+    """The timetable of meetings: after each of the first `after` steps, and then every `interval`
+    steps.
 
     From then on the `fragments` take turns.
     """
