@@ -88,6 +88,31 @@ def test_devices_mix_large_arrays_block_by_block(dtype, monkeypatch):
         module._program.cache_clear()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_devices_hold_a_block_of_one_array_at_a_time(dtype, monkeypatch):
+    """Or a large model on CPU devices would need several times its own memory to be saved."""
+    monkeypatch.setattr(module, "BLOCK", 1 << 10)
+    module._program.cache_clear()
+    mesh = jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2])
+    spec = P(None, "x")
+    placed = [
+        jax.device_put(array(dtype, shape), NamedSharding(mesh, spec))
+        for shape in [(6, 128, 80), (4, 256, 64), (3, 2, 100, 100)]
+    ]
+    words = [module._as_integers(x) for x in placed]
+    try:
+        program = module._program(mesh, (spec,) * 3).lower(words).compile()
+    finally:
+        module._program.cache_clear()
+    assert program.memory_analysis().temp_size_in_bytes < 12 * 4 * module.BLOCK
+    for x, word in zip(placed, words, strict=True):
+        pairs = zip(x.addressable_shards, word.addressable_shards, strict=True)
+        assert all(
+            one.data.unsafe_buffer_pointer() == other.data.unsafe_buffer_pointer()
+            for one, other in pairs
+        )
+
+
 def test_many_random_changes_are_missed_as_rarely_as_by_random_numbers():
     """Of a sum, cut to 10 bits: about 1 in 1024 is missed."""
     draw = np.random.default_rng(1)

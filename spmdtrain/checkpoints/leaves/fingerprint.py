@@ -38,7 +38,7 @@ FACTORS = (
     (0x7FEB352D, 0x2C1B3C6D, 0x297A2D39),
 )
 CHUNK = 1 << 22  # elements that numpy mixes per pass
-BLOCK = 1 << 24  # elements that a device mixes at once
+BLOCK = 1 << 20  # elements that a device mixes at once: 4 MiB of words
 
 
 def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, Fingerprint]:
@@ -47,7 +47,24 @@ def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, Fingerprint]:
     Computed where the arrays are, in one program. All processes that hold parts of the arrays must
     call this, and all get the same result. Waits for the devices.
     """
-    return begin(arrays)()
+    return begin({name: _as_integers(x) for name, x in arrays.items()})()
+
+
+def _as_integers(x: jax.Array) -> jax.Array:
+    """Returns the same bytes as numbers that XLA for CPU reads block by block.
+
+    Of numbers of 16 bits it would make a copy of the whole array first. Other devices do not, and
+    keep theirs. The result shares its memory with x, which must not be donated meanwhile.
+    """
+    devices = x.sharding.addressable_devices
+    is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2
+    if not is_narrow or any(device.platform != "cpu" for device in devices):
+        return x
+    parts = [
+        jax.device_put(np.asarray(part.data).view(np.uint16), part.device)
+        for part in x.addressable_shards
+    ]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
 
 
 def begin(arrays: Mapping[str, jax.Array]) -> Callable[[], dict[str, Fingerprint]]:
@@ -104,17 +121,35 @@ def _program(mesh: Mesh | None, specs: tuple[P, ...]) -> Callable[[list[jax.Arra
     Each device sums what it holds; one reduction over the mesh then adds the sums of all arrays.
     """
     if mesh is None:
-        return jax.jit(lambda arrays: jnp.stack([local_sums(x) for x in arrays]))
+        return jax.jit(lambda arrays: jnp.stack(_one_by_one(arrays, local_sums)))
 
     def local(arrays: list[jax.Array]) -> jax.Array:
-        rows = []
-        for x, spec in zip(arrays, specs, strict=True):
+        left = iter(specs)
+
+        def of_first(x: jax.Array) -> jax.Array:
+            spec = next(left)
             copies = replica_axes(mesh, spec)
             is_first = all_zero([lax.axis_index(axis) for axis in copies])
-            rows.append(jnp.where(is_first, local_sums(x, mesh, spec), jnp.uint32(0)))
-        return lax.psum(jnp.stack(rows), mesh.axis_names)
+            return jnp.where(is_first, local_sums(x, mesh, spec), jnp.uint32(0))
+
+        return lax.psum(jnp.stack(_one_by_one(arrays, of_first)), mesh.axis_names)
 
     return jax.jit(manual_region(local, mesh, mesh.axis_names, (list(specs),), P()))
+
+
+def _one_by_one(
+    arrays: Sequence[jax.Array], sums_of: Callable[[jax.Array], jax.Array]
+) -> list[jax.Array]:
+    """Returns the sums of each array, computed after those of the one before.
+
+    XLA for CPU would compute all at the same time, with the blocks of all of them in memory.
+    """
+    rows: list[jax.Array] = []
+    for x in arrays:
+        if rows:
+            x, rows[-1] = lax.optimization_barrier((x, rows[-1]))  # noqa: PLW2901
+        rows.append(sums_of(x))
+    return rows
 
 
 def all_zero(indices: Sequence[jax.Array]) -> jax.Array:
@@ -149,7 +184,7 @@ def local_sums(x: jax.Array, mesh: Mesh | None = None, spec: P | None = None) ->
         strides.insert(0, stride)
         stride *= x.shape[dim] * pieces
     # As integers: XLA for CPU would widen all of a bfloat16 array before it cuts a block.
-    if jnp.issubdtype(x.dtype, jnp.floating):
+    if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2:
         x = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
     return _sums(x, first, strides)
 
@@ -160,31 +195,31 @@ def _sums(x: jax.Array, first: jax.Array, strides: Sequence[int]) -> jax.Array:
     `strides` are the steps of the index along each dim. A large array is summed block by block: XLA
     for CPU would hold the mixed words of all of it.
     """
-    if x.size > BLOCK and x.shape[0] == 1:
-        return _sums(x[0], first, strides[1:])
-    rows = _rows_of_block(x.shape)
-    if rows == x.shape[:1]:
+    if x.size <= BLOCK:
         return _sums_at_once(x, first, strides)
-    count = rows[0]
+    block = _block_of(x.shape)
+    counts = tuple(size // part for size, part in zip(x.shape, block, strict=True))
 
-    def block(number: jax.Array | int) -> jax.Array:
-        start = number * count
-        part = lax.dynamic_slice_in_dim(x, start, count)
-        step = jnp.uint32(strides[0] % 2**32)
-        return _sums(part, first + jnp.asarray(start).astype(jnp.uint32) * step, strides)
+    def of_block(number: jax.Array | int) -> jax.Array:
+        places = jnp.unravel_index(jnp.asarray(number), counts)
+        starts = [place * part for place, part in zip(places, block, strict=True)]
+        index = first
+        for start, stride in zip(starts, strides, strict=True):
+            index = index + start.astype(jnp.uint32) * jnp.uint32(stride % 2**32)
+        return _sums_at_once(lax.dynamic_slice(x, starts, block), index, strides)
 
-    return lax.fori_loop(1, x.shape[0] // count, lambda i, sums: sums + block(i), block(0))
+    return lax.fori_loop(1, math.prod(counts), lambda i, sums: sums + of_block(i), of_block(0))
 
 
-def _rows_of_block(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the number of rows in a block, which divides the number of all rows; () for a
-    scalar.
-    """
-    if not shape or math.prod(shape) <= BLOCK:
-        return shape[:1]
-    rest = math.prod(shape[1:])
-    divisors = (rows for rows in range(1, shape[0]) if shape[0] % rows == 0)
-    return (max(rows for rows in divisors if rows == 1 or rows * rest <= BLOCK),)
+def _block_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the shape of a block, of at most BLOCK elements: each dim divides the array's."""
+    block: list[int] = []
+    room = BLOCK
+    for size in reversed(shape):
+        most = next(part for part in range(min(size, room), 0, -1) if size % part == 0)
+        block.insert(0, most)
+        room //= most
+    return tuple(block)
 
 
 def _sums_at_once(x: jax.Array, first: jax.Array, strides: Sequence[int]) -> jax.Array:
