@@ -121,35 +121,17 @@ def _program(mesh: Mesh | None, specs: tuple[P, ...]) -> Callable[[list[jax.Arra
     Each device sums what it holds; one reduction over the mesh then adds the sums of all arrays.
     """
     if mesh is None:
-        return jax.jit(lambda arrays: jnp.stack(_one_by_one(arrays, local_sums)))
+        return jax.jit(lambda arrays: jnp.stack([local_sums(x) for x in arrays]))
 
     def local(arrays: list[jax.Array]) -> jax.Array:
-        left = iter(specs)
-
-        def of_first(x: jax.Array) -> jax.Array:
-            spec = next(left)
+        rows = []
+        for x, spec in zip(arrays, specs, strict=True):
             copies = replica_axes(mesh, spec)
             is_first = all_zero([lax.axis_index(axis) for axis in copies])
-            return jnp.where(is_first, local_sums(x, mesh, spec), jnp.uint32(0))
-
-        return lax.psum(jnp.stack(_one_by_one(arrays, of_first)), mesh.axis_names)
+            rows.append(jnp.where(is_first, local_sums(x, mesh, spec), jnp.uint32(0)))
+        return lax.psum(jnp.stack(rows), mesh.axis_names)
 
     return jax.jit(manual_region(local, mesh, mesh.axis_names, (list(specs),), P()))
-
-
-def _one_by_one(
-    arrays: Sequence[jax.Array], sums_of: Callable[[jax.Array], jax.Array]
-) -> list[jax.Array]:
-    """Returns the sums of each array, computed after those of the one before.
-
-    XLA for CPU would compute all at the same time, with the blocks of all of them in memory.
-    """
-    rows: list[jax.Array] = []
-    for x in arrays:
-        if rows:
-            x, rows[-1] = lax.optimization_barrier((x, rows[-1]))  # noqa: PLW2901
-        rows.append(sums_of(x))
-    return rows
 
 
 def all_zero(indices: Sequence[jax.Array]) -> jax.Array:
