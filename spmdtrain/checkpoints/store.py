@@ -1,4 +1,4 @@
-"""Checkpoints of a run: RUN/checkpoints/N holds the state after N completed steps.
+"""Stores the checkpoints of a run: RUN/checkpoints/N holds the state after N completed steps.
 
 This is the only file that uses Orbax. A step has the items `params`, so that weights can be read
 alone, `state` (of the optimizer), one for each further part of the state, such as `ema` (items.py),
@@ -178,7 +178,7 @@ class Checkpoints:
             meta |= self.retention.meta([*self.steps(), step])
         meta["digest"] = digest(meta)
         saved = ocp.args.Composite(
-            # A state of weights alone, as an import makes it, has no item of the optimizer.
+            # A state of weights alone, such as an import makes, has no optimizer item.
             **{
                 item: ocp.args.PyTreeSave(tree, save_args=_save_args(item, tree, layout))
                 for item, tree in trees.items()
@@ -219,7 +219,7 @@ class Checkpoints:
         ]
         if missing or not saved:
             raise StorageError(
-                f"{self._at(step)} was written and cannot be read back",
+                f"{self._at(step)} was written but cannot be read back",
                 found=f"{' and '.join(sorted(missing)) or 'nothing'} without a manifest",
                 fix="another --run",
             )
@@ -266,7 +266,7 @@ class Checkpoints:
         *,
         ema: bool = False,
     ) -> tuple[dict[str, jax.Array], Meta]:
-        """Returns the weights alone; with `ema` the float32 averages of those that are trained."""
+        """Returns only the weights; with `ema` the float32 averages of those that are trained."""
         if not ema:
             found, meta = self._restored(step, {"params": params})
             return found["params"], meta
@@ -283,7 +283,8 @@ class Checkpoints:
         return found["params"] | averages["ema"], meta
 
     def read_weights(self, step: int, *, ema: bool = False) -> dict[str, np.ndarray]:
-        """Returns the weights alone as plain arrays, layers in order; needs neither model nor mesh.
+        """Returns only the weights, as plain arrays with layers in order; needs neither model nor
+        mesh.
 
         With `ema`, those that are trained are averages.
         """
@@ -294,7 +295,7 @@ class Checkpoints:
         return found
 
     def weight_shapes(self, step: int) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of what `read_weight` gives, by path. Reads the meta alone."""
+        """Returns the shapes of the results of `read_weight`, by path. Reads only the meta."""
         meta, saved = self._meta(step)
         names = of_items(meta["leaves"], ["params"])
         shapes = {name: tuple(unpadded_leaves(meta)[name][0]) for name in names}
@@ -308,7 +309,7 @@ class Checkpoints:
     def _read_item(self, step: int, item: str, only: str | None = None) -> dict[str, np.ndarray]:
         """Returns the arrays of an item that is a flat dict, by path, in the order of the meta.
 
-        With `only`, that array alone.
+        With `only`, returns just that array.
         """
         meta, saved = self._meta(step)
         folder = self._folder(step) / item
@@ -396,7 +397,7 @@ class Checkpoints:
         self._guarded(self._manager.wait_until_finished)
 
     def close(self) -> None:
-        """Finishes the save under way, however the run ends."""
+        """Finishes the save in progress, however the run ends."""
         try:
             self._guarded(self._manager.close)
         finally:
@@ -693,8 +694,8 @@ def _processes() -> ocp.options.MultiprocessingOptions:
 def _save_args(item: str, tree: Any, layout: StageLayout) -> Any:
     """Returns how the arrays of an item are cut into chunks, which are always read whole.
 
-    By default a chunk holds all layers of a device's part. Of weights that are large each has one
-    layer, so that an export need not hold them all.
+    By default a chunk holds all layers of a device's part. For large weights it holds one layer, so
+    that an export need not hold them all.
     """
 
     def of_leaf(x: jax.Array) -> ocp.SaveArgs:
@@ -706,7 +707,7 @@ def _save_args(item: str, tree: Any, layout: StageLayout) -> Any:
 
 
 def _read_plain(folder: "epath.Path", only: str | None = None) -> dict[str, np.ndarray]:
-    """Returns every leaf of an item that is a flat dict, or one, whole, as a numpy array."""
+    """Returns every leaf of an item that is a flat dict, or just one, as whole numpy arrays."""
     tree = _saved_tree(folder)
     check_sizes(_leaves_of(tree), Path(folder))
     if only is not None:

@@ -1,4 +1,4 @@
-"""How weights and gradients cross the mesh in a step, for each parameter by dotted path.
+"""Decides how weights and gradients cross the mesh in a step, for each parameter by dotted path.
 
 `by_layers` are the axes over which layers gather a weight for their own use, as they do without a
 pipeline. Layers that gather also scatter the gradients, in each microbatch.

@@ -1,4 +1,4 @@
-"""Fresh values of the training state: the state at step 0, or some items of a later one."""
+"""Makes fresh values of the training state: the state at step 0, or some items of a later one."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -25,7 +25,9 @@ def init_state(setup: Setup) -> TrainState:
 
 
 def fresh_but_for(setup: Setup, given: Collection[str]) -> TrainState:
-    """Returns `init_state` without the parameters at the paths `given`: they never exist."""
+    """Returns `init_state` without the parameters at the paths `given`, which are never
+    allocated.
+    """
     epochs = setup.config.train.epochs
     if epochs is not None:
         raise ConfigError(

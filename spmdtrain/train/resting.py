@@ -1,4 +1,5 @@
-"""Where parameters rest between steps: their specs, their padding, and the state that follows.
+"""Decides where parameters rest between steps: their specs, their padding, and the state that
+follows.
 
 No other code derives a spec.
 """

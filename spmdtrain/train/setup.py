@@ -1,4 +1,5 @@
-"""The setup of a run: mesh, rules, abstract model, abstract state, and what follows from them.
+"""Defines the setup of a run: mesh, rules, abstract model, abstract state, and what follows from
+them.
 
 It is one frozen value, which `shard` (shard.py) makes once. Steps, gradients, restore, the run and
 the planner take it; no other code derives a spec.
@@ -49,12 +50,12 @@ class Setup:
     rules: Rules
     model: AbstractModel
     batch_shape: BatchShape
-    way: ContextWay  # of attention to the keys of other devices
+    way: ContextWay  # how attention reaches the keys of other devices
     update_rules: optimizers.UpdateRules  # the rule of each parameter that is not frozen
     learning_rate: LearningRate  # of a 0-based step, a float32 scalar
     loss: TokenLoss | None  # None: cross-entropy, as the settings shape it
     pipeline: Table | None  # its schedule; None if the mesh has one stage
-    specs: Specs  # where parameters rest, with their reduced gradients, moments and updates
+    specs: Specs  # specs of parameters at rest, and of their reduced gradients, moments and updates
     padding: Padding  # of the parameters, if the mesh does not divide a dim
     reductions: Mapping[str, Reduction]  # of the gradients that a shard has accumulated
     copies: Mapping[str, Copies]  # of the weights, if several devices share one sequence

@@ -79,7 +79,7 @@ def test_a_system_without_second_names_refuses_before_the_first_step(tmp_path, m
 def test_a_save_that_cannot_be_read_back_is_not_said_to_be_saved(tmp_path, monkeypatch):
     monkeypatch.setattr(plain_path, "PLAIN", plain_path.re.compile(".*", plain_path.re.DOTALL))
     run = tmp_path / "lr=[1]"
-    with pytest.raises(StorageError, match="was written and cannot be read back; found params"):
+    with pytest.raises(StorageError, match="was written but cannot be read back; found params"):
         st.run(tiny(*SETTINGS), run, devices=ONE)
     assert not [event for event in RunFiles(run).events if event["event"] == "saved"]
 

@@ -1,4 +1,4 @@
-"""Counts a corpus: its documents, what is masked, which ids are rare, and what stands twice."""
+"""Counts a corpus: its documents, masked tokens, rare ids, and repetitions."""
 
 import hashlib
 from collections.abc import Iterator
@@ -82,7 +82,7 @@ def count_corpus(corpus: Corpus, name: str = "", most: int = MOST_TOKENS) -> Cor
 
 
 def _unknown_id(corpus: Corpus) -> int | None:
-    """Returns the id that stands for what the tokenizer does not know; None if it has none."""
+    """Returns the id that stands for unknown text; None if the tokenizer has none."""
     if corpus.tokenizer is None:
         return None
     ids = [corpus.tokenizer.id_of(name) for name in UNKNOWN]

@@ -1,4 +1,4 @@
-"""The windows of a batch in passages: which tokens count in the loss, and of which document.
+"""Cuts the windows of a batch into passages: which tokens count in the loss, and of which document.
 
 A passage is a row of tokens of one document that all count as targets, or all do not. The first
 token of a document within a window is predicted by nothing; it belongs to the passage of the second

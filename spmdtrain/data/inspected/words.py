@@ -1,4 +1,6 @@
-"""What `data inspect` prints: counts in sentences, and windows with their marks or colours."""
+"""Renders what `data inspect` prints: counts in sentences, and windows with their marks or
+colours.
+"""
 
 from collections.abc import Sequence
 

@@ -1,9 +1,9 @@
-"""An island: it takes the steps of its run, and meets the others when it is time.
+"""Runs an island: it takes the steps of its run, and meets the others when it is time.
 
-What an island was given at a meeting lies in the folder. If it resumes, it takes its steps again up
-to where it was, and each meeting comes out as it did. If the others have met without it, because it
-was away or slow, it leaps: it takes the outer weights of the newest meeting, and goes on from there
-with its own optimizer state.
+The results of meetings stay in the folder. If an island resumes, it repeats its steps up to where
+it was, and each meeting has the same result. If the others have met without it, because it was away
+or slow, it leaps: it takes the outer weights of the newest meeting, and continues from there with
+its own optimizer state.
 """
 
 import time

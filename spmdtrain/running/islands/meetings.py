@@ -1,4 +1,4 @@
-"""What islands leave for each other in a folder that all reach.
+"""Exchanges files between islands, in a folder that all can reach.
 
     agreed/settings.json    what all islands must have in common
     STEP/change-I/          the change of island I: its row, and what it weighs

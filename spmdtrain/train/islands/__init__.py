@@ -1,1 +1,1 @@
-"""Islands: what a meeting does to the training state. The files of a meeting are in running/."""
+"""Changes the training state at the meetings of islands. The files of a meeting are in running/."""

@@ -1,8 +1,8 @@
-"""The change of an island as one row of numbers, on disk or on devices.
+"""Writes the change of an island as one row of numbers, on disk or on devices.
 
-The weights of a fragment stand in the row one behind the other, in the order of their paths and in
-the shapes of the model, each filled up with zeros to whole blocks. So the row is the same on any
-mesh. It is float32, or 8 bits with one scale for each block (parallel/compress.py).
+The weights of a fragment follow one another in the row, in the order of their paths and in the
+shapes of the model, each padded with zeros to whole blocks. So the row is the same on any mesh. It
+is float32, or 8 bits with one scale for each block (parallel/compress.py).
 
 m: islands, n: numbers in a row, b: blocks.
 """
@@ -59,7 +59,7 @@ class PlacesInRow:
 
 
 def codec_of_changes(settings: IslandsConfig) -> Codec | None:
-    """Returns how changes are written; None: as they are."""
+    """Returns the codec with which changes are written; None: uncompressed."""
     return None if settings.codec == "none" else Codec(settings.codec, BLOCK)
 
 
@@ -124,7 +124,7 @@ def _moved_to(outer: Weights, params: Weights, paths: Mapping[str, int], mix: fl
 
 
 def mean_of(settings: IslandsConfig, rows: Sequence[Row], weights: Sequence[float]) -> Row:
-    """Returns the weighted mean of rows, encoded like them. A row of weight 0 has no say."""
+    """Returns the weighted mean of rows, encoded like them. A row of weight 0 does not count."""
     present = [(row, weight) for row, weight in zip(rows, weights, strict=True) if weight]
     codec = codec_of_changes(settings)
     if not present:

@@ -1,4 +1,4 @@
-"""The outer weights and their momentum: what islands have in common, as items of the state.
+"""Keeps the outer weights and their momentum, which islands have in common, as items of the state.
 
 Between two meetings an island moves away from the outer weights. Its change is d_i = outer - x_i, a
 gradient of sorts, and the mean change of the islands d moves the outer weights (DiLoCo,
@@ -7,9 +7,9 @@ arXiv:2311.08105):
     nesterov:  m = momentum * m + d,  outer = outer - rate * (momentum * m + d)
     average:   outer = outer - d
 
-The islands that are present weigh as many as their sequences in a step. Both items are float32 and
-rest as their parameters do, so the outer step moves nothing between devices. A training step leaves
-them as they are.
+An island that is present is weighted by its sequences in a step. Both items are float32 and sharded
+like their parameters, so the outer step moves nothing between devices. A training step does not
+change them.
 """
 
 from collections.abc import Mapping
