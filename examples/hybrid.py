@@ -50,7 +50,7 @@ class Recurrence(nnx.Module):
         x_bt3s = ctx.constrain(x_bt3s, "batch", "time", None, "state").astype(jnp.float32)
         value, keep, gate = x_bt3s[:, :, 0], x_bt3s[:, :, 1], x_bt3s[:, :, 2]
         keep = jax.nn.sigmoid(keep + self.remember_s[...])
-        keep = jnp.where(ctx.positions_bt[..., None] == 0, 0, keep)  # a document starts anew
+        keep = jnp.where(ctx.positions_bt[..., None] == 0, 0, keep)  # a document starts afresh
 
         def after(first, second):  # joins two stretches of time
             (keep_1, state_1), (keep_2, state_2) = first, second
