@@ -20,7 +20,8 @@ from jax.sharding import PartitionSpec as P
 from spmdtrain.models.layers.router import Router
 from spmdtrain.running.compile_step import lower_step
 from spmdtrain.train.compared.in_order import placed_arrays, plain_arrays
-from spmdtrain.train.setup import Setup, init_state
+from spmdtrain.train.fresh import init_state
+from spmdtrain.train.setup import Setup
 
 STEPS, LAYERS, SEQUENCES, TOKENS, CHOSEN = 20, 2, 16, 8, 3
 TINY = (
