@@ -4,12 +4,17 @@ shortened, then some in which every pair of axes meets.
 A ring of two is its own mirror: data sent round it in the wrong direction arrives in the right
 place. So each axis that is longer in the real run, and each other axis that passes data round a
 ring, occurs once with 4 devices.
+
+In the schedules that are built here nearly all stages work whenever one does, and little waits. In
+that of uneven.csv activations, cotangents and deferred weight gradients wait, and stages idle
+between their forwards, their backwards and their weight gradients.
 """
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from spmdtrain.certify.shrink import BATCH
 from spmdtrain.config import RunConfig
@@ -20,6 +25,11 @@ AXES = tuple(MeshConfig().sizes)
 BATCH_AXES = ("data", "fsdp", "expert")
 STREAM = "rules.activations.stream_time=context,tensor"
 COLLECTIVE = ("mesh.collective_matmul=true", STREAM)
+UNEVEN = f"pipeline.schedule={Path(__file__).with_name('uneven.csv')}"
+WHOLE_HEADS = tuple(
+    f"rules.{each}="
+    for each in ("parameters.kv_heads", "activations.kv_heads", "activations.heads")
+)
 
 
 @dataclass(frozen=True)
@@ -57,11 +67,15 @@ def _axis_of(text: str) -> str:
 
 def _spoken(text: str) -> str:
     key, _, value = text.partition("=")
-    if key == "rules.activations.stream_time":
+    if key == "rules.activations.stream_time" or text in WHOLE_HEADS[1:]:
         return ""
+    if text == WHOLE_HEADS[0]:
+        return "heads whole"
     if key == "mesh.collective_matmul":
         return "collective matmul"
-    if key in ("pipeline.schedule", "model.context_attention"):
+    if key == "pipeline.schedule":
+        return Path(value).stem
+    if key == "model.context_attention":
         return value
     return f"{key.rpartition('.')[2]} {value}"
 
@@ -156,10 +170,9 @@ def _pairs(config: RunConfig) -> Iterator[Layout]:
     So do all ways of attention over `context`, if the run leaves the choice.
     """
     is_free = config.model.context_attention == "auto"
-    for text in _FIXED:
-        found = text.split()
+    for found in (*(text.split() for text in _FIXED), [*_UNEVEN.split(), UNEVEN]):
         if not is_free:
-            found = [each for each in found if "context_attention" not in each]
+            found = [each for each in found if not each.startswith("model.context_attention=")]
         yield Layout(tuple(found), "pairs of axes")
 
 
@@ -177,6 +190,27 @@ _FIXED = (
     "mesh.data=3 mesh.fsdp=2 train.zero=1",
     "mesh.expert=2 mesh.context=4 train.microbatch=3 model.context_attention=gather",
 )
+# The sizes of the file: 4 stages, 2 chunks, 3 microbatches.
+_UNEVEN = "mesh.pipeline=4 mesh.fsdp=2 train.microbatch=4 pipeline.chunks=2"
+
+
+def fitted(layouts: Sequence[Layout], small: RunConfig) -> list[Layout]:
+    """Returns the layouts with heads left whole if `tensor` does not divide those of the keys.
+
+    A model that is certified as it is may have fewer of them than the ring has devices. Its other
+    weights are still split over the ring. Layouts with a rule of their own for heads stay.
+    `small`: the run that is certified, on one device.
+    """
+
+    def fits(layout: Layout) -> bool:
+        sizes = [text.partition("=")[2] for text in layout.settings if _axis_of(text) == "tensor"]
+        has_rule = any(text.startswith(WHOLE_HEADS[0]) for text in layout.settings)
+        return has_rule or all(small.model.kv_heads % int(size) == 0 for size in sizes)
+
+    return [
+        layout if fits(layout) else replace(layout, settings=(*layout.settings, *WHOLE_HEADS))
+        for layout in layouts
+    ]
 
 
 def given(lines: Iterable[str]) -> list[Layout]:

@@ -8,7 +8,7 @@ import random
 from collections.abc import Mapping
 from typing import get_args
 
-from spmdtrain.certify.cover import AXES, BATCH_AXES, COLLECTIVE, DEVICES, Layout
+from spmdtrain.certify.cover import AXES, BATCH_AXES, COLLECTIVE, DEVICES, Layout, fitted
 from spmdtrain.certify.drawn_rules import draw_rules
 from spmdtrain.config import RunConfig
 from spmdtrain.config.schema import TrainConfig
@@ -31,7 +31,7 @@ def draw_layouts(small: RunConfig, count: int, seed: int = 0) -> list[Layout]:
     while len(found) < count:
         drawn = random.Random(f"layout {seed} {number}")
         number += 1
-        layout = draw_layout(drawn, small)
+        (layout,) = fitted([draw_layout(drawn, small)], small)
         found.setdefault(layout.settings, layout)
     return list(found.values())
 

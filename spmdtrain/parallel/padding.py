@@ -84,6 +84,23 @@ def add_zeros(x: jax.Array, smaller: Shape, larger: Shape) -> jax.Array:
     return jnp.pad(x, [(0, more - less) for less, more in zip(smaller, larger, strict=True)])
 
 
+def add_zeros_apart(x: jax.Array, smaller: Shape, larger: Shape, yes: jax.Array) -> jax.Array:
+    """Returns `add_zeros` of an x that is computed as if nothing were appended, to the bit.
+
+    `yes`: True, but not known to be so while compiling. XLA may round a product and a sum in one
+    or in two steps, by what else it fuses with them, so drawn weights would depend on their
+    padding. A branch is never fused with what computes its operands; an optimization barrier would
+    not do, because the CPU backend drops it before it fuses.
+    """
+    if smaller == larger:
+        return x
+
+    def pad(x: jax.Array) -> jax.Array:
+        return add_zeros(x, smaller, larger)
+
+    return jax.lax.cond(yes, pad, lambda x: jnp.zeros(larger, x.dtype), x)
+
+
 def cut_zeros(x: jax.Array, smaller: Shape, larger: Shape) -> jax.Array:
     """Inverts `add_zeros`."""
     if smaller == larger:

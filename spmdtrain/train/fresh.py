@@ -39,7 +39,7 @@ def fresh_but_for(setup: Setup, given: Collection[str]) -> TrainState:
         left = {path: x for path, x in state.params.items() if path not in given}
         return replace(state, params=left)
 
-    def fresh(key: jax.Array) -> TrainState:
+    def fresh(key: jax.Array, yes: jax.Array) -> TrainState:
         whole = fresh_state(
             setup.model,
             setup.update_rules,
@@ -48,11 +48,13 @@ def fresh_but_for(setup: Setup, given: Collection[str]) -> TrainState:
             setup.mesh,
             setup.specs,
             setup.padding,
+            yes,
         )
         return lacking(whole)
 
     shardings = jax.tree.map(lambda x: x.sharding, lacking(setup.state))
-    return jax.jit(fresh, out_shardings=shardings)(random_key(setup.config.train.seed, "init"))
+    key = random_key(setup.config.train.seed, "init")
+    return jax.jit(fresh, out_shardings=shardings)(key, True)
 
 
 def with_items_begun(setup: Setup, state: TrainState, names: Collection[str]) -> TrainState:

@@ -6,6 +6,7 @@ restore, the compiled step and the planner all read it, and therefore agree.
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import AbstractModel, cast_floating
-from spmdtrain.parallel.padding import Padding, Shape
+from spmdtrain.parallel.padding import Padding, Shape, add_zeros_apart
 from spmdtrain.train.items import items
 from spmdtrain.train.items.item import Specs, Start
 from spmdtrain.train.items.items import Values, at_rest
@@ -113,17 +114,25 @@ def fresh_state(  # noqa: PLR0913 - all that a state hangs on
     mesh: Mesh,
     specs: Specs,
     padding: Padding,
+    yes: jax.Array,
 ) -> TrainState:
     """Returns the state at step 0, for tracing.
 
-    Under jit with output shardings no leaf is ever whole.
+    Under jit with output shardings no leaf is ever whole. `yes`: see `add_zeros_apart`.
     """
     params, opt_state = _fresh(model, rules, config, key)
-    resting = {path: padding.to_rest(path, x) for path, x in params.items()}
+
+    def to_rest(path: str, x: jax.Array) -> jax.Array:
+        shape = padding.of_model[path]
+        return add_zeros_apart(x, shape, padding.at_rest[path], yes) if x.shape == shape else x
+
+    resting = {path: to_rest(path, x) for path, x in params.items()}
     return TrainState(
         step=jnp.int32(0),
         params=resting,
-        opt_state={path: padding.tree_to_rest(path, x) for path, x in opt_state.items()},
+        opt_state={
+            path: jax.tree.map(partial(to_rest, path), tree) for path, tree in opt_state.items()
+        },
         items=items.begin(_start(config, resting, rules, specs, mesh)),
     )
 

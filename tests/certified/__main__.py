@@ -3,7 +3,7 @@
     python -m tests.certified breakages [--out FILE] [WORDS ...]    those that hold one of the words
     python -m tests.certified draws --count N [--seed S] [--out FILE]    no false alarm in N layouts
 
-Both write a JSON line each; breakages that FILE already holds are left out.
+Both write a JSON line each; what FILE already holds is left out.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def tried(each: Planted) -> Line:
             shutil.copytree(ROOT / room, tree / room, ignore=ignored)
         file = tree / "spmdtrain" / each.breakage.file
         file.write_text(broken(file.read_text(), each.breakage.before, each.breakage.after))
-        found = certified(tree, each.settings)
+        found = certified(tree, each)
         assert found.get("source", directory).startswith(directory), found["source"]
     return {
         "what": each.breakage.what,
@@ -57,9 +57,10 @@ def tried(each: Planted) -> Line:
     }
 
 
-def certified(tree: Path, settings: tuple[str, ...]) -> Line:
+def certified(tree: Path, each: Planted) -> Line:
     """What the worker says with the library of `tree`."""
-    command = [sys.executable, "-m", "tests.certified.worker", *settings]
+    only = [] if each.layouts is None else [f"--layouts={each.layouts}"]
+    command = [sys.executable, "-m", "tests.certified.worker", *only, *each.settings]
     environment = os.environ | {"PYTHONPATH": str(tree)}
     done = subprocess.run(
         command, cwd=tree, env=environment, capture_output=True, text=True, timeout=PATIENCE
@@ -112,8 +113,8 @@ def breakages(asked: argparse.Namespace) -> int:
 
 def draws(asked: argparse.Namespace) -> int:
     """Compares drawn layouts of the healthy library with one device."""
-    lines = []
-    for line in worker.drawn(asked.count, asked.seed):
+    lines = kept(asked.out)
+    for line in worker.drawn(asked.count, asked.seed, {line["what"] for line in lines}):
         lines.append(line)
         keep(asked.out, line)
         print(f"{line['verdict']:<8} {line['worst']} {line['layout']} {line['first']}", flush=True)

@@ -1,16 +1,18 @@
 """Certifies tests/certified/base.toml up to the first thing that is wrong, and prints it as JSON.
 
-    python -m tests.certified.worker [KEY=VALUE ...]
+    python -m tests.certified.worker [--layouts N] [KEY=VALUE ...]
 
-The library is what PYTHONPATH names first: a broken copy.
+The library is what PYTHONPATH names first: a broken copy. With N it compares only the first N
+layouts, and then resumes.
 """
 
+import argparse
 import json
 import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +35,23 @@ WITH_RULES = (
 )
 
 
-def main(settings: list[str]) -> None:
+def main(arguments: list[str]) -> None:
     """Imports the library only now: what jax reads of the environment is settled above."""
     import spmdtrain
     from spmdtrain.certify.certify import certify, values
-    from spmdtrain.certify.cover import cover, given
+    from spmdtrain.certify.cover import cover, fitted, given
     from spmdtrain.certify.shrink import shrink
     from spmdtrain.config import load
 
-    config = load(BASE, settings)
-    layouts = [*cover(config), *given(WITH_RULES)]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--layouts", type=int)
+    parser.add_argument("settings", nargs="*")
+    asked = parser.parse_args(arguments)
+    config = load(BASE, asked.settings)
+    shrunk = shrink(config, as_is=True)
+    layouts = [*fitted(cover(config), shrunk.config), *given(WITH_RULES)][: asked.layouts]
     try:
-        found = values(certify(shrink(config, as_is=True), layouts, steps=2, first=True))
+        found = values(certify(shrunk, layouts, steps=2, first=True))
     except Exception as error:  # a breakage may end the reference itself
         said = f"{type(error).__name__}: {str(error)[:300]}"
         found = {"certified": False, "wrong": [said], "ended": traceback.format_exc()[-1500:]}
@@ -52,10 +59,11 @@ def main(settings: list[str]) -> None:
     print(json.dumps(found | own))
 
 
-def drawn(count: int, seed: int) -> Iterator[dict[str, Any]]:
+def drawn(count: int, seed: int, known: Container[str] = ()) -> Iterator[dict[str, Any]]:
     """Yields the verdict on each of `count` layouts, drawn at random, of the library as it is.
 
-    Programs are forgotten on the way, or they would fill the memory.
+    Leaves out those whose names are `known`. Programs are forgotten on the way, or they would fill
+    the memory.
     """
     import jax
 
@@ -69,11 +77,13 @@ def drawn(count: int, seed: int) -> Iterator[dict[str, Any]]:
     small = shrink(load(BASE), as_is=True).config
     reference = make_reference(small, 2, Own())
     for number, layout in enumerate(draw_layouts(small, count, seed)):
+        if (what := f"{seed} {number}") in known:
+            continue
         found = examine(reference, layout, Own())
         if number % 20 == 19:
             jax.clear_caches()
         yield {
-            "what": f"{seed} {number}",
+            "what": what,
             "layout": " ".join(layout.settings),
             "verdict": found.verdict,
             "worst": min(found.ratios[0], 1e30) if found.ratios else None,

@@ -29,6 +29,7 @@ LAYOUTS = {
     "psum_scatter": ("mesh.fsdp=2", "train.microbatch=6"),
     "all_gather": ("mesh.fsdp=2", "train.microbatch=6"),
     "ppermute": ("mesh.pipeline=2", "train.microbatch=12"),
+    "all_to_all": ("mesh.context=2", "model.context_attention=ulysses"),
 }
 
 

@@ -178,10 +178,10 @@ def _certified(parsed: argparse.Namespace, config: "RunConfig") -> "Certificate"
 def _layouts(
     parsed: argparse.Namespace, config: "RunConfig", shrunk: "Shrunk"
 ) -> "Sequence[Layout]":
-    from spmdtrain.certify.cover import cover, given
+    from spmdtrain.certify.cover import cover, fitted, given
 
     if parsed.layouts is None:
-        layouts = cover(config, only_asked=parsed.only_asked)
+        layouts = fitted(cover(config, only_asked=parsed.only_asked), shrunk.config)
     else:
         try:
             layouts = given(Path(parsed.layouts).read_text(encoding="utf-8").splitlines())
