@@ -3,15 +3,20 @@
 import itertools
 from pathlib import Path
 
+import numpy as np
 import pytest
+from fuzz.campaign import ROOT
 from fuzz.draw import config_of, numbers_of
+from jax.sharding import AbstractMesh
 
-from spmdtrain.certify.cover import AXES, DEVICES, Layout, cover, given
+from spmdtrain.certify.cover import AXES, DEVICES, UNEVEN, Layout, cover, fitted, given
 from spmdtrain.certify.drawn import draw_layouts
 from spmdtrain.certify.shrink import BATCH, LENGTH, shrink
 from spmdtrain.certify.witnesses.resume import with_settings
 from spmdtrain.config import ConfigError, RunConfig, load
 from spmdtrain.config.schema import MeshConfig
+from spmdtrain.pipeline.choose import choose_table
+from spmdtrain.train.setup import shard_on
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 KEPT = {
@@ -121,6 +126,37 @@ def test_each_long_axis_stands_with_a_ring_longer_than_two(axes):
     assert pairs_of(asked) >= set(itertools.combinations(axes, 2))
     for axis in axes:
         assert any(f"mesh.{axis}=4" in layout.settings for layout in asked), axis
+
+
+def test_a_model_as_it_is_fits_a_ring_of_more_devices_than_heads():
+    real = load(ROOT / "tests" / "certified" / "base.toml")
+    small = shrink(real, as_is=True).config
+    layouts = cover(real)
+    pairs = zip(layouts, fitted(layouts, small), strict=True)
+    ((before, after),) = [pair for pair in pairs if pair[0] != pair[1]]
+    assert "mesh.tensor=4" in before.settings and small.model.kv_heads == 2
+
+    def laid_out(layout: Layout) -> None:
+        config = with_settings(small, layout.settings)
+        shard_on(config, AbstractMesh(tuple(config.mesh.sizes.values()), AXES))
+
+    with pytest.raises(ConfigError, match="kv_heads=2"):
+        laid_out(before)
+    laid_out(after)
+    assert fitted([after], small) == [after]
+
+
+def test_in_the_uneven_schedule_all_work_waits_and_every_kind_of_it_stands_still():
+    (layout,) = [each for each in cover(RunConfig()) if UNEVEN in each.settings]
+    assert layout.name == "pipeline 4 x fsdp 2, microbatch 4, chunks 2, uneven"
+    microbatches = BATCH // 2 // 4
+    table = choose_table(UNEVEN.partition("=")[2], 4, 2, microbatches)
+    assert table.activations_wait and table.cotangent_slots and table.deferred_slots
+    for kind in ("forward", "backward", "weight"):
+        works = getattr(table, f"{kind}_microbatch") >= 0
+        for stage in range(table.stages):
+            first, *_, last = np.flatnonzero(works[:, stage])
+            assert not works[first:last, stage].all(), (kind, stage)
 
 
 def test_drawn_layouts_are_the_same_for_a_seed_and_mostly_load():

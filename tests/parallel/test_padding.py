@@ -96,6 +96,18 @@ def test_padding_stays_zero_and_is_seen_by_no_optimizer():
         assert np.array_equal(padding.to_rest(path, padding.from_rest(path, x)), x), path
 
 
+def test_initial_values_do_not_depend_on_padding():
+    """To the bit, and so are those that an optimizer copies from the weights."""
+    settings = (*ODD[:2], "optimizer.name=schedule_free_adamw")
+    one, split = prepared(*settings), prepared(*settings, *PADDED)
+    want, got, padding = init_state(one), init_state(split), split.padding
+    assert padding.at_rest["tokens.table_ve"] != padding.of_model["tokens.table_ve"]
+    for path, x in got.params.items():
+        assert np.array_equal(padding.from_rest(path, x), want.params[path]), path
+        kept = padding.tree_from_rest(path, got.opt_state[path])
+        jax.tree.map(np.testing.assert_array_equal, kept, want.opt_state[path])
+
+
 def test_text_and_logits_know_no_padding():
     """A padded row has the logit 0, as likely as any in a fresh model."""
     one = prepared("model.vocab=65")
