@@ -16,7 +16,7 @@ from spmdtrain.certify.witnesses.resume import with_settings
 from spmdtrain.config import ConfigError, RunConfig, load
 from spmdtrain.config.schema import MeshConfig
 from spmdtrain.pipeline.choose import choose_table
-from spmdtrain.train.setup import shard_on
+from spmdtrain.train.shard import shard_on
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 KEPT = {
