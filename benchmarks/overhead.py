@@ -41,9 +41,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from spmdtrain.checkpoints.checkpoints import Checkpoints
 from spmdtrain.checkpoints.identity import identity
 from spmdtrain.checkpoints.retention import Retention
-from spmdtrain.checkpoints.store import Checkpoints
 from spmdtrain.config.errors import UserError
 from spmdtrain.config.load import from_resolved, resolved
 from spmdtrain.config.schema import GPT, AdamW, CheckpointConfig, EvalConfig, RunConfig, TrainConfig

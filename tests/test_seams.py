@@ -21,7 +21,7 @@ from flax import nnx
 from helpers import assert_same_bits, batches_of, mesh_of, tiny
 
 import spmdtrain as st
-from spmdtrain.checkpoints.store import Checkpoints
+from spmdtrain.checkpoints.checkpoints import Checkpoints
 from spmdtrain.config import CheckpointError, ConfigError, UserError
 from spmdtrain.train.state import bytes_per_device
 from spmdtrain.train.step import make_losses

@@ -7,7 +7,7 @@ PICTURE = "walk.svg"
 STATIONS = [
     ("read the settings", "spmdtrain/config/load.py", "RunConfig"),
     ("mesh, rules, abstract state", "spmdtrain/train/shard.py", "Setup"),
-    ("create or restore the state", "spmdtrain/checkpoints/store.py", "TrainState"),
+    ("create or restore the state", "spmdtrain/checkpoints/checkpoints.py", "TrainState"),
     ("sample indices to windows", "spmdtrain/data/batches.py", "rows on the host"),
     ("rows to global arrays", "spmdtrain/train/batch.py", "tokens [a, b, t]"),
     ("the step begins", "spmdtrain/train/step.py", "params, batch"),

@@ -14,7 +14,7 @@ from tensorstore import open as open_array
 from spmdtrain.checkpoints.leaves.fingerprint import Fingerprint, added, fingerprint
 from spmdtrain.checkpoints.leaves.relayout import cut_to
 from spmdtrain.checkpoints.meta import Meta, prefix, unpadded_leaves
-from spmdtrain.checkpoints.store import Checkpoints
+from spmdtrain.checkpoints.saved_steps import SavedSteps
 from spmdtrain.pipeline.layout import StageLayout
 from spmdtrain.processes.processes import said_by_all
 
@@ -28,7 +28,7 @@ class Layers:
     it together, and raise DamagedError together.
     """
 
-    def __init__(self, checkpoints: Checkpoints, step: int, *, ema: bool = False):
+    def __init__(self, checkpoints: SavedSteps, step: int, *, ema: bool = False):
         self.shapes = checkpoints.weight_shapes(step)
         self._checkpoints = checkpoints
         self._step = step

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from spmdtrain.checkpoints.checkpoints import Checkpoints
 from spmdtrain.checkpoints.meta import Meta
-from spmdtrain.checkpoints.store import Checkpoints
+from spmdtrain.checkpoints.saved_steps import SavedSteps
 from spmdtrain.config.errors import CheckpointError, DamagedError
 from spmdtrain.train.state import TrainState
 
@@ -40,7 +41,7 @@ def newest_good(
 
 
 def read_newest(
-    checkpoints: Checkpoints, read: Callable[[int], T], before: int | None = None
+    checkpoints: SavedSteps, read: Callable[[int], T], before: int | None = None
 ) -> tuple[int, T, dict[int, DamagedError]] | None:
     """Calls `read(step)` for the newest checkpoint, then for older ones as long as it finds damage.
 

@@ -13,11 +13,12 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from spmdtrain.checkpoints.checkpoints import Checkpoints
 from spmdtrain.checkpoints.identity import code_of
 from spmdtrain.checkpoints.meta import Meta
 from spmdtrain.checkpoints.model_code import SHIPPED, check_model_code
 from spmdtrain.checkpoints.newest import read_newest
-from spmdtrain.checkpoints.store import Checkpoints
+from spmdtrain.checkpoints.saved_steps import SavedSteps
 from spmdtrain.config.errors import CheckpointError, ConfigError, DamagedError
 from spmdtrain.config.given import as_flag, as_run, as_step
 from spmdtrain.config.load import as_overrides, from_resolved
@@ -53,7 +54,7 @@ def restore(run: str | Path, setup: Setup, step: int | None = None) -> TrainStat
     """
     check_setup(setup)
     run, step = as_run(run, "run"), as_step(step)
-    with _opened(run, setup) as checkpoints:
+    with contextlib.closing(Checkpoints(run, setup, keep=None)) as checkpoints:
 
         def read(at: int) -> tuple[TrainState, Meta]:
             checkpoints.check_items(at, setup.state)
@@ -76,7 +77,7 @@ def weights(
     checkpoint, or no average in it.
     """
     run, step, ema = as_run(run, "run"), as_step(step), as_flag(ema, "ema")
-    with _opened(run, None) as checkpoints:
+    with contextlib.closing(SavedSteps(run)) as checkpoints:
         _, found = read_step(
             checkpoints, run, step, lambda at: checkpoints.read_weights(at, ema=ema)
         )
@@ -106,7 +107,7 @@ def refuse_own_code(run: Path, saved: dict[str, Any], named: str | None) -> None
 
 
 def read_step(
-    checkpoints: Checkpoints, run: Path, asked: int | None, read: Callable[[int], T]
+    checkpoints: SavedSteps, run: Path, asked: int | None, read: Callable[[int], T]
 ) -> tuple[int, T]:
     """Returns the step that is read, and the result of `read(step)`.
 
@@ -135,7 +136,7 @@ def read_step(
 
 
 def read_newest_good(
-    checkpoints: Checkpoints, run: Path, read: Callable[[int], T]
+    checkpoints: SavedSteps, run: Path, read: Callable[[int], T]
 ) -> tuple[int, T, str]:
     """Returns (newest intact step, result of `read(step)`, warning).
 
@@ -160,7 +161,3 @@ def _is_good(step: int, read: Callable[[int], Any]) -> bool:
     except DamagedError:
         return False
     return True
-
-
-def _opened(run: Path, setup: Setup | None) -> contextlib.closing[Checkpoints]:
-    return contextlib.closing(Checkpoints(run, setup, keep=None))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from spmdtrain.checkpoints.store import steps_in
+from spmdtrain.checkpoints.files.step_folders import steps_in
 from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.run_files import BUNDLE, METRICS, START, STEPS, RunFiles
 from spmdtrain.data.recorded import RecordedData

@@ -12,11 +12,11 @@ from typing import Any
 
 import jax
 
+from spmdtrain.checkpoints.checkpoints import Checkpoints
 from spmdtrain.checkpoints.identity import check_identity, flat
 from spmdtrain.checkpoints.leaves.fingerprint import Fingerprint
 from spmdtrain.checkpoints.meta import Meta
 from spmdtrain.checkpoints.restore import read_document, refuse_own_code
-from spmdtrain.checkpoints.store import Checkpoints
 from spmdtrain.config.errors import CheckpointError, ConfigError
 from spmdtrain.config.given import as_run
 from spmdtrain.config.load import as_overrides, from_resolved, resolved

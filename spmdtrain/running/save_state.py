@@ -5,9 +5,10 @@ from pathlib import Path
 
 import jax
 
+from spmdtrain.checkpoints.checkpoints import Checkpoints
+from spmdtrain.checkpoints.files.step_folders import newest_step
 from spmdtrain.checkpoints.identity import config_document, identity
 from spmdtrain.checkpoints.retention import Retention
-from spmdtrain.checkpoints.store import Checkpoints, newest_step
 from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.given import as_run, as_whole
 from spmdtrain.config.run_files import CONFIG

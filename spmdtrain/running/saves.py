@@ -5,8 +5,8 @@ from typing import Any
 
 import jax
 
+from spmdtrain.checkpoints.checkpoints import Checkpoints
 from spmdtrain.checkpoints.identity import Meta
-from spmdtrain.checkpoints.store import Checkpoints
 from spmdtrain.config.errors import DivergedError
 from spmdtrain.processes import pulse
 from spmdtrain.running.guards.bad_steps import BadSteps

@@ -17,9 +17,9 @@ from helpers import assert_same_bits, tiny
 
 import spmdtrain as st
 from spmdtrain.checkpoints import restore
+from spmdtrain.checkpoints.checkpoints import Checkpoints
 from spmdtrain.checkpoints.newest import newest_good
 from spmdtrain.checkpoints.retention import Retention
-from spmdtrain.checkpoints.store import Checkpoints
 from spmdtrain.cli import main
 from spmdtrain.config.errors import CheckpointError, DamagedError
 from spmdtrain.config.schema import CheckpointConfig

@@ -15,7 +15,7 @@ from faults.hostile import ATTACKS, LEAF, Case
 from helpers import tiny
 
 from spmdtrain.checkpoints import restore
-from spmdtrain.checkpoints.store import Checkpoints
+from spmdtrain.checkpoints.saved_steps import SavedSteps
 from spmdtrain.config.errors import UserError
 from spmdtrain.running import loop
 from spmdtrain.train.shard import shard
@@ -61,7 +61,7 @@ def test_without_an_attack_both_read(saved, tmp_path):
     case.change_tree(lambda _: None)
     state = restore.restore(case.run, shard(tiny(*SETTINGS), devices=ONE))
     assert np.array_equal(restore.weights(case.run)[LEAF], np.asarray(state.params[LEAF]))
-    with contextlib.closing(Checkpoints(case.run, None, keep=None)) as checkpoints:
+    with contextlib.closing(SavedSteps(case.run)) as checkpoints:
         assert checkpoints.steps() == [1]
 
 

@@ -11,9 +11,9 @@ from helpers import assert_same_bits, tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spmdtrain.checkpoints.files.step_folders import steps_in
 from spmdtrain.checkpoints.restore import weights
 from spmdtrain.checkpoints.retention import Retention
-from spmdtrain.checkpoints.store import steps_in
 from spmdtrain.config import CheckpointError, ConfigError
 from spmdtrain.config.errors import DamagedError
 from spmdtrain.config.schema import CheckpointConfig

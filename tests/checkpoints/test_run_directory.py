@@ -11,8 +11,8 @@ from helpers import tiny
 
 import spmdtrain as st
 from spmdtrain.checkpoints import plain_path
-from spmdtrain.checkpoints.hostile import FILES, WRITTEN, check_description
-from spmdtrain.checkpoints.plain_path import PlainPath
+from spmdtrain.checkpoints.files.hostile import FILES, WRITTEN, check_description
+from spmdtrain.checkpoints.files.plain_path import PlainPath
 from spmdtrain.cli import main
 from spmdtrain.config import StorageError, UserError
 from spmdtrain.config.run_files import RunFiles

@@ -87,7 +87,7 @@ def test_nothing_of_a_save_that_failed_stays_whenever_its_last_write_comes(
     tmp_path, monkeypatch, after
 ):
     monkeypatch.setattr(store, "SETTLE_SECONDS", 0.2)
-    checkpoints = store.Checkpoints(tmp_path, None, Retention(CheckpointConfig()))
+    checkpoints = store.Store(tmp_path, Retention(CheckpointConfig()))
     late = tmp_path / "checkpoints" / f"5{store.UNFINISHED}" / "params" / "d"
     writes = [threading.Timer(after * times, late.mkdir, [0o755, True, True]) for times in (1, 2)]
 

@@ -12,7 +12,7 @@ from orbax.checkpoint._src.checkpointers import async_checkpointer
 
 from faults.runs import SMALLEST, acknowledged, losses
 from faults.turns import Figures, Turns
-from spmdtrain.checkpoints.store import Checkpoints
+from spmdtrain.checkpoints.checkpoints import Checkpoints
 from spmdtrain.running import loop
 
 STEP_SECONDS = 0.05

@@ -19,9 +19,9 @@ from faults.hostile import Case as Hostile
 from faults.runs import SMALLEST, command, configure, events, losses
 from faults.turns import Figures, Turns
 from spmdtrain.checkpoints import restore
+from spmdtrain.checkpoints.checkpoints import Checkpoints
 from spmdtrain.checkpoints.newest import newest_good
 from spmdtrain.checkpoints.retention import Retention
-from spmdtrain.checkpoints.store import Checkpoints
 from spmdtrain.config import CheckpointError
 from spmdtrain.config.schema import CheckpointConfig
 from spmdtrain.running import loop

@@ -29,8 +29,8 @@ from faults.runs import (
 )
 from faults.saving import PHASES, SETTINGS
 from faults.turns import Figures, Turns
+from spmdtrain.checkpoints.checkpoints import Checkpoints
 from spmdtrain.checkpoints.newest import newest_good
-from spmdtrain.checkpoints.store import Checkpoints
 from spmdtrain.data.source import open_data
 from spmdtrain.launch.launch import EXIT_SECONDS
 from spmdtrain.launch.ranks import TERM_SECONDS

@@ -642,9 +642,9 @@ BREAKAGES = [
     ),
     Breakage(
         "the average of a resumed run begins anew",
-        "checkpoints/store.py",
-        "return with_items_begun(self._asked_setup(), state, abstract.items.keys() - values), meta",
-        "return with_items_begun(self._asked_setup(), state, abstract.items.keys()), meta",
+        "checkpoints/checkpoints.py",
+        "return with_items_begun(self._setup, state, abstract.items.keys() - values), meta",
+        "return with_items_begun(self._setup, state, abstract.items.keys()), meta",
         f"{EMA} -k interrupted",
     ),
     Breakage(
@@ -757,14 +757,14 @@ BREAKAGES = [
     # What is read from disk
     Breakage(
         "no fingerprint is compared",
-        "checkpoints/store.py",
+        "checkpoints/saved_steps.py",
         'saved = {name: tuple(meta["fingerprints"].get(name, ())) for name in found}',
         "saved = found",
         DAMAGED,
     ),
     Breakage(
         "no digest is compared",
-        "checkpoints/store.py",
+        "checkpoints/saved_steps.py",
         'meta.pop("digest") != digest(meta)',
         'not meta.pop("digest")',
         f"{DAMAGED} -k alter_position",
@@ -947,28 +947,28 @@ BREAKAGES = [
     ),
     Breakage(
         "links in a checkpoint are followed",
-        "checkpoints/hostile.py",
+        "checkpoints/files/hostile.py",
         "        if not _is_plain(path):\n            kind =",
         "        if False:\n            kind =",
         "tests/checkpoints/test_hostile.py -k linked",
     ),
     Breakage(
         "the name of a leaf may be a path",
-        "checkpoints/hostile.py",
+        "checkpoints/files/hostile.py",
         'if strange or name.startswith("."):',
         "if False:",
         "tests/checkpoints/test_hostile.py -k name",
     ),
     Breakage(
         "weights may claim more than their files hold",
-        "checkpoints/hostile.py",
+        "checkpoints/files/hostile.py",
         "if claimed > most:",
         "if False:",
         "tests/checkpoints/test_hostile.py -k claimed",
     ),
     Breakage(
         "a chunk may claim more than its array",
-        "checkpoints/hostile.py",
+        "checkpoints/files/hostile.py",
         "if len(chunk) != len(most) or any(map(operator.gt, chunk, most)):",
         "if False:",
         "tests/checkpoints/test_hostile.py -k claimed",

@@ -9,7 +9,7 @@ import pytest
 from helpers import tiny
 
 import spmdtrain as st
-from spmdtrain.checkpoints.store import Checkpoints
+from spmdtrain.checkpoints.checkpoints import Checkpoints
 from spmdtrain.config.run_files import EVENTS
 from spmdtrain.inference import tasks
 from spmdtrain.page.account import account, stretches

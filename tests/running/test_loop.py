@@ -15,8 +15,8 @@ import pytest
 from helpers import tiny
 from orbax.checkpoint._src.serialization import replica_slices
 
+from spmdtrain.checkpoints.checkpoints import Checkpoints
 from spmdtrain.checkpoints.identity import identity
-from spmdtrain.checkpoints.store import Checkpoints
 from spmdtrain.config import ConfigError, from_resolved
 from spmdtrain.data.batches import EvalWindows
 from spmdtrain.data.source import CorpusData, open_data

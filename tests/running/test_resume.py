@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from helpers import assert_same_bits, mesh_of, tiny
 
-from spmdtrain.checkpoints.store import Checkpoints
+from spmdtrain.checkpoints.checkpoints import Checkpoints
 from spmdtrain.config import CheckpointError, ConfigError, to_toml
 from spmdtrain.config.errors import DamagedError, DivergedError, StorageError
 from spmdtrain.data import batches, source

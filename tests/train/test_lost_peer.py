@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from helpers import tiny
 
-from spmdtrain.checkpoints.store import newest_step
+from spmdtrain.checkpoints.files.step_folders import newest_step
 from spmdtrain.config import to_toml
 from spmdtrain.data.prepare.token_writer import write_tokens
 from spmdtrain.data.tokenizers.tokenizer import open_tokenizer

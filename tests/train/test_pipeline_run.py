@@ -17,9 +17,9 @@ from helpers import assert_same_bits, batches_of, compiled_step, mesh_of, prepar
 from jax.sharding import NamedSharding
 
 import spmdtrain as st
+from spmdtrain.checkpoints.checkpoints import Checkpoints
 from spmdtrain.checkpoints.identity import identity
 from spmdtrain.checkpoints.retention import Retention
-from spmdtrain.checkpoints.store import Checkpoints
 from spmdtrain.compiled import hlo
 from spmdtrain.compiled.memory import memory_of
 from spmdtrain.config import CheckpointError, ConfigError

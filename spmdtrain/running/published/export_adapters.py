@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from spmdtrain.checkpoints.restore import read_step, run_config
-from spmdtrain.checkpoints.store import Checkpoints
+from spmdtrain.checkpoints.saved_steps import SavedSteps
 from spmdtrain.config.given import as_flag, as_path, as_step
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.interop.peft import Values, write_adapters
@@ -37,7 +37,7 @@ def export_adapters(
     target, _ = target_of(run, "float32")
     config = run_config(run)
     base = base or config.train.init_from
-    reading = contextlib.closing(Checkpoints(run, None, keep=None))
+    reading = contextlib.closing(SavedSteps(run))
     with reading as checkpoints:
 
         def read(at: int) -> Values:
@@ -52,7 +52,7 @@ def export_adapters(
     ]
 
 
-def _values(checkpoints: Checkpoints, step: int, config: RunConfig, *, ema: bool) -> Values:
+def _values(checkpoints: SavedSteps, step: int, config: RunConfig, *, ema: bool) -> Values:
     """Returns the weights; of adapted weights only the adapters."""
     if ema:
         checkpoints.averaged(step)  # raises if there is none

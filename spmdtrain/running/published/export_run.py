@@ -12,7 +12,7 @@ from typing import Any
 
 from spmdtrain.checkpoints.layers import Layers
 from spmdtrain.checkpoints.restore import read_step, run_config
-from spmdtrain.checkpoints.store import Checkpoints
+from spmdtrain.checkpoints.saved_steps import SavedSteps
 from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.given import as_flag, as_path, as_step, as_whole
 from spmdtrain.config.load import from_resolved
@@ -79,13 +79,13 @@ def export_run(  # noqa: PLR0913 - all that a directory is made of
     others = {as_path(each, "also"): run_config(each).finetune for each in also}
     check_merge({run: target.finetune, **others}, base)
     asked = ExportOfRun(run, out, target, saved, others, ema, part, base)
-    with contextlib.closing(Checkpoints(run, None, keep=None)) as checkpoints:
+    with contextlib.closing(SavedSteps(run)) as checkpoints:
         at, lines = read_step(checkpoints, run, step, lambda at: _write(checkpoints, at, asked))
     averaged = ", averaged" if ema else ""
     return [f"step {at} of {run}{averaged}, written as {target.dtype}", *lines]
 
 
-def _write(checkpoints: Checkpoints, step: int, asked: ExportOfRun) -> list[str]:
+def _write(checkpoints: SavedSteps, step: int, asked: ExportOfRun) -> list[str]:
     target = asked.target
     with contextlib.ExitStack() as held:
         source = _merged_layers(checkpoints, step, asked, held)
@@ -137,14 +137,14 @@ def _write_mine(
 
 
 def _merged_layers(
-    checkpoints: Checkpoints, step: int, asked: ExportOfRun, held: contextlib.ExitStack
+    checkpoints: SavedSteps, step: int, asked: ExportOfRun, held: contextlib.ExitStack
 ) -> MergedLayers:
     """Returns the source of an export's weights: the checkpoints of all its runs, opened."""
     target = asked.target
     first = OfRun(asked.run, Layers(checkpoints, step, ema=asked.ema), target.finetune)
     others = []
     for run, finetune in asked.others.items():
-        opened = held.enter_context(contextlib.closing(Checkpoints(run, None, keep=None)))
+        opened = held.enter_context(contextlib.closing(SavedSteps(run)))
         newest = opened.newest()
         if newest is None:
             raise CheckpointError(f"{run} holds no checkpoint")

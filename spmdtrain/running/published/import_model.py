@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax
 
-from spmdtrain.checkpoints.store import newest_step
+from spmdtrain.checkpoints.files.step_folders import newest_step
 from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.given import as_path
 from spmdtrain.config.schema import RunConfig

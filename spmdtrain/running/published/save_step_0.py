@@ -6,9 +6,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from spmdtrain.checkpoints.checkpoints import Checkpoints
 from spmdtrain.checkpoints.identity import config_document, identity
 from spmdtrain.checkpoints.retention import Retention
-from spmdtrain.checkpoints.store import Checkpoints
 from spmdtrain.config.published.reading import Published
 from spmdtrain.config.schema import CheckpointConfig
 from spmdtrain.interop.directory import keep_files

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmdtrain.checkpoints.store import steps_in
+from spmdtrain.checkpoints.files.step_folders import steps_in
 from spmdtrain.config.errors import UserError
 from spmdtrain.config.run_files import (
     BUNDLE,

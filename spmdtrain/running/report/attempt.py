@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from spmdtrain.checkpoints.store import newest_step
+from spmdtrain.checkpoints.files.step_folders import newest_step
 from spmdtrain.config.errors import UserError
 from spmdtrain.config.run_files import EVENTS, METRICS, newest_line
 from spmdtrain.processes import pulse, signals

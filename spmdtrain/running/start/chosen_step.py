@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
+from spmdtrain.checkpoints.checkpoints import Checkpoints
+from spmdtrain.checkpoints.files.step_folders import QUARANTINE, steps_in
 from spmdtrain.checkpoints.newest import Found, newest_good
 from spmdtrain.checkpoints.restore import read_step
-from spmdtrain.checkpoints.store import QUARANTINE, Checkpoints, steps_in
 from spmdtrain.config.errors import CheckpointError, ConfigError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.running.report.reporter import Reporter

@@ -11,8 +11,8 @@ from pathlib import Path
 import jax
 from jax.experimental import multihost_utils
 
-from spmdtrain.checkpoints.hostile import ODD, strange_in
-from spmdtrain.checkpoints.store import newest_step
+from spmdtrain.checkpoints.files.hostile import ODD, strange_in
+from spmdtrain.checkpoints.files.step_folders import newest_step
 from spmdtrain.config.errors import CheckpointError, ConfigError, StorageError
 from spmdtrain.config.published.reading import is_published, read_published
 from spmdtrain.interop.files import open_tensors

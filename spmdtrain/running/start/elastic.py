@@ -14,8 +14,8 @@ from typing import Any
 
 import jax
 
+from spmdtrain.checkpoints.files.step_folders import newest_step
 from spmdtrain.checkpoints.restore import read_document
-from spmdtrain.checkpoints.store import newest_step
 from spmdtrain.config.errors import CheckpointError, ConfigError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.parallel.axes import batch_shards

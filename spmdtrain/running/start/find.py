@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from spmdtrain.checkpoints.checkpoints import Checkpoints
 from spmdtrain.checkpoints.identity import check_identity
 from spmdtrain.checkpoints.newest import Found
-from spmdtrain.checkpoints.store import Checkpoints
 from spmdtrain.processes import pulse
 from spmdtrain.running.report import stages
 from spmdtrain.running.start.chosen_step import chosen_or_newest

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import jax
 
+from spmdtrain.checkpoints.checkpoints import Checkpoints
+from spmdtrain.checkpoints.files.step_folders import newest_step
 from spmdtrain.checkpoints.newest import Found
 from spmdtrain.checkpoints.retention import Retention
-from spmdtrain.checkpoints.store import Checkpoints, newest_step
 from spmdtrain.running.compile_step import lower_step
 from spmdtrain.running.guards.memory import MemoryGuard
 from spmdtrain.running.report.attempt import Attempt, attempt

@@ -1,0 +1,278 @@
+"""Checkpoints of a run: RUN/checkpoints/N holds the state after N completed steps.
+
+A step has the items `params`, so that weights can be read alone, `state` (of the optimizer), one
+for each further part of the state, such as `ema` (leaves/items.py), and `meta` (meta.py). Restoring
+reads straight into the shards of the abstract state, whatever mesh or number of processes wrote
+them. Parameters are saved in the form they have at rest: stacked layers in pipeline layout, padded
+if their mesh needed it. If another layout or padding is asked for, they are read and laid out
+again, one parameter at a time.
+"""
+
+import contextlib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.tree_util import DictKey
+
+from spmdtrain.checkpoints.leaves.fingerprint import fingerprints
+from spmdtrain.checkpoints.leaves.items import (
+    arrays_of,
+    by_parameter,
+    folded,
+    from_note,
+    is_in,
+    notes_of,
+    saved_by_parameter,
+    shapes_saved,
+)
+from spmdtrain.checkpoints.leaves.relayout import as_saved, in_layout, lay_out_anew, without_padding
+from spmdtrain.checkpoints.meta import (
+    FORMAT,
+    Meta,
+    describe,
+    different_leaves,
+    digest,
+    fits,
+    leaf_name,
+    leaf_text,
+    named_leaves,
+    of_items,
+    others_text,
+    prefix,
+    unpadded_leaves,
+)
+from spmdtrain.checkpoints.retention import Retention
+from spmdtrain.checkpoints.saved_steps import SavedSteps
+from spmdtrain.checkpoints.store import read_leaves, saved_tree
+from spmdtrain.config.errors import DamagedError, UnfitError
+from spmdtrain.pipeline.layout import StageLayout
+from spmdtrain.train.fresh import with_items_begun
+from spmdtrain.train.items import items
+from spmdtrain.train.items.item import Item, Value, as_parameters
+from spmdtrain.train.setup import Setup
+from spmdtrain.train.state import TrainState
+
+
+class Checkpoints(SavedSteps):
+    """The checkpoints of one run directory, which hold states of `setup`.
+
+    `keep` decides which are kept; None opens them read-only.
+    """
+
+    def __init__(self, run: Path, setup: Setup, keep: Retention | None):
+        super().__init__(run, keep)
+        self._setup = setup
+
+    def save(self, step: int, state: TrainState, meta: Meta) -> None:
+        """Starts saving; `state` may be donated as soon as this returns.
+
+        Waits for the previous save, if it is still under way. `completed` tells when this one is on
+        disk.
+        """
+        trees = arrays_of(state)
+        arrays = named_leaves(trees)
+        leaves = describe(arrays)
+        layout = self._setup.model.layout
+        of_model = describe(named_leaves(self._without_padding(by_parameter(state), layout)))
+        meta = {
+            "format": FORMAT,
+            "leaves": leaves,
+            "unpadded": {name: leaf[0] for name, leaf in of_model.items() if leaf != leaves[name]},
+            "layout": layout.describe(),
+            "fingerprints": fingerprints(arrays),
+            **notes_of(state),
+        } | meta
+        if self.retention:
+            meta |= self.retention.meta([*self._store.steps(), step])
+        meta["digest"] = digest(meta)
+        self._store.save(step, trees, meta, layout)
+
+    def completed(self) -> list[int]:
+        """Returns the steps whose saves have reached the disk since the last call."""
+        return self._store.completed()
+
+    def wait(self) -> None:
+        """Waits until the last save is complete on disk."""
+        self._store.wait()
+
+    def quarantine(self, steps: Collection[int]) -> None:
+        """Moves damaged steps into `quarantine`, where nothing takes them for good ones.
+
+        Deletes nothing. All processes must call it.
+        """
+        if self.retention:
+            self.retention.forget(steps)
+        self._store.quarantine(steps)
+
+    def recall(self, step: int) -> None:
+        """Reads the losses stored in the checkpoint of `step`; none if it is damaged."""
+        if self.retention:
+            with contextlib.suppress(DamagedError):
+                self.retention.recall(self._meta(step)[0])
+
+    def best(self) -> tuple[int, float] | None:
+        """Returns the step with the lowest evaluation loss, and the loss.
+
+        None unless the best checkpoints are kept.
+        """
+        return self.retention.best(self._store.steps()) if self.retention else None
+
+    def restore(self, step: int, abstract: TrainState) -> tuple[TrainState, Meta]:
+        """Returns the state saved at `step`, each leaf in the sharding that `abstract` gives it.
+
+        Items of the state that were not saved start afresh from its weights: see `check_items`.
+        """
+        meta, _ = self._meta(step)
+        found, meta = self._restored(step, saved_by_parameter(abstract, meta))
+        counter = jax.make_array_from_callback(
+            (), abstract.step.sharding, lambda _: abstract.step.dtype.type(step)
+        )
+        values = {}
+        for item, asked in items.of(abstract.items):
+            value = found.get(item.name)
+            if item.note:
+                value = from_note(item, asked, meta)
+            elif item.rests is not as_parameters:
+                value = self._read_unlike_parameters(step, item, asked)
+            if value is not None:
+                values[item.name] = value
+        state = TrainState(counter, found["params"], found["state"], values)
+        return with_items_begun(self._setup, state, abstract.items.keys() - values), meta
+
+    def _read_unlike_parameters(self, step: int, item: Item, asked: Value) -> Value | None:
+        """Returns an item not sharded like the parameters; None if it must start afresh."""
+        meta, _ = self._meta(step)
+        shapes = shapes_saved(item, asked, meta)
+        if shapes is None:
+            return None
+        folder = self._store.folder(step) / item.name
+        tree = self._read(step, lambda: saved_tree(folder))
+        self._check_trees(step, {item.name: tree}, meta)
+        found = self._read(step, lambda: read_leaves(folder, tree, shapes))
+        self._verify(step, meta, fingerprints(named_leaves({item.name: found})))
+        return folded(item, found, asked)
+
+    def restore_params(
+        self,
+        step: int,
+        params: Mapping[str, jax.Array | jax.ShapeDtypeStruct],
+        *,
+        ema: bool = False,
+    ) -> tuple[dict[str, jax.Array], Meta]:
+        """Returns the weights alone; with `ema` the float32 averages of those that are trained."""
+        if not ema:
+            found, meta = self._restored(step, {"params": params})
+            return found["params"], meta
+        averaged = self.averaged(step)
+        asked = {
+            path: jax.ShapeDtypeStruct(x.shape, np.float32, sharding=x.sharding)
+            for path, x in params.items()
+            if path in averaged
+        }
+        averages, meta = self._restored(step, {"ema": asked})
+        if asked.keys() == params.keys():
+            return averages["ema"], meta
+        found, meta = self._restored(step, {"params": params})
+        return found["params"] | averages["ema"], meta
+
+    def check_items(self, step: int, abstract: TrainState) -> None:
+        """Raises the error of an item of the state that was not saved, if it defines one."""
+        meta, _ = self._meta(step)
+        for item, _ in items.of(abstract.items):
+            if item.lacking and not is_in(meta, item):
+                raise item.lacking(self._store.at(step))
+
+    def _restored(
+        self, step: int, asked: Mapping[str, Mapping[str, Any]]
+    ) -> tuple[dict[str, dict[str, Any]], Meta]:
+        """Returns each item's leaves by parameter, and the meta.
+
+        The leaves have the shapes and shardings of `asked`.
+        """
+        meta, saved = self._checked_meta(step, asked)
+        folder = self._store.folder(step)
+        trees = self._read(step, lambda: {item: saved_tree(folder / item) for item in asked})
+        self._check_trees(step, trees, meta)
+
+        def read(item: str, shapes: Mapping[str, Any]) -> dict[str, Any]:
+            tree = {path: trees[item][path] for path in shapes}
+            return self._read(step, lambda: read_leaves(folder / item, tree, shapes))
+
+        leaves = meta["leaves"]
+        if saved == self._setup.model.layout and describe(named_leaves(asked)) == of_items(
+            leaves, asked
+        ):
+            found = {item: read(item, shapes) for item, shapes in asked.items()}
+            self._verify(step, meta, fingerprints(named_leaves(found)))
+            return found, meta
+
+        def relaid(item: str, path: str) -> Any:
+            tree = asked[item][path]
+
+            def shape_of(leaf_path: tuple, leaf: Any) -> Any:
+                shape, dtype = leaves[prefix(item) + leaf_name((DictKey(path), *leaf_path))]
+                leaf = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
+                return as_saved(self._setup, path, leaf, tuple(shape), saved)
+
+            shapes = jax.tree_util.tree_map_with_path(shape_of, tree)
+            found = read(item, {path: shapes})
+            self._verify(step, meta, fingerprints(named_leaves({item: found})))
+            return lay_out_anew(self._setup, path, found[path], tree, saved)
+
+        return {item: {path: relaid(item, path) for path in asked[item]} for item in asked}, meta
+
+    def _without_padding(
+        self, trees: Mapping[str, Mapping[str, Any]], layout: StageLayout
+    ) -> dict[str, Any]:
+        """Returns shapes and dtypes of all leaves without padding, with the layers in `layout`."""
+
+        def leaf(path: str, x: Any) -> jax.ShapeDtypeStruct:
+            shape = without_padding(self._setup, path, x.shape)
+            return jax.ShapeDtypeStruct(in_layout(self._setup, path, shape, layout), x.dtype)
+
+        def tree(path: str, given: Any) -> Any:
+            return jax.tree.map(lambda x: leaf(path, x), given)
+
+        return {
+            item: {path: tree(path, x) for path, x in of_item.items()}
+            for item, of_item in trees.items()
+        }
+
+    def _checked_meta(
+        self, step: int, asked: Mapping[str, Mapping[str, Any]]
+    ) -> tuple[Meta, StageLayout]:
+        """Returns the checkpoint's meta and layout, after checking its leaves against `asked`.
+
+        The two must match exactly: same names, same shapes without padding, and same dtypes, except
+        that `precision.params` may have changed.
+        """
+        meta, layout_saved = self._meta(step)
+        layout = self._setup.model.layout
+        if layout_saved.layers != layout.layers:
+            raise UnfitError(
+                f"{self._store.at(step)} does not fit",
+                asked=f"model.layers={layout.layers}",
+                found=f"{layout_saved.layers} layers",
+                fix="the configuration that it was saved with, or another --run",
+                meta=meta,
+            )
+        wanted = describe(named_leaves(self._without_padding(asked, layout_saved)))
+        there = of_items(unpadded_leaves(meta), asked)
+        different = [
+            name
+            for name in different_leaves(wanted, there)
+            if not fits(wanted.get(name), there.get(name))
+        ]
+        if different:
+            first = different[0]
+            raise UnfitError(
+                f"{self._store.at(step)} does not fit: {first}",
+                asked=leaf_text(wanted.get(first)),
+                found=f"{leaf_text(there.get(first))}{others_text(different)}",
+                fix="the configuration that it was saved with, or another --run",
+                meta=meta,
+            )
+        return meta, layout_saved
