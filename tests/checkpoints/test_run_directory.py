@@ -10,7 +10,7 @@ import pytest
 from helpers import tiny
 
 import spmdtrain as st
-from spmdtrain.checkpoints import plain_path
+from spmdtrain.checkpoints.files import plain_path
 from spmdtrain.checkpoints.files.hostile import FILES, WRITTEN, check_description
 from spmdtrain.checkpoints.files.plain_path import PlainPath
 from spmdtrain.cli import main
