@@ -36,7 +36,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import jax
 from overhead import Spent, add_common_arguments, publish
 
-from spmdtrain.checkpoints import store
+from spmdtrain.checkpoints import checkpoints
 from spmdtrain.config.errors import UserError
 from spmdtrain.config.load import from_resolved, resolved
 from spmdtrain.config.schema import (
@@ -89,7 +89,7 @@ AHEAD = {"hash of the tokens": (Feed, "_saw")}
 AT_A_SAVE = {
     "is it finite": (Guard, "check_state"),
     "are the copies equal": (ReplicaCheck, "before_save"),
-    "fingerprints": (store, "fingerprints"),
+    "fingerprints": (checkpoints, "fingerprints"),
     "all of saving": (Saves, "save"),
 }
 
