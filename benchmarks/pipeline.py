@@ -71,7 +71,7 @@ RACE = ("interleaved", CIRCULAR, GROUPS)
 
 
 @dataclass(frozen=True)
-class Program:
+class Variant:
     kind: str
     chunks: int
     remat: str
@@ -80,9 +80,9 @@ class Program:
         return f"{self.kind}, v={self.chunks}, {self.remat}"
 
 
-def programs(chunks: int, remats: Sequence[str]) -> list[Program]:
+def programs(chunks: int, remats: Sequence[str]) -> list[Variant]:
     kinds = {"1f1b": 1, "interleaved": chunks, GPIPE: 1, CIRCULAR: chunks, GROUPS: chunks}
-    every = [Program(kind, v, remat) for kind, v in kinds.items() for remat in remats]
+    every = [Variant(kind, v, remat) for kind, v in kinds.items() for remat in remats]
     return [program for program in every if (program.kind, program.remat) != (GPIPE, "dots")]
 
 
@@ -105,10 +105,10 @@ class Built:
         return memory_of(self.executable).temp_bytes
 
 
-Build = Callable[[Program, int], Built]
+Build = Callable[[Variant, int], Built]
 
 
-def build(config: RunConfig, program: Program, microbatches: int) -> Built:
+def build(config: RunConfig, program: Variant, microbatches: int) -> Built:
     schedule = program.kind if program.kind in OURS else "interleaved"
     mesh = build_mesh(config.mesh, where=config.origin)
     shards = batch_shards(mesh.shape)
@@ -164,7 +164,7 @@ def random_batch(config: RunConfig, microbatches: int, shards: int) -> dict[str,
 def by_layer(built: Built, gradients: dict[str, jax.Array]) -> dict[str, np.ndarray]:
     """Gradients as a model without stages has them."""
     return {
-        path: np.asarray(built.model.layout.unstaged(g) if built.model.in_stack(path) else g)
+        path: np.asarray(built.model.stage_layout.unstaged(g) if built.model.in_stack(path) else g)
         for path, g in gradients.items()
     }
 
@@ -172,7 +172,7 @@ def by_layer(built: Built, gradients: dict[str, jax.Array]) -> dict[str, np.ndar
 # --- what is measured -----------------------------------------------------------------------------
 
 
-def gradient_difference(build: Build, every: Sequence[Program], microbatches: int) -> float:
+def gradient_difference(build: Build, every: Sequence[Variant], microbatches: int) -> float:
     """The largest over all programs and leaves, against the first program."""
     first, worst = None, 0.0
     for program in every:
@@ -191,7 +191,7 @@ def gradient_difference(build: Build, every: Sequence[Program], microbatches: in
 
 
 def race(
-    build: Build, every: Sequence[Program], microbatches: int, rounds: int
+    build: Build, every: Sequence[Variant], microbatches: int, rounds: int
 ) -> dict[str, list[Spent]]:
     """What each step took, by program; one more, not among them, warms up."""
     built = {str(program): build(program, microbatches) for program in every}
@@ -266,9 +266,9 @@ def verdicts(result: dict[str, Any], chunks: int) -> list[str]:
     def compare(what: str, ratio: float, limit: float) -> None:
         said.append(f"{what}: {ratio:.3f}, {'within' if ratio <= limit else 'ABOVE'} {limit}")
 
-    temp, ours = result["temp_bytes"], str(Program("interleaved", chunks, "full"))
+    temp, ours = result["temp_bytes"], str(Variant("interleaved", chunks, "full"))
     for kind in (CIRCULAR, GROUPS):
-        other = str(Program(kind, chunks, "full"))
+        other = str(Variant(kind, chunks, "full"))
         if 32 in temp.get(ours, ()):
             compare(
                 f"temporaries at m=32, {ours} / {other}",

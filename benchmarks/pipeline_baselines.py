@@ -116,7 +116,7 @@ def through(
     of stage s holding microbatch s m / p + i. In the result each stage has the same microbatches, p
     places further round.
     """
-    layout, stage, each = model.layout, jax.lax.axis_index(AXIS), len(x)
+    layout, stage, each = model.stage_layout, jax.lax.axis_index(AXIS), len(x)
     chunks, stages, microbatches = layout.chunks, layout.stages, each * layout.stages
     groups = groups or chunks == 1
     delay = 0 if groups else microbatches - stages

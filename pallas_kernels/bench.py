@@ -48,7 +48,7 @@ IMPLEMENTATIONS = {
 UNITS = {"TFLOP/s": 1e12, "GB/s": 1e9}
 
 
-class Program(NamedTuple):
+class TimedCase(NamedTuple):
     """A case: `forward(implementation, **arrays)`, differentiated by all of `arrays`."""
 
     case: str
@@ -65,18 +65,18 @@ class Repeats:
     calls: int  # in a round
 
 
-def programs(op: str, dry: bool) -> Iterator[Program]:
+def timed_cases(op: str, dry: bool) -> Iterator[TimedCase]:
     make, ci, timed = {
-        "attention": (_attention_program, attention_cases.CI[:3], attention_cases.timed),
-        "norm": (_norm_program, norm_cases.CI[:3], norm_cases.timed),
-        "grouped": (_grouped_program, grouped_cases.CI[:1], grouped_cases.timed),
-        "loss": (_loss_program, loss_cases.CI[:1], loss_cases.timed),
+        "attention": (_attention_case, attention_cases.CI[:3], attention_cases.timed),
+        "norm": (_norm_case, norm_cases.CI[:3], norm_cases.timed),
+        "grouped": (_grouped_case, grouped_cases.CI[:1], grouped_cases.timed),
+        "loss": (_loss_case, loss_cases.CI[:1], loss_cases.timed),
     }[op]
     for case in ci if dry else timed():
         yield make(case)
 
 
-def _attention_program(case: attention_cases.Case) -> Program:
+def _attention_case(case: attention_cases.Case) -> TimedCase:
     def forward(implementation, **arrays):
         return attention(**arrays, **case.options(), implementation=implementation)
 
@@ -91,10 +91,10 @@ def _attention_program(case: attention_cases.Case) -> Program:
     if case.segments == "three":
         pairs /= 3
     work = 2.0 * case.b * case.heads[0] * pairs * (case.d + (case.e or case.d))
-    return Program(case.name, forward, arrays, work, 2.5 * work, "TFLOP/s")
+    return TimedCase(case.name, forward, arrays, work, 2.5 * work, "TFLOP/s")
 
 
-def _norm_program(case: norm_cases.Case) -> Program:
+def _norm_case(case: norm_cases.Case) -> TimedCase:
     def forward(implementation, **arrays):
         return getattr(norm, case.op)(**arrays, implementation=implementation)
 
@@ -108,10 +108,10 @@ def _norm_program(case: norm_cases.Case) -> Program:
     extra = 0
     if case.residual:
         extra = case.rows * case.width * jnp.dtype(case.residual).itemsize
-    return Program(case.name, forward, arrays, 2 * size + 2 * extra, 3 * size + extra, "GB/s")
+    return TimedCase(case.name, forward, arrays, 2 * size + 2 * extra, 3 * size + extra, "GB/s")
 
 
-def _grouped_program(case: grouped_cases.Case) -> Program:
+def _grouped_case(case: grouped_cases.Case) -> TimedCase:
     arrays = case.draw()
     expert_of_tile = arrays.pop("expert_of_tile")
     arrays.pop("dy")
@@ -120,10 +120,10 @@ def _grouped_program(case: grouped_cases.Case) -> Program:
         return grouped_matmul(x, w, expert_of_tile, implementation=implementation)
 
     flops = 2.0 * len(arrays["x"]) * case.width * case.out_width
-    return Program(case.name, forward, arrays, flops, 2 * flops, "TFLOP/s")
+    return TimedCase(case.name, forward, arrays, flops, 2 * flops, "TFLOP/s")
 
 
-def _loss_program(case: loss_cases.Case) -> Program:
+def _loss_case(case: loss_cases.Case) -> TimedCase:
     x, weight, targets, _ = case.draw()
 
     def forward(implementation, x, weight):
@@ -135,7 +135,7 @@ def _loss_program(case: loss_cases.Case) -> Program:
 
     flops = 2.0 * case.b * case.t * case.width * case.vocab
     arrays = {"x": x, "weight": weight}
-    return Program(case.name, forward, arrays, flops, 2 * flops, "TFLOP/s")
+    return TimedCase(case.name, forward, arrays, flops, 2 * flops, "TFLOP/s")
 
 
 def run_both(forward: Callable, arrays: dict[str, Any]) -> Callable:
@@ -177,13 +177,13 @@ def measure(
     op: str, dry: bool, repeats: Repeats, ceilings: dict[str, float], first: int
 ) -> Iterator[dict[str, Any]]:
     """Yields a row of the table for each of the `first` cases and each implementation."""
-    for number, program in enumerate(programs(op, dry)):
+    for number, program in enumerate(timed_cases(op, dry)):
         if number >= first:
             return
         yield from _measure_case(op, program, dry, repeats, ceilings)
 
 
-def _measure_case(op: str, program: Program, dry: bool, repeats: Repeats, ceilings):
+def _measure_case(op: str, program: TimedCase, dry: bool, repeats: Repeats, ceilings):
     calls = {}
     refused = {}
     for name in IMPLEMENTATIONS[op]:

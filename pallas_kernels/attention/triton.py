@@ -60,7 +60,7 @@ class _Side(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _Statics:
     """The static arguments of a kernel."""
 
     problem: Problem
@@ -134,30 +134,30 @@ def _zero_hidden(x: jax.Array, mask: jax.Array, axis: int) -> jax.Array:
     return jnp.where(visible[:, None], x, jnp.zeros_like(x))
 
 
-def _forward_kernel(plan: _Plan, bounds_ref, q_ref, k_ref, v_ref, *rest):
+def _forward_kernel(statics: _Statics, bounds_ref, q_ref, k_ref, v_ref, *rest):
     """Processes one tile of queries of one head, over tiles of keys: the online softmax."""
     *mask_refs, out_ref, lse_ref = rest
     masks = MaskOperands(*mask_refs)
-    at = plan.counts[0] - 1 - pl.program_id(0)  # the last tile first: see _query_tile_spec
+    at = statics.counts[0] - 1 - pl.program_id(0)  # the last tile first: see _query_tile_spec
     q = q_ref[...]
-    queries = plan.queries(at, masks)
+    queries = statics.queries(at, masks)
 
     def body(masked):
         def step(j, carry):
             largest, total, out = carry
-            k = load_block(k_ref, j, plan.tile.k, slice(None))
-            v = load_block(v_ref, j, plan.tile.k, slice(None))
-            mask = plan.mask(queries, plan.keys(j, masks)) if masked else None
+            k = load_block(k_ref, j, statics.tile.k, slice(None))
+            v = load_block(v_ref, j, statics.tile.k, slice(None))
+            mask = statics.mask(queries, statics.keys(j, masks)) if masked else None
             if mask is not None:
                 v = _zero_hidden(v, mask, 0)
-            scores, _ = plan.scores(dot(q, k.T))  # [tile.q, tile.k]
+            scores, _ = statics.scores(dot(q, k.T))  # [tile.q, tile.k]
             if mask is not None:
                 scores = jnp.where(mask, scores, -jnp.inf)
             new_largest = jnp.maximum(largest, scores.max(1))
             # A query without a visible key so far: -inf - -inf would be NaN.
             offset = jnp.where(new_largest == -jnp.inf, 0.0, new_largest)
-            weights = plan.exponential(scores - offset[:, None])
-            rescale = plan.exponential(largest - offset)
+            weights = statics.exponential(scores - offset[:, None])
+            rescale = statics.exponential(largest - offset)
             out = out * rescale[:, None] + dot(weights.astype(v.dtype), v)
             total = total * rescale + weights.sum(1)
             return new_largest, total, out
@@ -165,38 +165,40 @@ def _forward_kernel(plan: _Plan, bounds_ref, q_ref, k_ref, v_ref, *rest):
         return step
 
     start = (
-        jnp.full(plan.tile.q, -jnp.inf, jnp.float32),
-        jnp.zeros(plan.tile.q, jnp.float32),
+        jnp.full(statics.tile.q, -jnp.inf, jnp.float32),
+        jnp.zeros(statics.tile.q, jnp.float32),
         jnp.zeros(out_ref.shape, jnp.float32),
     )
-    largest, total, out = walk(plan.ranges, bounds_ref, body, start)
+    largest, total, out = walk(statics.ranges, bounds_ref, body, start)
     has_key = total > 0
     total = jnp.where(has_key, total, 1.0)  # 0 / 1, not 0 / 0
     out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
-    lse_ref[...] = jnp.where(has_key, largest / plan.base + jnp.log(total), -jnp.inf)
+    lse_ref[...] = jnp.where(has_key, largest / statics.base + jnp.log(total), -jnp.inf)
 
 
-def _dq_kernel(plan: _Plan, bounds_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, *rest):
+def _dq_kernel(
+    statics: _Statics, bounds_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, *rest
+):
     """Processes one tile of queries of one head, over tiles of keys."""
     *mask_refs, dq_ref = rest
     masks = MaskOperands(*mask_refs)
-    at = plan.counts[0] - 1 - pl.program_id(0)
+    at = statics.counts[0] - 1 - pl.program_id(0)
     q = q_ref[...]
     dout = dout_ref[...]
-    queries = plan.queries(at, masks)
-    lse = lse_ref[...] * plan.base
+    queries = statics.queries(at, masks)
+    lse = lse_ref[...] * statics.base
     delta = delta_ref[...]
 
     def body(masked):
         def step(j, dq):
-            k = load_block(k_ref, j, plan.tile.k, slice(None))
-            v = load_block(v_ref, j, plan.tile.k, slice(None))
-            mask = plan.mask(queries, plan.keys(j, masks)) if masked else None
+            k = load_block(k_ref, j, statics.tile.k, slice(None))
+            v = load_block(v_ref, j, statics.tile.k, slice(None))
+            mask = statics.mask(queries, statics.keys(j, masks)) if masked else None
             if mask is not None:
                 k = _zero_hidden(k, mask, 0)
                 v = _zero_hidden(v, mask, 0)
-            scores, slope = plan.scores(dot(q, k.T))
-            weights = plan.exponential(scores - lse[:, None])
+            scores, slope = statics.scores(dot(q, k.T))
+            weights = statics.exponential(scores - lse[:, None])
             dweights = dot(dout, v.T)
             dscores = weights * (dweights - delta[:, None])  # the softmax's own gradient
             if slope is not None:
@@ -207,12 +209,14 @@ def _dq_kernel(plan: _Plan, bounds_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, 
 
         return step
 
-    dq = walk(plan.ranges, bounds_ref, body, jnp.zeros(dq_ref.shape, jnp.float32))
+    dq = walk(statics.ranges, bounds_ref, body, jnp.zeros(dq_ref.shape, jnp.float32))
     # Scores are q k^T times the scale: its factor is applied once, not in every tile.
-    dq_ref[...] = (dq * plan.problem.scale).astype(dq_ref.dtype)
+    dq_ref[...] = (dq * statics.problem.scale).astype(dq_ref.dtype)
 
 
-def _dkv_kernel(plan: _Plan, bounds_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, *rest):
+def _dkv_kernel(
+    statics: _Statics, bounds_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, *rest
+):
     """Processes one tile of keys of one key-value head, over its query heads and their tiles.
 
     Scores are transposed, [tile.k, tile.q].
@@ -222,22 +226,22 @@ def _dkv_kernel(plan: _Plan, bounds_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref,
     at = pl.program_id(0)
     k = k_ref[...]
     v = v_ref[...]
-    keys = plan.keys(at, masks)
+    keys = statics.keys(at, masks)
 
     def add_head(g, carry):
         def body(masked):
             def step(i, carry):
                 dk, dv = carry
-                q = load_block(q_ref, i, plan.tile.q, g, slice(None))
-                dout = load_block(dout_ref, i, plan.tile.q, g, slice(None))
-                lse = load_block(lse_ref, i, plan.tile.q, g) * plan.base
-                delta = load_block(delta_ref, i, plan.tile.q, g)
-                mask = plan.mask(plan.queries(i, masks), keys).T if masked else None
+                q = load_block(q_ref, i, statics.tile.q, g, slice(None))
+                dout = load_block(dout_ref, i, statics.tile.q, g, slice(None))
+                lse = load_block(lse_ref, i, statics.tile.q, g) * statics.base
+                delta = load_block(delta_ref, i, statics.tile.q, g)
+                mask = statics.mask(statics.queries(i, masks), keys).T if masked else None
                 if mask is not None:
                     q = _zero_hidden(q, mask, 0)
                     dout = _zero_hidden(dout, mask, 0)
-                scores, slope = plan.scores(dot(k, q.T))  # [tile.k, tile.q]
-                weights = plan.exponential(scores - lse[None])
+                scores, slope = statics.scores(dot(k, q.T))  # [tile.k, tile.q]
+                weights = statics.exponential(scores - lse[None])
                 if mask is not None:  # dv takes the weights themselves
                     weights = jnp.where(mask, weights, 0.0)
                 dv = dv + dot(weights.astype(dout.dtype), dout)
@@ -252,11 +256,11 @@ def _dkv_kernel(plan: _Plan, bounds_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref,
 
             return step
 
-        return walk(plan.ranges, bounds_ref, body, carry)
+        return walk(statics.ranges, bounds_ref, body, carry)
 
     start = (jnp.zeros(dk_ref.shape, jnp.float32), jnp.zeros(dv_ref.shape, jnp.float32))
-    dk, dv = jax.lax.fori_loop(0, plan.group, add_head, start)
-    dk_ref[...] = (dk * plan.problem.scale).astype(dk_ref.dtype)
+    dk, dv = jax.lax.fori_loop(0, statics.group, add_head, start)
+    dk_ref[...] = (dk * statics.problem.scale).astype(dk_ref.dtype)
     dv_ref[...] = dv.astype(dv_ref.dtype)
 
 
@@ -267,36 +271,36 @@ def forward(
     b, t, h, _ = inputs.q_bthd.shape
     e = inputs.v_bske.shape[3]
     table = _table("attention_forward", variant)
-    plan, q, k, v, masks = _pad_operands(problem, inputs, table, OVER_KEYS)
+    statics, q, k, v, masks = _pad_operands(problem, inputs, table, OVER_KEYS)
     length = q.shape[1]
     d_padded = q.shape[3]
     e_padded = v.shape[3]
     run = call(
-        partial(_forward_kernel, plan),
-        grid=(plan.counts[0], b * h),
+        partial(_forward_kernel, statics),
+        grid=(statics.counts[0], b * h),
         inputs=[
-            _bounds_spec(plan, h, inputs, OVER_KEYS),
-            _query_tile_spec(plan, h, d_padded),
-            _all_keys_spec(plan, h, k.shape[1], d_padded),
-            _all_keys_spec(plan, h, v.shape[1], e_padded),
+            _bounds_spec(statics, h, inputs, OVER_KEYS),
+            _query_tile_spec(statics, h, d_padded),
+            _all_keys_spec(statics, h, k.shape[1], d_padded),
+            _all_keys_spec(statics, h, v.shape[1], e_padded),
             *_mask_specs(masks, h),
         ],
         outputs=[
             (
                 jax.ShapeDtypeStruct((b, length, h, e_padded), q.dtype),
-                _query_tile_spec(plan, h, e_padded),
+                _query_tile_spec(statics, h, e_padded),
             ),
             (
                 jax.ShapeDtypeStruct((b, h, length), jnp.float32),
-                _query_vector_spec(plan, h),
+                _query_vector_spec(statics, h),
             ),
         ],
-        warps=plan.tile.warps,
-        stages=plan.tile.stages,
+        warps=statics.tile.warps,
+        stages=statics.tile.stages,
         interpret=interpret,
         name="attention_forward",
     )
-    bounds = tile_bounds(problem, inputs, plan.tile.q, plan.tile.k, OVER_KEYS)
+    bounds = tile_bounds(problem, inputs, statics.tile.q, statics.tile.k, OVER_KEYS)
     out, lse = run(bounds, q, k, v, *masks)
     return out[:, :t, :, :e], jnp.moveaxis(lse, 1, 2)[:, :t]
 
@@ -333,34 +337,34 @@ def backward(
 def _run_dq(problem, inputs, dout, lse_bht, delta_bht, interpret, variant) -> jax.Array:
     """Returns dq in padded lengths and head dim."""
     table = _table("attention_dq", variant)
-    plan, q, k, v, masks = _pad_operands(problem, inputs, table, OVER_KEYS)
+    statics, q, k, v, masks = _pad_operands(problem, inputs, table, OVER_KEYS)
     b, length, h, d_padded = q.shape
     e_padded = v.shape[3]
     dout = pad_to(dout, (b, length, h, e_padded))
     lse_bht = pad_to(lse_bht, (b, h, length))
     delta_bht = pad_to(delta_bht, (b, h, length))
     run = call(
-        partial(_dq_kernel, plan),
-        grid=(plan.counts[0], b * h),
+        partial(_dq_kernel, statics),
+        grid=(statics.counts[0], b * h),
         inputs=[
-            _bounds_spec(plan, h, inputs, OVER_KEYS),
-            _query_tile_spec(plan, h, d_padded),
-            _all_keys_spec(plan, h, k.shape[1], d_padded),
-            _all_keys_spec(plan, h, v.shape[1], e_padded),
-            _query_tile_spec(plan, h, e_padded),
-            _query_vector_spec(plan, h),
-            _query_vector_spec(plan, h),
+            _bounds_spec(statics, h, inputs, OVER_KEYS),
+            _query_tile_spec(statics, h, d_padded),
+            _all_keys_spec(statics, h, k.shape[1], d_padded),
+            _all_keys_spec(statics, h, v.shape[1], e_padded),
+            _query_tile_spec(statics, h, e_padded),
+            _query_vector_spec(statics, h),
+            _query_vector_spec(statics, h),
             *_mask_specs(masks, h),
         ],
         outputs=[
-            (jax.ShapeDtypeStruct(q.shape, q.dtype), _query_tile_spec(plan, h, d_padded)),
+            (jax.ShapeDtypeStruct(q.shape, q.dtype), _query_tile_spec(statics, h, d_padded)),
         ],
-        warps=plan.tile.warps,
-        stages=plan.tile.stages,
+        warps=statics.tile.warps,
+        stages=statics.tile.stages,
         interpret=interpret,
         name="attention_dq",
     )
-    bounds = tile_bounds(problem, inputs, plan.tile.q, plan.tile.k, OVER_KEYS)
+    bounds = tile_bounds(problem, inputs, statics.tile.q, statics.tile.k, OVER_KEYS)
     [dq] = run(bounds, q, k, v, dout, lse_bht, delta_bht, *masks)
     return dq
 
@@ -370,7 +374,7 @@ def _run_dkv(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns dk and dv in padded lengths and head dims."""
     table = _table("attention_dkv", variant)
-    plan, q, k, v, masks = _pad_operands(problem, inputs, table, OVER_QUERIES)
+    statics, q, k, v, masks = _pad_operands(problem, inputs, table, OVER_QUERIES)
     b, length, h, d_padded = q.shape
     kv_heads = k.shape[2]
     e_padded = v.shape[3]
@@ -384,22 +388,22 @@ def _run_dkv(
 
     def all_queries_spec(width):
         return pl.BlockSpec(
-            (None, length, plan.group, width), lambda _, n: (n // kv_heads, 0, n % kv_heads, 0)
+            (None, length, statics.group, width), lambda _, n: (n // kv_heads, 0, n % kv_heads, 0)
         )
 
     def key_tile_spec(width):
         return pl.BlockSpec(
-            (None, plan.tile.k, None, width), lambda i, n: (n // kv_heads, i, n % kv_heads, 0)
+            (None, statics.tile.k, None, width), lambda i, n: (n // kv_heads, i, n % kv_heads, 0)
         )
 
     all_queries_vector_spec = pl.BlockSpec(
-        (None, length, plan.group), lambda _, n: (n // kv_heads, 0, n % kv_heads)
+        (None, length, statics.group), lambda _, n: (n // kv_heads, 0, n % kv_heads)
     )
     run = call(
-        partial(_dkv_kernel, plan),
-        grid=(plan.counts[1], b * kv_heads),
+        partial(_dkv_kernel, statics),
+        grid=(statics.counts[1], b * kv_heads),
         inputs=[
-            _bounds_spec(plan, kv_heads, inputs, OVER_QUERIES),
+            _bounds_spec(statics, kv_heads, inputs, OVER_QUERIES),
             all_queries_spec(d_padded),
             key_tile_spec(d_padded),
             key_tile_spec(e_padded),
@@ -412,19 +416,19 @@ def _run_dkv(
             (jax.ShapeDtypeStruct(k.shape, k.dtype), key_tile_spec(d_padded)),
             (jax.ShapeDtypeStruct(v.shape, v.dtype), key_tile_spec(e_padded)),
         ],
-        warps=plan.tile.warps,
-        stages=plan.tile.stages,
+        warps=statics.tile.warps,
+        stages=statics.tile.stages,
         interpret=interpret,
         name="attention_dkv",
     )
-    bounds = tile_bounds(problem, inputs, plan.tile.q, plan.tile.k, OVER_QUERIES)
+    bounds = tile_bounds(problem, inputs, statics.tile.q, statics.tile.k, OVER_QUERIES)
     return run(bounds, q, k, v, dout, lse_bth, delta_bth, *masks)
 
 
 class _Padded(NamedTuple):
-    """A kernel's plan, and its operands in whole tiles and power-of-two head dims."""
+    """A kernel's statics, and its operands in whole tiles and power-of-two head dims."""
 
-    plan: _Plan
+    statics: _Statics
     q: jax.Array
     k: jax.Array
     v: jax.Array
@@ -450,7 +454,7 @@ def _pad_operands(problem: Problem, inputs: Inputs, table, over: int) -> _Padded
     counts = (pl.cdiv(t, tile.q), pl.cdiv(s, tile.k))
     q_length = counts[0] * tile.q
     kv_length = counts[1] * tile.k
-    plan = _Plan(
+    statics = _Statics(
         problem,
         tile,
         counts,
@@ -460,7 +464,7 @@ def _pad_operands(problem: Problem, inputs: Inputs, table, over: int) -> _Padded
         is_float32=inputs.q_bthd.dtype == jnp.float32,
     )
     return _Padded(
-        plan,
+        statics,
         pad_to(inputs.q_bthd, (b, q_length, h, d_padded)),
         pad_to(inputs.k_bskd, (b, kv_length, kv_heads, d_padded)),
         pad_to(inputs.v_bske, (b, kv_length, kv_heads, e_padded)),
@@ -472,31 +476,33 @@ def _pad_operands(problem: Problem, inputs: Inputs, table, over: int) -> _Padded
 # from the last one, which sees most keys if the call is causal: the longest programs start first.
 
 
-def _bounds_spec(plan: _Plan, heads: int, inputs: Inputs, over: int):
+def _bounds_spec(statics: _Statics, heads: int, inputs: Inputs, over: int):
     """Returns the four bounds of the program's tile; one batch of them if the mask is static."""
     shared = inputs.mask_is_static
-    last = plan.counts[0] - 1
+    last = statics.counts[0] - 1
     return pl.BlockSpec(
         (None, None, 4),
         lambda i, n: (0 if shared else n // heads, last - i if over == OVER_KEYS else i, 0),
     )
 
 
-def _query_tile_spec(plan: _Plan, heads: int, width: int):
-    last = plan.counts[0] - 1
+def _query_tile_spec(statics: _Statics, heads: int, width: int):
+    last = statics.counts[0] - 1
     return pl.BlockSpec(
-        (None, plan.tile.q, None, width), lambda i, n: (n // heads, last - i, n % heads, 0)
+        (None, statics.tile.q, None, width), lambda i, n: (n // heads, last - i, n % heads, 0)
     )
 
 
-def _query_vector_spec(plan: _Plan, heads: int):
-    last = plan.counts[0] - 1
-    return pl.BlockSpec((None, None, plan.tile.q), lambda i, n: (n // heads, n % heads, last - i))
-
-
-def _all_keys_spec(plan: _Plan, heads: int, length: int, width: int):
+def _query_vector_spec(statics: _Statics, heads: int):
+    last = statics.counts[0] - 1
     return pl.BlockSpec(
-        (None, length, None, width), lambda _, n: (n // heads, 0, n % heads // plan.group, 0)
+        (None, None, statics.tile.q), lambda i, n: (n // heads, n % heads, last - i)
+    )
+
+
+def _all_keys_spec(statics: _Statics, heads: int, length: int, width: int):
+    return pl.BlockSpec(
+        (None, length, None, width), lambda _, n: (n // heads, 0, n % heads // statics.group, 0)
     )
 
 

@@ -48,7 +48,7 @@ from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.checkpoints.saved_steps import SavedSteps
 from spmdtrain.checkpoints.store import read_leaves, saved_tree
 from spmdtrain.config.errors import DamagedError, UnfitError
-from spmdtrain.pipeline.layout import StageLayout
+from spmdtrain.pipeline.stage_layout import StageLayout
 from spmdtrain.train.fresh import with_items_begun
 from spmdtrain.train.items import items
 from spmdtrain.train.items.item import Item, Value, as_parameters
@@ -75,7 +75,7 @@ class Checkpoints(SavedSteps):
         trees = arrays_of(state)
         arrays = named_leaves(trees)
         leaves = describe(arrays)
-        layout = self._setup.model.layout
+        layout = self._setup.model.stage_layout
         of_model = describe(named_leaves(self._without_padding(by_parameter(state), layout)))
         meta = {
             "format": FORMAT,
@@ -202,7 +202,7 @@ class Checkpoints(SavedSteps):
             return self._read(step, lambda: read_leaves(folder / item, tree, shapes))
 
         leaves = meta["leaves"]
-        if saved == self._setup.model.layout and describe(named_leaves(asked)) == of_items(
+        if saved == self._setup.model.stage_layout and describe(named_leaves(asked)) == of_items(
             leaves, asked
         ):
             found = {item: read(item, shapes) for item, shapes in asked.items()}
@@ -250,7 +250,7 @@ class Checkpoints(SavedSteps):
         that `precision.params` may have changed.
         """
         meta, layout_saved = self._meta(step)
-        layout = self._setup.model.layout
+        layout = self._setup.model.stage_layout
         if layout_saved.layers != layout.layers:
             raise UnfitError(
                 f"{self._store.at(step)} does not fit",

@@ -15,7 +15,7 @@ from spmdtrain.checkpoints.leaves.fingerprint import Fingerprint, added, fingerp
 from spmdtrain.checkpoints.leaves.relayout import cut_to
 from spmdtrain.checkpoints.meta import Meta, prefix, unpadded_leaves
 from spmdtrain.checkpoints.saved_steps import SavedSteps
-from spmdtrain.pipeline.layout import StageLayout
+from spmdtrain.pipeline.stage_layout import StageLayout
 from spmdtrain.processes.processes import said_by_all
 
 Place = tuple[int, ...]  # of a layer, in the leading dims of a stack

@@ -32,7 +32,7 @@ from spmdtrain.checkpoints.meta import (
 from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.checkpoints.store import Store, leaves_of, read_json, read_plain, saved_tree
 from spmdtrain.config.errors import CheckpointError, DamagedError, UserError
-from spmdtrain.pipeline.layout import StageLayout
+from spmdtrain.pipeline.stage_layout import StageLayout
 from spmdtrain.processes.processes import any_process
 from spmdtrain.train.items import ema
 

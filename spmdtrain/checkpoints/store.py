@@ -32,7 +32,7 @@ from spmdtrain.checkpoints.meta import Meta, leaf_name
 from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.config.errors import DamagedError, StorageError
 from spmdtrain.config.run_files import CHECKPOINTS
-from spmdtrain.pipeline.layout import StageLayout
+from spmdtrain.pipeline.stage_layout import StageLayout
 from spmdtrain.processes.processes import any_process, this_process
 from spmdtrain.train.items import ema, items
 

@@ -39,7 +39,7 @@ class Packing:
         return len(self.bounds) - 1
 
 
-def make_plan(document_starts: np.ndarray, span: Range, length: int) -> Packing:
+def pack_documents(document_starts: np.ndarray, span: Range, length: int) -> Packing:
     """Returns the packing of a range's documents into windows of `length` positions.
 
     Windows are in the order of their first documents. Raises DataError if every document is shorter
@@ -134,9 +134,9 @@ class PackedWindows:
         self._length = length
         if corpus.has_pairs:
             span = whole_pairs(corpus, span, length)
-        self._plan = make_plan(corpus.document_starts, span, length)
-        self.windows = self._plan.windows
-        self.pairs = len(self._plan.starts) if corpus.has_pairs else 0
+        self._packing = pack_documents(corpus.document_starts, span, length)
+        self.windows = self._packing.windows
+        self.pairs = len(self._packing.starts) if corpus.has_pairs else 0
 
     def samples(self, indices: np.ndarray) -> Batch:
         """Returns the batch of these windows; windows past the last are all padding."""
@@ -162,11 +162,11 @@ class PackedWindows:
 
     def pieces(self, window: int) -> list[tuple[int, int]]:
         """Returns (offset of the first token, positions) of each piece in a window."""
-        if window >= self._plan.windows:
+        if window >= self._packing.windows:
             return []
-        inside = slice(*self._plan.bounds[window : window + 2].tolist())
-        starts = self._plan.starts[inside].tolist()
-        sizes = self._plan.sizes[inside].tolist()
+        inside = slice(*self._packing.bounds[window : window + 2].tolist())
+        starts = self._packing.starts[inside].tolist()
+        sizes = self._packing.sizes[inside].tolist()
         return list(zip(starts, sizes, strict=True))
 
     def _fill(self, batch: Batch, row: int, pieces: list[tuple[int, int]]) -> None:

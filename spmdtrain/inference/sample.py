@@ -381,7 +381,7 @@ def _context(rules: Rules, positions_bt: jax.Array) -> ForwardContext:
         experts=make_experts(rules),
         local_map=make_local_map(rules),
         lookup=make_lookup(rules),
-        gather=make_gather_layer(rules),
+        gather_layer=make_gather_layer(rules),
     )
 
 

@@ -33,7 +33,7 @@ from spmdtrain.models.transformer import Transformer
 from spmdtrain.parallel.axes import BATCH_AXES, STACK_AXES, Rules, check_names, owning_axes
 from spmdtrain.parallel.gather import GatherWeight, gathered_axes
 from spmdtrain.parallel.specs import drop_axes
-from spmdtrain.pipeline.layout import StageLayout, lay_out
+from spmdtrain.pipeline.stage_layout import StageLayout, lay_out
 
 Axes = tuple[str | None, ...]
 # (tokens [b, t], a random key per sequence [b]) -> (tokens [b, t], those to restore [b, t])
@@ -84,18 +84,18 @@ class AbstractModel:
     graphdef: nnx.GraphDef
     variables: tuple[tuple[tuple, nnx.Variable], ...]
     make: Callable[[jax.Array], LanguageModel]
-    layout: StageLayout  # of the parameters in the stack `blocks`
+    stage_layout: StageLayout  # of the parameters in the stack `blocks`
     rows: int  # of the whole table that `head` returns
 
     def in_stack(self, path: str) -> bool:
         """Returns True if this parameter belongs to the layers that a pipeline distributes."""
-        axes = self.layout.axes
+        axes = self.stage_layout.axes
         return path.startswith("blocks.") and self.parameters[path].axes[: len(axes)] == axes
 
     @property
     def size(self) -> int:
         """The number of parameters, without the padding of the layout."""
-        share = self.layout.layers / self.layout.places
+        share = self.stage_layout.layers / self.stage_layout.places
         total = 0
         for path, parameter in self.parameters.items():
             total += round(parameter.size * share) if self.in_stack(path) else parameter.size
@@ -152,7 +152,7 @@ class AbstractModel:
         values = with_magnitudes(made)
         for path, x in values.items():
             if self.in_stack(path):
-                values[path] = self.layout.staged(x)
+                values[path] = self.stage_layout.staged(x)
         return values
 
     def bind(

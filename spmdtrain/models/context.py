@@ -39,7 +39,7 @@ def _unsplit(x: jax.Array, *_: str | None) -> jax.Array:
         "constrain",
         "local_map",
         "lookup",
-        "gather",
+        "gather_layer",
         "remat",
         "column_matmul",
         "row_matmul",
@@ -67,7 +67,7 @@ class ForwardContext:
     # Rows of a table whose vocabulary may be split.
     lookup: Callable[[jax.Array, jax.Array], jax.Array] = lambda table, ids: table[ids]
     # A layer's weights, whole over fsdp.
-    gather: Callable[[nnx.State], nnx.State] = lambda state: state
+    gather_layer: Callable[[nnx.State], nnx.State] = lambda state: state
     # The part of the forward that backward recomputes; see stack.rematerialised.
     remat: Literal["none", "weights", "dots", "full", "offload"] = "none"
     # (x [b, t, e], array [e, *f], logical axes of f) -> [b, t, *f]: from the residual stream.

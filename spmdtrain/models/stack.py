@@ -101,7 +101,7 @@ class Stack(nnx.Module):
             number, parameters = layer
             if ctx.remat == "offload":
                 x = checkpoint_name(x, LAYER_INPUT)  # inside the body: outside it names nothing
-            return run_block(nnx.merge(graphdef, ctx.gather(parameters)), x, ctx, number)
+            return run_block(nnx.merge(graphdef, ctx.gather_layer(parameters)), x, ctx, number)
 
         frozen, rest = divmod(ctx.frozen_layers * self.rounds, self.count)
         if rest:

@@ -272,7 +272,7 @@ def _extend_stack(
 
     def body(x_bte, layer):
         number, parameters, k, v = layer
-        block: Any = nnx.merge(graphdef, ctx.gather(parameters))
+        block: Any = nnx.merge(graphdef, ctx.gather_layer(parameters))
         blocks = block.block if isinstance(block, Round) else [block]
         of_round = []
         each: Any

@@ -4,6 +4,16 @@ FSDP (arXiv:2304.11277), or ZeRO-3 (arXiv:1910.02054). A weight of which every d
 is gathered just before a layer uses it, and its gradient is scattered just after. Both are written
 explicitly, in a region that is manual over the axes of the batch. So XLA never gathers the batch
 instead, and a gradient crosses the network in the precision that the settings choose.
+
+Weights are gathered in one of these ways:
+
+    what            by                                when
+    array           `gather_over`                     inside the region: ZeRO-1, once a step
+    weight          `GatherWeight`                    inside the region, with its gradient
+    layer           `ctx.gather_layer`                before a layer runs: by `GatherWeight` in
+                                                      training, by a constraint while sampling
+    all weights     `grad_pipeline._whole_over_batch` before a pipeline, by constraints: its layers
+                                                      would gather at each tick
 """
 
 import math

@@ -13,7 +13,7 @@ table of 50 rows on `tensor` 4, and of 3 stacked layers on 2 stages:
 
     form          who has it                          table     stack
     of layers     imports, `weights`                  [50, e]   [3, e, f]
-    of the model  optimizers, checkpoints             [50, e]   [1, 2, 2, e, f]: pipeline/layout.py
+    of the model  optimizers, checkpoints             [50, e]   [1, 2, 2, e, f]: stage_layout.py
     in use        the forward pass                    [52, e]   [1, 2, 2, e, f]
     at rest       the state between steps             [52, e]   the same, ZeRO-1 may pad and split
     copies        matmuls on `context` 2: copies.py   none      [1, 2, 2, 2, e, f]

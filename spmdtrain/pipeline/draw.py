@@ -21,7 +21,7 @@ from spmdtrain.pipeline.timing import (
 )
 
 if TYPE_CHECKING:  # it imports jax, which `spmdtrain schedule` does not need
-    from spmdtrain.pipeline.layout import StageLayout
+    from spmdtrain.pipeline.stage_layout import StageLayout
 
 TERMINAL_COLOURS = {"forward": 34, "backward": 32, "weight": 33}  # ANSI: blue, green, yellow
 HUES = {"forward": 0.58, "backward": 0.38, "weight": 0.09}  # of the SVG, in turns

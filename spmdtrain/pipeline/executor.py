@@ -24,9 +24,9 @@ import jax.numpy as jnp
 
 from spmdtrain.parallel.reduce import psum_tree
 from spmdtrain.pipeline.layer_vjp import LayerGradient
-from spmdtrain.pipeline.layout import StageLayout
 from spmdtrain.pipeline.phases import Phase, RepeatedPhases, rounds
 from spmdtrain.pipeline.schedule import Table
+from spmdtrain.pipeline.stage_layout import StageLayout
 
 AXIS = "pipeline"
 Tree = Any

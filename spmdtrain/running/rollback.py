@@ -24,19 +24,19 @@ def go_back(
     """
     pulse.tell(pulse.RESTORE, bad.step)
     saves.finish()
-    record = saves.record
+    bad_steps = saves.bad_steps
     found = newest_good(saves.checkpoints, setup.state, before=bad.first)
     if found is None:
         raise saves.diverged(bad.step, f"{bad}, and no checkpoint is older")
-    if record.returned_to == found.step and record.returns >= MOST_RETURNS:
-        back = f"the run has gone back to step {found.step} {record.returns} times"
+    if bad_steps.returned_to == found.step and bad_steps.returns >= MOST_RETURNS:
+        back = f"the run has gone back to step {found.step} {bad_steps.returns} times"
         raise saves.diverged(bad.step, f"{bad}, and {back}")
     set_aside_damaged(saves.checkpoints, found, reporter)
     saves.checkpoints.quarantine([at for at in saves.checkpoints.steps() if at > found.step])
 
     first = found.meta["sample"]
     last = saves.samples(bad.step)[1]
-    record.go_back(found.step, first, last)
+    bad_steps.go_back(found.step, first, last)
     saves.early_stop.go_back(found.meta)
     pulse.tell(pulse.UNDONE, found.step)
     # The sinks are told while they still hold the bad steps.

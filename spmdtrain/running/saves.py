@@ -21,7 +21,7 @@ class Saves:
     """The checkpoints that the loop saves, and the newest one that it has reported as complete.
 
     The run starts at step `first`, at the global sample index `sample`. Each checkpoint stores
-    `kept()` (of the run and its data), `record` (of its bad steps) and `early_stop` (of its
+    `kept()` (of the run and its data), `bad_steps` and `early_stop` (of its
     evaluations).
     """
 
@@ -33,10 +33,10 @@ class Saves:
         reporter: Reporter,
         first: int,
         sample: int,
-        record: BadSteps | None = None,
+        bad_steps: BadSteps | None = None,
         early_stop: EarlyStop | None = None,
     ):
-        self.record = record or BadSteps()
+        self.bad_steps = bad_steps or BadSteps()
         self.early_stop = early_stop or EarlyStop(setup.config.eval)
         self.checkpoints = checkpoints
         self._setup = setup
@@ -55,7 +55,7 @@ class Saves:
             self.announce()
             self._exports.wait()
         seen = (step - self._first) * self._setup.config.train.global_batch
-        where = {"sample": self._sample + seen, "guard": self.record.document()}
+        where = {"sample": self._sample + seen, "guard": self.bad_steps.document()}
         self.checkpoints.save(step, state, where | self.early_stop.document() | self._kept())
         arrays = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         self._held[step] = {"bytes": arrays}

@@ -38,7 +38,7 @@ def train_with_returns(session: Session, start: StartingPoint, step: Callable) -
                 reporter,
                 done,
                 sample,
-                start.record,
+                start.bad_steps,
                 start.early_stop,
             )
             try:

@@ -35,7 +35,7 @@ def describe(
     """
     setup = setup_of(config, make)
     model = setup.model
-    pipeline = describe_pipeline(setup.pipeline, model.layout) if setup.pipeline else None
+    pipeline = describe_pipeline(setup.pipeline, model.stage_layout) if setup.pipeline else None
     abstract, specs = setup.state, setup.specs
     rows = [
         {

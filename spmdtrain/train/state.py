@@ -50,16 +50,18 @@ class TrainState:
 Shapes = tuple[dict[str, Any], optimizers.OptimizerState]  # of parameters, of the optimizer state
 
 
-def fresh_shapes(model: AbstractModel, rules: optimizers.UpdateRules, config: RunConfig) -> Shapes:
+def fresh_shapes(
+    model: AbstractModel, update_rules: optimizers.UpdateRules, config: RunConfig
+) -> Shapes:
     """Returns the shapes of weights and optimizer state in the model, which do not depend on the
     mesh.
     """
-    return jax.eval_shape(lambda key: _fresh(model, rules, config, key), jax.random.key(0))
+    return jax.eval_shape(lambda key: _fresh(model, update_rules, config, key), jax.random.key(0))
 
 
 def abstract_state(  # noqa: PLR0913 - all that a state hangs on
     model: AbstractModel,
-    rules: optimizers.UpdateRules,
+    update_rules: optimizers.UpdateRules,
     config: RunConfig,
     mesh: Mesh,
     specs: Specs,
@@ -82,13 +84,13 @@ def abstract_state(  # noqa: PLR0913 - all that a state hangs on
     def leaves(path: str, tree: Any) -> Any:
         return jax.tree.map(lambda x: leaf(path, x), tree)
 
-    of_params, of_optimizer = shapes or fresh_shapes(model, rules, config)
+    of_params, of_optimizer = shapes or fresh_shapes(model, update_rules, config)
     params = {path: leaf(path, x) for path, x in of_params.items()}
     return TrainState(
         step=at_rest(jax.ShapeDtypeStruct((), jnp.int32), mesh, P()),
         params=params,
         opt_state={path: leaves(path, tree) for path, tree in of_optimizer.items()},
-        items=items.abstract(_start(config, params, rules, specs, mesh), mesh),
+        items=items.abstract(_start(config, params, update_rules, specs, mesh), mesh),
     )
 
 
@@ -108,7 +110,7 @@ def spec_beside(leaf: Shape, shape: Shape, apart: int, spec: P) -> P:
 
 def fresh_state(  # noqa: PLR0913 - all that a state hangs on
     model: AbstractModel,
-    rules: optimizers.UpdateRules,
+    update_rules: optimizers.UpdateRules,
     config: RunConfig,
     key: jax.Array,
     mesh: Mesh,
@@ -120,7 +122,7 @@ def fresh_state(  # noqa: PLR0913 - all that a state hangs on
 
     Under jit with output shardings no leaf is ever whole. `yes`: see `add_zeros_apart`.
     """
-    params, opt_state = _fresh(model, rules, config, key)
+    params, opt_state = _fresh(model, update_rules, config, key)
 
     def to_rest(path: str, x: jax.Array) -> jax.Array:
         shape = padding.of_model[path]
@@ -133,22 +135,22 @@ def fresh_state(  # noqa: PLR0913 - all that a state hangs on
         opt_state={
             path: jax.tree.map(partial(to_rest, path), tree) for path, tree in opt_state.items()
         },
-        items=items.begin(_start(config, resting, rules, specs, mesh)),
+        items=items.begin(_start(config, resting, update_rules, specs, mesh)),
     )
 
 
 def _start(
     config: RunConfig,
     params: dict[str, Any],
-    rules: optimizers.UpdateRules,
+    update_rules: optimizers.UpdateRules,
     specs: Specs,
     mesh: Mesh,
 ) -> Start:
-    return Start(config, params, optimizers.learned(rules), specs, mesh.shape)
+    return Start(config, params, optimizers.learned(update_rules), specs, mesh.shape)
 
 
 def _fresh(
-    model: AbstractModel, rules: optimizers.UpdateRules, config: RunConfig, key: jax.Array
+    model: AbstractModel, update_rules: optimizers.UpdateRules, config: RunConfig, key: jax.Array
 ) -> tuple[dict[str, jax.Array], optimizers.OptimizerState]:
     """Returns weights and optimizer state in the model's shapes, without padding."""
     precision = config.precision
@@ -159,7 +161,7 @@ def _fresh(
         return cast_floating(x, model.dtype(path, dtype))
 
     params = {path: resting(path, x) for path, x in model.init(key).items()}
-    return params, optimizers.init(rules, model.parameters, params)
+    return params, optimizers.init(update_rules, model.parameters, params)
 
 
 def resting_bytes(abstract: TrainState) -> tuple[int, int]:

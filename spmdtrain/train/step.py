@@ -192,5 +192,5 @@ def _above(setup: Setup, frozen: int, updates: dict[str, jax.Array]) -> dict[str
     These have no gradient, but a rule's weight decay would move them all the same.
     """
     model = setup.model
-    rows = frozen * model.layout.layers // setup.config.model.stack_layers
+    rows = frozen * model.stage_layout.layers // setup.config.model.stack_layers
     return {path: x.at[:rows].set(0) if model.in_stack(path) else x for path, x in updates.items()}

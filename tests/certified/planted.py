@@ -111,9 +111,9 @@ ANEW = (
     Breakage(
         "stages read a checkpoint's layers by numbers of their own",
         "checkpoints/leaves/relayout.py",
-        "x = setup.model.layout.staged(layout.unstaged(x))",
+        "x = setup.model.stage_layout.staged(layout.unstaged(x))",
         "x = jnp.repeat(x[:, :1], x.shape[1], 1) if layout.stages > 1 else x\n"
-        "x = setup.model.layout.staged(layout.unstaged(x))",
+        "x = setup.model.stage_layout.staged(layout.unstaged(x))",
         NONE,
     ),
     Breakage(

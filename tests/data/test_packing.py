@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from spmdtrain.config.errors import DataError
 from spmdtrain.data.batches import Range
 from spmdtrain.data.corpus import Corpus
-from spmdtrain.data.packing import PackedStream, PackedWindows, make_plan
+from spmdtrain.data.packing import PackedStream, PackedWindows, pack_documents
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=60).filter(
     lambda lengths: max(lengths) > 1
@@ -58,26 +58,26 @@ def test_every_token_but_a_documents_first_is_a_target_once_given_what_stands_be
 @given(LENGTHS, st.integers(4, 30))
 @settings(max_examples=200, deadline=None)
 def test_it_packs_as_well_as_first_fit_decreasing(lengths, length):
-    plan = make_plan(corpus_of(lengths).document_starts, Range(0, sum(lengths)), length)
+    packing = pack_documents(corpus_of(lengths).document_starts, Range(0, sum(lengths)), length)
     rooms: list[int] = []
-    for size in sorted(plan.sizes.tolist(), reverse=True):
+    for size in sorted(packing.sizes.tolist(), reverse=True):
         fits = [window for window, room in enumerate(rooms) if room >= size]
         if fits:
             rooms[fits[0]] -= size
         else:
             rooms.append(length - size)
     # Both keep within 11/9 of the best (Johnson, 1974).
-    assert plan.windows <= len(rooms) * 11 // 9 + 1
-    assert plan.sizes.sum() > (plan.windows - 1) * length / 2  # no two windows could be one
+    assert packing.windows <= len(rooms) * 11 // 9 + 1
+    assert packing.sizes.sum() > (packing.windows - 1) * length / 2  # no two windows could be one
 
 
 def test_a_window_that_is_not_full_takes_what_fits():
     """Two fives in one window of twelve, the third with the four and the three in another."""
     corpus = corpus_of([6, 6, 6, 5, 4])
-    plan = make_plan(corpus.document_starts, Range(0, 27), 12)
+    packing = pack_documents(corpus.document_starts, Range(0, 27), 12)
     found = [
-        plan.sizes[begin:end].tolist()
-        for begin, end in zip(plan.bounds[:-1], plan.bounds[1:], strict=True)
+        packing.sizes[begin:end].tolist()
+        for begin, end in zip(packing.bounds[:-1], packing.bounds[1:], strict=True)
     ]
     assert found == [[5, 5], [5, 4, 3]]
 
@@ -86,8 +86,8 @@ def test_a_million_documents_are_packed_with_little_padding():
     """Lengths as of web pages, windows as of a small model: less than 1 % is padding."""
     lengths = np.random.default_rng(0).lognormal(6, 1, 1_000_000).astype(np.int64) + 2
     starts = np.cumsum(lengths) - lengths
-    plan = make_plan(starts, Range(0, int(lengths.sum())), 2048)
-    assert plan.sizes.sum() > 0.99 * plan.windows * 2048
+    packing = pack_documents(starts, Range(0, int(lengths.sum())), 2048)
+    assert packing.sizes.sum() > 0.99 * packing.windows * 2048
 
 
 def test_a_part_of_a_corpus_has_its_own_documents():

@@ -21,7 +21,7 @@ from fuzz_data.formats import LLMC, Made
 from fuzz_data.wrong import Wrong
 from spmdtrain.config import RunConfig
 from spmdtrain.config.errors import UserError
-from spmdtrain.data.packing import make_plan
+from spmdtrain.data.packing import pack_documents
 from spmdtrain.data.source import CorpusData, MixtureData, open_data
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ def _epochs(case: Case, config: RunConfig, data: Any) -> list[tuple]:
 def _windows(case: Case, source: CorpusData) -> int:
     """Return how many windows an epoch has."""
     if case.packing == "best_fit":
-        return make_plan(source.corpus.document_starts, source.train, case.length).windows
+        return pack_documents(source.corpus.document_starts, source.train, case.length).windows
     reserve = case.length if case.shuffle else 1
     return max(1, (source.train.size - reserve) // case.length)
 

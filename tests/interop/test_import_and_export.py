@@ -78,7 +78,7 @@ def test_any_mesh_holds_what_one_device_holds(family, mesh, published):
     model = as_model(said.settings)
     shapes = {path: each for path, each in layer_shapes_on_one_device(published / family)}
     whole = Weights(said, model, shapes)
-    layout = setup.model.layout
+    layout = setup.model.stage_layout
     for path, x in params.items():
         assert (x.shape, x.dtype) == (
             setup.state.params[path].shape,

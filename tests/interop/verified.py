@@ -55,7 +55,7 @@ def in_layers(setup, path: str, gradient: jax.Array) -> np.ndarray:
     """Returns a parameter's gradient without padding, its layers in order."""
     whole = np.asarray(jax.device_get(gradient))
     cut = whole[tuple(slice(size) for size in setup.padding.of_model[path])]
-    return np.asarray(setup.model.layout.unstaged(cut)) if setup.model.in_stack(path) else cut
+    return np.asarray(setup.model.stage_layout.unstaged(cut)) if setup.model.in_stack(path) else cut
 
 
 def measure(name: str, folder: Path) -> list[str]:

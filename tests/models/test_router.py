@@ -51,7 +51,7 @@ def first_batch(numbers: tuple[str, ...], placement: tuple[str, ...]) -> tuple:
 
 
 def in_order(setup: Setup, x: np.ndarray) -> np.ndarray:
-    return np.asarray(setup.model.layout.unstaged(x))
+    return np.asarray(setup.model.stage_layout.unstaged(x))
 
 
 def bias_of(setup: Setup) -> str:

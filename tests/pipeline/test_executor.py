@@ -9,9 +9,9 @@ from jax.sharding import PartitionSpec as P
 from random_schedules import some_waiting_table
 
 from spmdtrain.pipeline.executor import StageProgram, gradients, losses
-from spmdtrain.pipeline.layout import lay_out
 from spmdtrain.pipeline.phases import rounds
 from spmdtrain.pipeline.schedule import Table, build
+from spmdtrain.pipeline.stage_layout import lay_out
 
 WIDTH = 4
 

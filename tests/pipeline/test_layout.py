@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from spmdtrain.pipeline.layout import lay_out
+from spmdtrain.pipeline.stage_layout import lay_out
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 import pytest
 
 from spmdtrain.pipeline.draw import describe_pipeline
-from spmdtrain.pipeline.layout import StageLayout
 from spmdtrain.pipeline.schedule import one_f_one_b
+from spmdtrain.pipeline.stage_layout import StageLayout
 
 PADS = "7 layers in 8 places, 14% more layer work"
 SHRINKS = "a smaller train.microbatch makes more of them, and the bubble smaller"

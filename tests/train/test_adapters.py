@@ -55,7 +55,7 @@ def moved(setup, params):
 
     On the host: nothing is compiled for it.
     """
-    layout = setup.model.layout
+    layout = setup.model.stage_layout
     trained, found = setup.model.split_trained(params)
     for path, x in trained.items():
         shape = setup.model.parameters[path].shape
@@ -80,7 +80,7 @@ def begun(setup, *of_model: str) -> dict[str, jax.Array]:
 
     The test of few bits makes them on a pipeline.
     """
-    layout = setup.model.layout
+    layout = setup.model.stage_layout
     if layout.stages == 1:
         return st.init_state(setup).params
     found = {}
@@ -194,7 +194,9 @@ def wide_weights() -> dict[str, jax.Array]:
     params = st.init_state(wide).params
     for path, x in on_one_device(*OF_FEW_BITS).items():
         if path.endswith((".a", ".b")):
-            assert np.array_equal(wide.model.layout.unstaged(np.asarray(params[path])), x), path
+            assert np.array_equal(wide.model.stage_layout.unstaged(np.asarray(params[path])), x), (
+                path
+            )
     return {path: x for path, x in params.items() if not wide.model.parameters[path].is_of_adapter}
 
 

@@ -218,7 +218,7 @@ def saved(tmp_path_factory):
         def numbered(path, tree, setup=setup):
             in_stack, layout, padding = (
                 setup.model.in_stack(path),
-                setup.model.layout,
+                setup.model.stage_layout,
                 setup.padding,
             )
 
@@ -257,7 +257,7 @@ def test_a_checkpoint_of_any_layout_is_restored_into_any_other(saved, source, ta
     setup, _, want = saved[target]
     checkpoints = Checkpoints(directory, setup, keep=None)
     got, meta = checkpoints.restore(7, setup.state)
-    assert meta["layout"] == saved[source][0].model.layout.describe()
+    assert meta["layout"] == saved[source][0].model.stage_layout.describe()
     assert_same_bits(got, want)
     for ours, asked in zip(jax.tree.leaves(got), jax.tree.leaves(setup.state), strict=True):
         assert ours.sharding.is_equivalent_to(asked.sharding, ours.ndim)

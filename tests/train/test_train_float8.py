@@ -33,7 +33,7 @@ def first_gradients(*settings: str) -> dict[str, np.ndarray]:
         found, _ = jax.device_get(
             jax.jit(make_gradients(setup))(state.params, state.step, next(ahead))
         )
-    in_stack, unstaged = setup.model.in_stack, setup.model.layout.unstaged
+    in_stack, unstaged = setup.model.in_stack, setup.model.stage_layout.unstaged
     return {path: unstaged(g) if in_stack(path) else g for path, g in found.items()}
 
 

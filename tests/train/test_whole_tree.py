@@ -12,7 +12,7 @@ from helpers import batches_of, mesh_of, tiny
 import spmdtrain as st
 from spmdtrain.config import ConfigError
 from spmdtrain.models.abstract import Parameter
-from spmdtrain.pipeline.layout import lay_out
+from spmdtrain.pipeline.stage_layout import lay_out
 from spmdtrain.train.updates import optimizers
 
 SHAPES = {

@@ -1,4 +1,4 @@
-"""Makes the operands, plan and scratch that both backward kernels share."""
+"""Makes the operands, statics and scratch that both backward kernels share."""
 
 from typing import Any, NamedTuple
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention.hopper.programs import COMPUTING, ROWS
-from pallas_kernels.attention.hopper.scores import ScoresPlan
+from pallas_kernels.attention.hopper.scores import ScoresStatics
 from pallas_kernels.attention.mask import visible_keys, zero_hidden
 from pallas_kernels.attention.operands import (
     pad_mask_operands,
@@ -71,12 +71,14 @@ def pad_operands(problem: Problem, inputs: Inputs, out, lse, dout, dlse) -> Oper
     return Operands(q, k, v, dout, lse, delta, [x for x in masks if x is not None])
 
 
-def make_plan(problem, inputs, operands, table, over: int, interpret: bool) -> ScoresPlan:
-    """Returns the plan of a kernel. `over`: the side whose tiles a program walks over."""
+def make_scores_statics(
+    problem, inputs, operands, table, over: int, interpret: bool
+) -> ScoresStatics:
+    """Returns the statics of a kernel. `over`: the side whose tiles a program walks over."""
     tile = table[max(operands.q.shape[3], operands.v.shape[3])]
     padded_keys = over == OVER_KEYS and inputs.lengths[1] % tile.k != 0
     ranges = possible_ranges(problem, inputs, padded_keys=padded_keys, over=over)
-    return ScoresPlan(
+    return ScoresStatics(
         problem,
         tile,
         rows_are_queries=over == OVER_KEYS,
@@ -103,43 +105,43 @@ class Memory(NamedTuple):
     kv_masks: list[Any]  # [b, s]
 
 
-def split_masks(plan: ScoresPlan, refs) -> tuple[list[Any], list[Any], list[Any]]:
+def split_masks(statics: ScoresStatics, refs) -> tuple[list[Any], list[Any], list[Any]]:
     """Returns (q_masks, kv_masks, the references after them)."""
-    masks, rest = split_mask_operands(refs, plan.has_segments, plan.has_positions)
+    masks, rest = split_mask_operands(refs, statics.has_segments, statics.has_positions)
     q_masks = [x for x in (masks.q_segment_ids, masks.q_positions) if x is not None]
     kv_masks = [x for x in (masks.kv_segment_ids, masks.kv_positions) if x is not None]
     return q_masks, kv_masks, rest
 
 
-def mask_scratch(plan: ScoresPlan, own: int) -> list:
+def mask_scratch(statics: ScoresStatics, own: int) -> list:
     """Returns the mask vectors of the program's own tiles, and of those in the first ring."""
-    if not plan.mask_vectors:
+    if not statics.mask_vectors:
         return []
-    slots = plan.tile.stages[0]
+    slots = statics.tile.stages[0]
     return [
-        gpu.shared_memory((own, plan.mask_vectors, ROWS), jnp.int32),
-        gpu.shared_memory((slots, plan.mask_vectors, plan.columns), jnp.int32),
+        gpu.shared_memory((own, statics.mask_vectors, ROWS), jnp.int32),
+        gpu.shared_memory((slots, statics.mask_vectors, statics.columns), jnp.int32),
     ]
 
 
-def ring_barriers(plan: ScoresPlan, own: int, arrays: int) -> list:
+def ring_barriers(statics: ScoresStatics, own: int, arrays: int) -> list:
     """Returns own_ready, then `ready` of both rings, then `free` of both.
 
     Every copy arrives once at its barrier: a slot takes `arrays` copies, and in the first ring one
     more for each mask vector; an own tile takes two arrays and the mask vectors.
     """
-    first, second = plan.tile.stages
+    first, second = statics.tile.stages
     return [
-        gpu.barriers(own, arrivals=2 + plan.mask_vectors),
-        gpu.barriers(max(first, 2), arrivals=arrays + plan.mask_vectors),
+        gpu.barriers(own, arrivals=2 + statics.mask_vectors),
+        gpu.barriers(max(first, 2), arrivals=arrays + statics.mask_vectors),
         gpu.barriers(max(second, 2), arrivals=arrays),
         gpu.barriers(first, arrivals=COMPUTING),
         gpu.barriers(second, arrivals=COMPUTING),
     ]
 
 
-def staging_scratch(plan: ScoresPlan, dtype) -> list:
+def staging_scratch(statics: ScoresStatics, dtype) -> list:
     """Returns shared memory for left operands, which only the interpreter needs."""
-    if not plan.interpret:
+    if not statics.interpret:
         return []
-    return [gpu.shared_memory((COMPUTING, *plan.shape), dtype)] * 2
+    return [gpu.shared_memory((COMPUTING, *statics.shape), dtype)] * 2

@@ -26,7 +26,7 @@ from pallas_kernels.attention import tiling
 from pallas_kernels.attention.hopper.backward_operands import (
     Memory,
     Operands,
-    make_plan,
+    make_scores_statics,
     mask_scratch,
     ring_barriers,
     split_masks,
@@ -40,7 +40,7 @@ from pallas_kernels.attention.hopper.programs import (
     program_grid,
     this_program,
 )
-from pallas_kernels.attention.hopper.scores import ScoresPlan, score_matmuls
+from pallas_kernels.attention.hopper.scores import ScoresStatics, score_matmuls
 from pallas_kernels.attention.problem import Inputs, Problem
 from pallas_kernels.attention.tile_ranges import FULL, OVER_QUERIES, tile_bounds
 from pallas_kernels.backends import mosaic as gpu
@@ -78,11 +78,11 @@ class _Walk(NamedTuple):
 
 
 def _dkv_kernel(
-    plan: ScoresPlan, bounds_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, *refs
+    statics: ScoresStatics, bounds_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, *refs
 ):
-    q_masks, kv_masks, refs = split_masks(plan, refs)
+    q_masks, kv_masks, refs = split_masks(statics, refs)
     dk_ref, dv_ref, *refs = refs
-    masks_s = [refs.pop(0), refs.pop(0)] if plan.mask_vectors else [None, None]
+    masks_s = [refs.pop(0), refs.pop(0)] if statics.mask_vectors else [None, None]
     k_s, v_s, q_s, dout_s, lse_s, delta_s, *refs = refs
     own_ready, q_ready, dout_ready, q_free, dout_free, own_free, done, *staging = refs
 
@@ -98,7 +98,7 @@ def _dkv_kernel(
         q_masks=q_masks,
         kv_masks=kv_masks,
     )
-    q_slots, dout_slots = plan.tile.stages
+    q_slots, dout_slots = statics.tile.stages
     scratch = _Scratch(
         *masks_s,
         k=k_s,
@@ -117,26 +117,26 @@ def _dkv_kernel(
     first = memory.bounds[0]
     last = memory.bounds[3]
     count = last - first
-    walk = _Walk(first, count, steps=count * plan.group)
+    walk = _Walk(first, count, steps=count * statics.group)
     warpgroup = jax.lax.axis_index("warpgroup")
     pl.when(warpgroup == COMPUTING)(
-        partial(_copy, plan, memory, scratch, program, walk, dk_ref, dv_ref)
+        partial(_copy, statics, memory, scratch, program, walk, dk_ref, dv_ref)
     )
-    compute = partial(_compute, plan, memory, scratch, program, walk, warpgroup)
-    if plan.tile.k == COMPUTING * ROWS:
+    compute = partial(_compute, statics, memory, scratch, program, walk, warpgroup)
+    if statics.tile.k == COMPUTING * ROWS:
         pl.when(warpgroup < COMPUTING)(lambda: compute(warpgroup, with_dk=True, with_dv=True))
     else:
         pl.when(warpgroup == 0)(lambda: compute(0, with_dk=True, with_dv=False))
         pl.when(warpgroup == 1)(lambda: compute(0, with_dk=False, with_dv=True))
 
 
-def _own_keys(plan: ScoresPlan, program: Program, tile):
+def _own_keys(statics: ScoresStatics, program: Program, tile):
     """Returns the slice of the key dim for the program's `tile`-th 64 keys."""
-    return pl.ds((program.tile * (plan.tile.k // ROWS) + tile) * ROWS, ROWS)
+    return pl.ds((program.tile * (statics.tile.k // ROWS) + tile) * ROWS, ROWS)
 
 
 def _copy(
-    plan: ScoresPlan,
+    statics: ScoresStatics,
     memory: Memory,
     scratch: _Scratch,
     program: Program,
@@ -146,25 +146,25 @@ def _copy(
 ):
     """Runs the copying warpgroup: k and v once, then q and dout in rings, then the results."""
     batch, kv_head, _ = program
-    own_tiles = plan.tile.k // ROWS
-    copying, _ = plan.tile.registers
+    own_tiles = statics.tile.k // ROWS
+    copying, _ = statics.tile.registers
     gpu.set_max_registers(copying, action="decrease")
     for tile in range(own_tiles):
         ready = scratch.own_ready.at[tile]
         for ref, own in ((memory.k, scratch.k), (memory.v, scratch.v)):
-            keys = _own_keys(plan, program, tile)
+            keys = _own_keys(statics, program, tile)
             gpu.copy_gmem_to_smem(ref.at[batch, keys, kv_head], own.at[tile], ready)
         for vector, ref in enumerate(memory.kv_masks):
-            keys = _own_keys(plan, program, tile)
+            keys = _own_keys(statics, program, tile)
             own = scratch.kv_masks.at[tile, vector]
             gpu.copy_gmem_to_smem(ref.at[batch, keys], own, ready)
 
     def copy(ref, into, vector_ref, vector_into, masks, step, slot, ready):
         """Copies a tile, its vector (lse or delta), and masks."""
         count = jax.lax.max(walk.count, 1)  # a divisor, but of no step if it was 0
-        head = kv_head * plan.group + jax.lax.div(step, count)
+        head = kv_head * statics.group + jax.lax.div(step, count)
         i = walk.first + jax.lax.rem(step, count)
-        queries = pl.ds(i * plan.tile.q, plan.tile.q)
+        queries = pl.ds(i * statics.tile.q, statics.tile.q)
         gpu.copy_gmem_to_smem(ref.at[batch, queries, head], into.at[slot], ready)
         gpu.copy_gmem_to_smem(vector_ref.at[batch, head, queries], vector_into.at[slot], ready)
         for vector, mask_ref in enumerate(masks):
@@ -177,13 +177,13 @@ def _copy(
     gpu.barrier_wait(scratch.done.at[0])
     for tile in range(own_tiles):
         for ref, own in ((dk_ref, scratch.k), (dv_ref, scratch.v)):
-            keys = _own_keys(plan, program, tile)
+            keys = _own_keys(statics, program, tile)
             gpu.copy_smem_to_gmem(own.at[tile], ref.at[batch, keys, kv_head])
     gpu.wait_smem_to_gmem(0)
 
 
 def _compute(  # noqa: PLR0913
-    plan: ScoresPlan,
+    statics: ScoresStatics,
     memory: Memory,
     scratch: _Scratch,
     program: Program,
@@ -197,8 +197,8 @@ def _compute(  # noqa: PLR0913
     """Runs a computing warpgroup: dk, dv or both of the program's `tile`-th 64 keys."""
     q_ring = scratch.q_ring
     dout_ring = scratch.dout_ring
-    own_tiles = plan.tile.k // ROWS
-    _, computing = plan.tile.registers
+    own_tiles = statics.tile.k // ROWS
+    _, computing = statics.tile.registers
     gpu.set_max_registers(computing, action="increase")
     k = scratch.k.at[tile]
     v = scratch.v.at[tile]
@@ -213,24 +213,24 @@ def _compute(  # noqa: PLR0913
         gpu.barrier_wait(q_ring.ready_at(step))
 
         def of_columns(ref):
-            return gpu.broadcast(gpu.load_shared_vector(ref, 1), plan.shape, 1)
+            return gpu.broadcast(gpu.load_shared_vector(ref, 1), statics.shape, 1)
 
         def weigh(products):
             """Returns (weights for dv, those times the softcap's slope for dk), given k q^T."""
-            weights, slope = plan.weights(products, of_columns(scratch.lse.at[q_slot]))
+            weights, slope = statics.weights(products, of_columns(scratch.lse.at[q_slot]))
             if slope is not None and not with_dv:  # the plain weights need no registers
                 weights = weights * slope
                 slope = None
             masks = []
-            if plan.mask_vectors:
+            if statics.mask_vectors:
                 masks = [scratch.kv_masks.at[tile], scratch.q_masks.at[q_slot]]
             full = (memory.bounds[FULL], memory.bounds[FULL + 1])
             first_row = (program.tile * own_tiles + tile) * ROWS
-            weights = plan.zero_hidden(weights, full, first_row, i, masks)
+            weights = statics.zero_hidden(weights, full, first_row, i, masks)
             return weights.astype(v.dtype), weights if slope is None else weights * slope
 
         (weights, sloped), dweights = score_matmuls(
-            plan,
+            statics,
             first=lambda into: gpu.wgmma(into, k, q.T),
             wait=lambda: gpu.barrier_wait(dout_ring.ready_at(step)),
             second=(lambda into: gpu.wgmma(into, v, dout.T)) if with_dk else None,
@@ -238,20 +238,20 @@ def _compute(  # noqa: PLR0913
         )
 
         def staging(number):
-            return scratch.staging[number].at[warpgroup] if plan.interpret else None
+            return scratch.staging[number].at[warpgroup] if statics.interpret else None
 
         def issue(*into):
             into = list(into)
             if with_dv:
-                left = gpu.left_operand(weights, staging(0), plan.interpret)
+                left = gpu.left_operand(weights, staging(0), statics.interpret)
                 gpu.wgmma(into.pop(0), left, dout)
             if dweights is not None:  # with_dk
                 delta = of_columns(scratch.delta.at[dout_slot])
                 dscores = (sloped * (dweights - delta)).astype(q.dtype)
-                left = gpu.left_operand(dscores, staging(1), plan.interpret)
+                left = gpu.left_operand(dscores, staging(1), statics.interpret)
                 gpu.wgmma(into.pop(0), left, q)
 
-        sums = gpu.accumulate_onto(tuple(sums), issue, plan.interpret)
+        sums = gpu.accumulate_onto(tuple(sums), issue, statics.interpret)
         # dout and delta, q and lse were read until here.
         gpu.barrier_arrive(dout_ring.free.at[dout_slot])
         gpu.barrier_arrive(q_ring.free.at[q_slot])
@@ -260,7 +260,7 @@ def _compute(  # noqa: PLR0913
         return next_tile, *sums
 
     # Each result, times a factor, goes where its operand was.
-    results = [(v, 1.0)] * with_dv + [(k, plan.problem.scale)] * with_dk
+    results = [(v, 1.0)] * with_dv + [(k, statics.problem.scale)] * with_dk
     start = tuple(gpu.full((ROWS, own.shape[1]), 0.0) for own, _ in results)
     _, *sums = jax.lax.fori_loop(0, walk.steps, visit, (walk.first, *start))
     if own_tiles < COMPUTING:  # the other warpgroup reads the same k and v
@@ -281,29 +281,29 @@ def run_dkv(
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns dk and dv in the shapes of the padded k and v."""
-    plan = make_plan(problem, inputs, operands, table, OVER_QUERIES, interpret)
+    statics = make_scores_statics(problem, inputs, operands, table, OVER_QUERIES, interpret)
     b, _, kv_heads, e = operands.v.shape
     _, q_length, _, d = operands.q.shape
     dtype = operands.q.dtype
-    own_tiles = plan.tile.k // ROWS
-    q_slots, dout_slots = plan.tile.stages
+    own_tiles = statics.tile.k // ROWS
+    q_slots, dout_slots = statics.tile.stages
     scratch = [
-        *mask_scratch(plan, own_tiles),
+        *mask_scratch(statics, own_tiles),
         gpu.shared_memory((own_tiles, ROWS, d), dtype),  # k
         gpu.shared_memory((own_tiles, ROWS, e), dtype),  # v
-        gpu.shared_memory((q_slots, plan.tile.q, d), dtype),
-        gpu.shared_memory((dout_slots, plan.tile.q, e), dtype),
-        gpu.shared_memory((q_slots, plan.tile.q), jnp.float32),  # lse
-        gpu.shared_memory((dout_slots, plan.tile.q), jnp.float32),  # delta
-        *ring_barriers(plan, own_tiles, arrays=2),
+        gpu.shared_memory((q_slots, statics.tile.q, d), dtype),
+        gpu.shared_memory((dout_slots, statics.tile.q, e), dtype),
+        gpu.shared_memory((q_slots, statics.tile.q), jnp.float32),  # lse
+        gpu.shared_memory((dout_slots, statics.tile.q), jnp.float32),  # delta
+        *ring_barriers(statics, own_tiles, arrays=2),
         gpu.barriers(1, arrivals=COMPUTING),  # own_free
         gpu.barriers(1, arrivals=COMPUTING),  # done
-        *staging_scratch(plan, dtype),
+        *staging_scratch(statics, dtype),
     ]
     bytes_per_head = q_length * (d + e) * dtype.itemsize * inputs.group
     run = gpu.call(
-        partial(_dkv_kernel, plan),
-        grid=program_grid(b * kv_heads, pl.cdiv(inputs.lengths[1], plan.tile.k), bytes_per_head),
+        partial(_dkv_kernel, statics),
+        grid=program_grid(b * kv_heads, pl.cdiv(inputs.lengths[1], statics.tile.k), bytes_per_head),
         outputs=[
             jax.ShapeDtypeStruct(operands.k.shape, dtype),
             jax.ShapeDtypeStruct(operands.v.shape, dtype),
@@ -313,7 +313,7 @@ def run_dkv(
         interpret=interpret,
         name="attention_dkv",
     )
-    bounds = tile_bounds(problem, inputs, plan.tile.q, plan.tile.k, OVER_QUERIES)
+    bounds = tile_bounds(problem, inputs, statics.tile.q, statics.tile.k, OVER_QUERIES)
     *arrays, masks = operands
     dk, dv = run(bounds, *arrays, *masks)
     return dk, dv

@@ -14,7 +14,7 @@ from pallas_kernels.attention import tiling
 from pallas_kernels.attention.hopper.backward_operands import (
     Memory,
     Operands,
-    make_plan,
+    make_scores_statics,
     mask_scratch,
     ring_barriers,
     split_masks,
@@ -28,7 +28,7 @@ from pallas_kernels.attention.hopper.programs import (
     program_grid,
     this_program,
 )
-from pallas_kernels.attention.hopper.scores import ScoresPlan, score_matmuls
+from pallas_kernels.attention.hopper.scores import ScoresStatics, score_matmuls
 from pallas_kernels.attention.problem import Inputs, Problem
 from pallas_kernels.attention.tile_ranges import OVER_KEYS, tile_bounds
 from pallas_kernels.backends import mosaic as gpu
@@ -51,11 +51,11 @@ class _Scratch(NamedTuple):
 
 
 def _dq_kernel(
-    plan: ScoresPlan, bounds_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, *refs
+    statics: ScoresStatics, bounds_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, *refs
 ):
-    q_masks, kv_masks, refs = split_masks(plan, refs)
+    q_masks, kv_masks, refs = split_masks(statics, refs)
     dq_ref, *refs = refs
-    masks_s = [refs.pop(0), refs.pop(0)] if plan.mask_vectors else [None, None]
+    masks_s = [refs.pop(0), refs.pop(0)] if statics.mask_vectors else [None, None]
     q_s, dout_s, k_s, v_s, own_ready, k_ready, v_ready, k_free, v_free, *staging = refs
 
     program = this_program(q_ref.shape[2])
@@ -72,7 +72,7 @@ def _dq_kernel(
         q_masks=q_masks,
         kv_masks=kv_masks,
     )
-    k_slots, v_slots = plan.tile.stages
+    k_slots, v_slots = statics.tile.stages
     scratch = _Scratch(
         *masks_s,
         q=q_s,
@@ -82,12 +82,12 @@ def _dq_kernel(
         own_ready=own_ready,
         k_ring=Ring(k_slots, k_ready, k_free),
         v_ring=Ring(v_slots, v_ready, v_free),
-        staging=staging[0] if plan.interpret else None,
+        staging=staging[0] if statics.interpret else None,
     )
     warpgroup = jax.lax.axis_index("warpgroup")
-    pl.when(warpgroup == COMPUTING)(partial(_copy, plan, memory, scratch, program))
+    pl.when(warpgroup == COMPUTING)(partial(_copy, statics, memory, scratch, program))
     pl.when(warpgroup < COMPUTING)(
-        partial(_compute, plan, memory, scratch, program, warpgroup, dq_ref)
+        partial(_compute, statics, memory, scratch, program, warpgroup, dq_ref)
     )
 
 
@@ -96,12 +96,12 @@ def _own_queries(program: Program, warpgroup):
     return pl.ds((program.tile * COMPUTING + warpgroup) * ROWS, ROWS)
 
 
-def _copy(plan: ScoresPlan, memory: Memory, scratch: _Scratch, program: Program):
+def _copy(statics: ScoresStatics, memory: Memory, scratch: _Scratch, program: Program):
     """Runs the copying warpgroup: q and dout once, then k and v in rings."""
     batch, head, _ = program
-    copying, _ = plan.tile.registers
+    copying, _ = statics.tile.registers
     gpu.set_max_registers(copying, action="decrease")
-    kv_head = jax.lax.div(head, plan.group)
+    kv_head = jax.lax.div(head, statics.group)
     first = memory.bounds[0]
     last = memory.bounds[3]
     for warpgroup in range(COMPUTING):
@@ -115,7 +115,7 @@ def _copy(plan: ScoresPlan, memory: Memory, scratch: _Scratch, program: Program)
             gpu.copy_gmem_to_smem(ref.at[batch, queries], own, ready)
 
     def copy(ref, into, masks, step, slot, ready):
-        keys = pl.ds((first + step) * plan.tile.k, plan.tile.k)
+        keys = pl.ds((first + step) * statics.tile.k, statics.tile.k)
         gpu.copy_gmem_to_smem(ref.at[batch, keys, kv_head], into.at[slot], ready)
         for vector, mask_ref in enumerate(masks):
             own = scratch.kv_masks.at[slot, vector]
@@ -129,13 +129,13 @@ def _copy(plan: ScoresPlan, memory: Memory, scratch: _Scratch, program: Program)
 
 
 def _compute(
-    plan: ScoresPlan, memory: Memory, scratch: _Scratch, program: Program, warpgroup, dq_ref
+    statics: ScoresStatics, memory: Memory, scratch: _Scratch, program: Program, warpgroup, dq_ref
 ):
     """Runs a computing warpgroup: dq of its 64 queries, over tiles of keys."""
     batch, head, at = program
     k_ring = scratch.k_ring
     v_ring = scratch.v_ring
-    _, computing = plan.tile.registers
+    _, computing = statics.tile.registers
     gpu.set_max_registers(computing, action="increase")
     own = (batch, head, _own_queries(program, warpgroup))
     # Held in registers: in this kernel they do not spill.
@@ -156,16 +156,16 @@ def _compute(
         gpu.barrier_wait(k_ring.ready_at(step))
 
         def weigh(products):  # q k^T, [64 queries, tile.k]
-            weights, slope = plan.weights(products, gpu.broadcast(lse, plan.shape, 0))
+            weights, slope = statics.weights(products, gpu.broadcast(lse, statics.shape, 0))
             if slope is not None:
                 weights = weights * slope
             masks = []
-            if plan.mask_vectors:
+            if statics.mask_vectors:
                 masks = [scratch.q_masks.at[warpgroup], scratch.kv_masks.at[k_slot]]
-            return plan.zero_hidden(weights, (full_from, full_to), first_row, j, masks)
+            return statics.zero_hidden(weights, (full_from, full_to), first_row, j, masks)
 
         weights, dweights = score_matmuls(
-            plan,
+            statics,
             first=lambda into: gpu.wgmma(into, q, k.T),
             wait=lambda: gpu.barrier_wait(v_ring.ready_at(step)),
             second=lambda into: gpu.wgmma(into, dout, v.T),
@@ -173,16 +173,16 @@ def _compute(
         )
         gpu.barrier_arrive(v_ring.free.at[v_slot])  # v is not needed again, k is
         assert dweights is not None, "the second matmul was asked for"
-        dscores = weights * (dweights - gpu.broadcast(delta, plan.shape, 0))
+        dscores = weights * (dweights - gpu.broadcast(delta, statics.shape, 0))
         dscores = dscores.astype(q.dtype)
         staging = None if scratch.staging is None else scratch.staging.at[warpgroup]
-        left = gpu.left_operand(dscores, staging, plan.interpret)
-        [dq] = gpu.accumulate_onto((dq,), lambda into: gpu.wgmma(into, left, k), plan.interpret)
+        left = gpu.left_operand(dscores, staging, statics.interpret)
+        [dq] = gpu.accumulate_onto((dq,), lambda into: gpu.wgmma(into, left, k), statics.interpret)
         gpu.barrier_arrive(k_ring.free.at[k_slot])
         return dq
 
     dq = jax.lax.fori_loop(0, last - first, visit, gpu.full((ROWS, q.shape[1]), 0.0))
-    q[...] = (dq * plan.problem.scale).astype(q.dtype)  # its queries are no longer needed
+    q[...] = (dq * statics.problem.scale).astype(q.dtype)  # its queries are no longer needed
     gpu.commit_smem()
     gpu.copy_smem_to_gmem(q, dq_ref.at[batch, _own_queries(program, warpgroup), head])
     gpu.wait_smem_to_gmem(0)
@@ -196,31 +196,31 @@ def run_dq(
     interpret: bool,
 ) -> jax.Array:
     """Returns dq in the shape of the padded q."""
-    plan = make_plan(problem, inputs, operands, table, OVER_KEYS, interpret)
+    statics = make_scores_statics(problem, inputs, operands, table, OVER_KEYS, interpret)
     b, _, h, d = operands.q.shape
     _, kv_length, _, e = operands.v.shape
     dtype = operands.q.dtype
-    k_slots, v_slots = plan.tile.stages
+    k_slots, v_slots = statics.tile.stages
     scratch = [
-        *mask_scratch(plan, COMPUTING),
+        *mask_scratch(statics, COMPUTING),
         gpu.shared_memory((COMPUTING, ROWS, d), dtype),  # q
         gpu.shared_memory((COMPUTING, ROWS, e), dtype),  # dout
-        gpu.shared_memory((k_slots, plan.tile.k, d), dtype),
-        gpu.shared_memory((v_slots, plan.tile.k, e), dtype),
-        *ring_barriers(plan, COMPUTING, arrays=1),
-        *staging_scratch(plan, dtype),
+        gpu.shared_memory((k_slots, statics.tile.k, d), dtype),
+        gpu.shared_memory((v_slots, statics.tile.k, e), dtype),
+        *ring_barriers(statics, COMPUTING, arrays=1),
+        *staging_scratch(statics, dtype),
     ]
     bytes_per_head = kv_length * (d + e) * dtype.itemsize // inputs.group
     run = gpu.call(
-        partial(_dq_kernel, plan),
-        grid=program_grid(b * h, pl.cdiv(inputs.lengths[0], plan.tile.q), bytes_per_head),
+        partial(_dq_kernel, statics),
+        grid=program_grid(b * h, pl.cdiv(inputs.lengths[0], statics.tile.q), bytes_per_head),
         outputs=[jax.ShapeDtypeStruct(operands.q.shape, dtype)],
         scratch=scratch,
         warpgroups=COMPUTING + 1,
         interpret=interpret,
         name="attention_dq",
     )
-    bounds = tile_bounds(problem, inputs, plan.tile.q, plan.tile.k, OVER_KEYS)
+    bounds = tile_bounds(problem, inputs, statics.tile.q, statics.tile.k, OVER_KEYS)
     *arrays, masks = operands
     [dq] = run(bounds, *arrays, *masks)
     return dq

@@ -55,7 +55,7 @@ REGISTERS_COMPUTING = 240
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _Statics:
     """The static arguments of the kernel."""
 
     problem: Problem
@@ -129,16 +129,16 @@ class _Scratch(NamedTuple):
     staging: Any  # None unless interpreted
 
 
-def _forward_kernel(plan: _Plan, bounds_ref, q_ref, k_ref, v_ref, *refs):
-    masks, refs = split_mask_operands(refs, plan.has_segments, plan.has_positions)
+def _forward_kernel(statics: _Statics, bounds_ref, q_ref, k_ref, v_ref, *refs):
+    masks, refs = split_mask_operands(refs, statics.has_segments, statics.has_positions)
     out_ref, lse_ref, q_s, k_s, v_s, lse_s, *refs = refs
     q_ready, k_ready, v_ready, k_free, v_free, turn, *refs = refs
     out_s = q_s if q_ref.shape[3] == v_ref.shape[3] else refs.pop(0)
-    staging = refs.pop(0) if plan.interpret else None
+    staging = refs.pop(0) if statics.interpret else None
 
     program = this_program(q_ref.shape[2])
     # The last tile first: if the call is causal it takes longest.
-    program = program._replace(tile=plan.counts[0] - 1 - program.tile)
+    program = program._replace(tile=statics.counts[0] - 1 - program.tile)
     memory = _Memory(
         bounds=bounds_of(bounds_ref, program),
         q=q_ref,
@@ -163,21 +163,21 @@ def _forward_kernel(plan: _Plan, bounds_ref, q_ref, k_ref, v_ref, *refs):
         staging=staging,
     )
     warpgroup = jax.lax.axis_index("warpgroup")
-    pl.when(warpgroup == COMPUTING)(partial(_copy, plan, memory, scratch, program))
-    pl.when(warpgroup < COMPUTING)(partial(_compute, plan, memory, scratch, program, warpgroup))
+    pl.when(warpgroup == COMPUTING)(partial(_copy, statics, memory, scratch, program))
+    pl.when(warpgroup < COMPUTING)(partial(_compute, statics, memory, scratch, program, warpgroup))
 
 
-def _own_queries(plan: _Plan, program: Program, warpgroup):
+def _own_queries(statics: _Statics, program: Program, warpgroup):
     """Returns the slice of the query dim that a computing warpgroup owns."""
-    return pl.ds((program.tile * COMPUTING + warpgroup) * plan.tile.q, plan.tile.q)
+    return pl.ds((program.tile * COMPUTING + warpgroup) * statics.tile.q, statics.tile.q)
 
 
-def _copy(plan: _Plan, memory: _Memory, scratch: _Scratch, program: Program):
+def _copy(statics: _Statics, memory: _Memory, scratch: _Scratch, program: Program):
     """Runs the copying warpgroup."""
     batch, head, _ = program
     gpu.set_max_registers(REGISTERS_COPYING, action="decrease")
     for warpgroup in range(COMPUTING):
-        queries = _own_queries(plan, program, warpgroup)
+        queries = _own_queries(statics, program, warpgroup)
         gpu.copy_gmem_to_smem(
             memory.q.at[batch, queries, head],
             scratch.q.at[warpgroup],
@@ -185,8 +185,8 @@ def _copy(plan: _Plan, memory: _Memory, scratch: _Scratch, program: Program):
         )
     first = memory.bounds[0]
     last = memory.bounds[3]
-    kv_head = jax.lax.div(head, plan.group)
-    stages = plan.tile.stages
+    kv_head = jax.lax.div(head, statics.group)
+    stages = statics.tile.stages
 
     # The last `stages` turns copy nothing. They wait for the slots to be freed: every arrival at a
     # barrier must be waited for before the program ends.
@@ -195,7 +195,7 @@ def _copy(plan: _Plan, memory: _Memory, scratch: _Scratch, program: Program):
         slot = jax.lax.rem(j, stages)
         is_reused = (j - first >= stages) & (j - stages < last)
         has_tile = j < last
-        keys = pl.ds(j * plan.tile.k, plan.tile.k)
+        keys = pl.ds(j * statics.tile.k, statics.tile.k)
         pl.when(is_reused)(lambda: gpu.barrier_wait(scratch.k_free.at[slot]))
 
         @pl.when(has_tile)
@@ -213,12 +213,12 @@ def _copy(plan: _Plan, memory: _Memory, scratch: _Scratch, program: Program):
             )
 
 
-def _compute(plan: _Plan, memory: _Memory, scratch: _Scratch, program: Program, warpgroup):
+def _compute(statics: _Statics, memory: _Memory, scratch: _Scratch, program: Program, warpgroup):
     """Runs a computing warpgroup: the online softmax over tiles of keys."""
     batch, head, at = program
     gpu.set_max_registers(REGISTERS_COMPUTING, action="increase")
     gpu.barrier_wait(scratch.q_ready.at[warpgroup])
-    first_query = (at * COMPUTING + warpgroup) * plan.tile.q
+    first_query = (at * COMPUTING + warpgroup) * statics.tile.q
     turn = scratch.turn
     v_ready = scratch.v_ready
     pl.when(warpgroup == 1)(lambda: _take_turns(turn))  # it stays one turn late from here on
@@ -226,17 +226,17 @@ def _compute(plan: _Plan, memory: _Memory, scratch: _Scratch, program: Program, 
     def body(masked):
         def step(j, carry):
             largest, total, out = carry
-            slot = jax.lax.rem(j, plan.tile.stages)
+            slot = jax.lax.rem(j, statics.tile.stages)
             gpu.barrier_wait(scratch.k_ready.at[slot])
             products = gpu.accumulate_from_zero(
                 lambda into: gpu.wgmma(into, scratch.q.at[warpgroup], scratch.k.at[slot].T),
-                plan.shape,
+                statics.shape,
                 meanwhile=lambda: _take_turns(turn),
             )
             gpu.barrier_arrive(scratch.k_free.at[slot])
-            scores, _ = plan.problem.scores(products, gpu.LOG2E, gpu.tanh)
+            scores, _ = statics.problem.scores(products, gpu.LOG2E, gpu.tanh)
             if masked:
-                mask = plan.mask(batch, first_query, j * plan.tile.k, memory.masks)
+                mask = statics.mask(batch, first_query, j * statics.tile.k, memory.masks)
                 if mask is not None:
                     scores = jnp.where(mask, scores, -jnp.inf)
             new_largest = jnp.maximum(largest, scores.max(1))
@@ -255,22 +255,22 @@ def _compute(plan: _Plan, memory: _Memory, scratch: _Scratch, program: Program, 
             gpu.barrier_wait(v_ready.at[slot])
             gpu.barrier_wait(turn)
             staging = None if scratch.staging is None else scratch.staging.at[warpgroup]
-            left = gpu.left_operand(weights, staging, plan.interpret)
+            left = gpu.left_operand(weights, staging, statics.interpret)
             [out] = gpu.accumulate_onto(
-                (out,), lambda into: gpu.wgmma(into, left, scratch.v.at[slot]), plan.interpret
+                (out,), lambda into: gpu.wgmma(into, left, scratch.v.at[slot]), statics.interpret
             )
             gpu.barrier_arrive(scratch.v_free.at[slot])
             return new_largest, total, out
 
         return step
 
-    rows = plan.tile.q
+    rows = statics.tile.q
     start = (
         gpu.full((rows,), -jnp.inf),
         gpu.full((rows,), 0.0),
         gpu.full((rows, memory.v.shape[3]), 0.0),
     )
-    largest, total, out = walk(plan.ranges, memory.bounds, body, start)
+    largest, total, out = walk(statics.ranges, memory.bounds, body, start)
     pl.when(warpgroup == 0)(lambda: _take_turns(turn))  # lets warpgroup 1 make its last turn
     has_key = total > 0
     total = jnp.where(has_key, total, 1.0)
@@ -281,11 +281,11 @@ def _compute(plan: _Plan, memory: _Memory, scratch: _Scratch, program: Program, 
     gpu.commit_smem()
     gpu.copy_smem_to_gmem(
         scratch.out.at[warpgroup],
-        memory.out.at[batch, _own_queries(plan, program, warpgroup), head],
+        memory.out.at[batch, _own_queries(statics, program, warpgroup), head],
     )
     gpu.copy_smem_to_gmem(
         scratch.lse.at[warpgroup],
-        memory.lse.at[batch, head, _own_queries(plan, program, warpgroup)],
+        memory.lse.at[batch, head, _own_queries(statics, program, warpgroup)],
     )
     gpu.wait_smem_to_gmem(0)
 
@@ -315,7 +315,7 @@ def forward(
     v = zero_hidden(inputs.v_bske, visible_keys(problem, inputs))
     v = pad_to(v, (b, kv_length, kv_heads, e_padded))
     masks = pad_mask_operands(inputs, q_length, kv_length)
-    plan = _Plan(
+    statics = _Statics(
         problem,
         tile,
         counts,
@@ -326,15 +326,15 @@ def forward(
         has_positions=inputs.has_positions,
         interpret=interpret,
     )
-    bytes_per_head = kv_length * (d_padded + e_padded) * dtype.itemsize // plan.group
+    bytes_per_head = kv_length * (d_padded + e_padded) * dtype.itemsize // statics.group
     run = gpu.call(
-        partial(_forward_kernel, plan),
+        partial(_forward_kernel, statics),
         grid=program_grid(b * h, counts[0], bytes_per_head),
         outputs=[
             jax.ShapeDtypeStruct((b, q_length, h, e_padded), dtype),
             jax.ShapeDtypeStruct((b, h, q_length), jnp.float32),
         ],
-        scratch=_scratch(plan, d_padded, e_padded, dtype),
+        scratch=_scratch(statics, d_padded, e_padded, dtype),
         warpgroups=COMPUTING + 1,
         interpret=interpret,
         name="attention_forward",
@@ -344,9 +344,9 @@ def forward(
     return out[:, :t, :, :e], jnp.moveaxis(lse, 1, 2)[:, :t]
 
 
-def _scratch(plan: _Plan, d: int, e: int, dtype) -> list:
+def _scratch(statics: _Statics, d: int, e: int, dtype) -> list:
     """Returns scratch memory in the order `_forward_kernel` takes it; head dims padded."""
-    tile = plan.tile
+    tile = statics.tile
     scratch = [
         gpu.shared_memory((COMPUTING, tile.q, d), dtype),  # q
         gpu.shared_memory((tile.stages, tile.k, d), dtype),  # k
@@ -361,6 +361,6 @@ def _scratch(plan: _Plan, d: int, e: int, dtype) -> list:
     ]
     if e != d:
         scratch.append(gpu.shared_memory((COMPUTING, tile.q, e), dtype))  # out
-    if plan.interpret:
-        scratch.append(gpu.shared_memory((COMPUTING, *plan.shape), dtype))  # staging
+    if statics.interpret:
+        scratch.append(gpu.shared_memory((COMPUTING, *statics.shape), dtype))  # staging
     return scratch

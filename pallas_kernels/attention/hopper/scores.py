@@ -24,7 +24,7 @@ from pallas_kernels.backends import mosaic as gpu
 
 
 @dataclass(frozen=True)
-class ScoresPlan:
+class ScoresStatics:
     """The static arguments of a backward kernel."""
 
     problem: Problem
@@ -112,16 +112,16 @@ class ScoresPlan:
 
 
 def score_matmuls(
-    plan: ScoresPlan, first: Callable, wait: Callable, second: Callable | None, use: Callable
+    statics: ScoresStatics, first: Callable, wait: Callable, second: Callable | None, use: Callable
 ):
-    """Returns (use(the first matmul's result), the second's result or None), each `plan.shape`.
+    """Returns (use(the first matmul's result), the second's result or None), each `statics.shape`.
 
     `first` and `second` issue matmuls onto the accumulator they get; `wait` waits for the operands
     of the second. The second matmul runs while `use` works on the first one's result; if there are
     too few registers for that, after it.
     """
-    accumulator = gpu.ACC(plan.shape, jnp.float32)
-    use_takes_more = plan.problem.softcap is not None or plan.mask_vectors
+    accumulator = gpu.ACC(statics.shape, jnp.float32)
+    use_takes_more = statics.problem.softcap is not None or statics.mask_vectors
 
     def run_first(into):
         first(into)
@@ -139,7 +139,7 @@ def score_matmuls(
         # The last matmul may still run: it is the second.
         return use(gpu.wgmma_accumulator_load(into, wait_n=1)), other[...]
 
-    if use_takes_more and not plan.tile.overlap:
+    if use_takes_more and not statics.tile.overlap:
         used = pl.run_scoped(run_first, accumulator)
-        return used, gpu.accumulate_from_zero(second, plan.shape)
-    return pl.run_scoped(run_both, accumulator, gpu.ACC(plan.shape, jnp.float32))
+        return used, gpu.accumulate_from_zero(second, statics.shape)
+    return pl.run_scoped(run_both, accumulator, gpu.ACC(statics.shape, jnp.float32))

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmdtrain.parallel.padding import Shape, add_zeros
 from spmdtrain.parallel.specs import axes_of_dim
-from spmdtrain.pipeline.layout import StageLayout
+from spmdtrain.pipeline.stage_layout import StageLayout
 from spmdtrain.train.setup import Setup
 
 
@@ -31,7 +31,7 @@ def in_layout(setup: Setup, path: str, shape: Shape, layout: StageLayout) -> Sha
     """Returns the shape of a leaf if the stack of layers is laid out as `layout`."""
     if not setup.model.in_stack(path):
         return shape
-    return layout.shape + shape[len(setup.model.layout.shape) :]
+    return layout.shape + shape[len(setup.model.stage_layout.shape) :]
 
 
 def as_saved(
@@ -45,7 +45,7 @@ def as_saved(
     parts = [*spec, *[None] * (len(leaf.shape) - len(spec))]
     if setup.model.in_stack(path):
         leading = _over_stages(layout.shape, mesh.shape["pipeline"])
-        parts = [*leading, *parts[len(setup.model.layout.shape) :]]
+        parts = [*leading, *parts[len(setup.model.stage_layout.shape) :]]
     sharding = NamedSharding(mesh, evenly(parts, shape, mesh.shape))
     return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
@@ -59,7 +59,7 @@ def lay_out_anew(setup: Setup, path: str, found: Any, asked: Any, layout: StageL
 
     def laid_out(x: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         if in_stack:
-            x = setup.model.layout.staged(layout.unstaged(x))
+            x = setup.model.stage_layout.staged(layout.unstaged(x))
         shape = without_padding(setup, path, leaf.shape)
         return add_zeros(cut_to(x, shape), shape, leaf.shape).astype(leaf.dtype)
 

@@ -55,7 +55,7 @@ def add_doctor(commands) -> None:
 
 def run_doctor(parsed: argparse.Namespace) -> int:
     """Prints what a run would find here. Returns a config error's code if something is wrong."""
-    facts = gather(parsed)
+    facts = facts_of(parsed)
     found = problems(facts)
     if parsed.measure and facts["devices"]:
         facts["measured"] = measured.measure()
@@ -73,7 +73,7 @@ def run_doctor(parsed: argparse.Namespace) -> int:
     return ConfigError.exit_code if found else DONE
 
 
-def gather(parsed: argparse.Namespace) -> Facts:
+def facts_of(parsed: argparse.Namespace) -> Facts:
     """Collects versions, devices, driver and limits; jax starts as it does in a run."""
     said: list[str] = []
     listener = _Listener(said)

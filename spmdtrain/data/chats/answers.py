@@ -42,7 +42,7 @@ class Asked:
 
 
 class Renders(Protocol):
-    """A renderer of conversations, such as `jinja_program.Program`."""
+    """A renderer of conversations, such as `jinja_program.Templates`."""
 
     @property
     def marks_answers(self) -> bool: ...

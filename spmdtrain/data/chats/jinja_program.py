@@ -83,7 +83,7 @@ def _raise(message: str) -> None:
     raise TemplateError(message)
 
 
-class Program:
+class Templates:
     """The templates of one model, ready to render."""
 
     def __init__(self, first: dict[str, Any]):
@@ -166,7 +166,7 @@ def main() -> None:
             if program is None:
                 seconds = request["seconds"]
                 _limit_time(seconds)
-                program = Program(request)
+                program = Templates(request)
                 found = probe(program)
             else:
                 _limit_time(seconds)

@@ -39,7 +39,7 @@ class Guard:
     def __init__(self, config: GuardConfig, saves: Saves, reporter: Reporter):
         self._config = config
         self._saves = saves
-        self._record = saves.record
+        self._bad_steps = saves.bad_steps
         self._reporter = reporter
 
     @property
@@ -47,7 +47,7 @@ class Guard:
         """True if the run may save: not amid bad steps under `rollback`, which goes back to before
         the first of them.
         """
-        return self._config.policy != "rollback" or self._record.in_a_row == 0
+        return self._config.policy != "rollback" or self._bad_steps.in_a_row == 0
 
     def check(self, step: int, figures: Mapping[str, Any]) -> None:
         """Judges the figures of `step`, and reports the samples that it skipped.
@@ -59,13 +59,13 @@ class Guard:
             return
         self._check_routers(step, figures)
         if not self._is_bad(figures):
-            self._record.in_a_row = 0
+            self._bad_steps.in_a_row = 0
             return
         what = self._describe(step, figures)
         if self._config.policy == "abort":
             raise self._saves.diverged(step, what)
-        skipped = self._record.in_a_row
-        self._record.in_a_row += 1
+        skipped = self._bad_steps.in_a_row
+        self._bad_steps.in_a_row += 1
         if skipped < self._config.most_skipped:
             samples = self._saves.samples(step)
             self._reporter.event("skipped", step, why=what, samples=samples)

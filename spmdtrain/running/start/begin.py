@@ -24,13 +24,13 @@ from spmdtrain.train.state import TrainState
 class StartingPoint:
     """The point from which a run continues: after `step`, at the global sample index `sample`.
 
-    `record` has the bad steps up to there, and `early_stop` the evaluations.
+    `bad_steps` are those up to there, and `early_stop` the evaluations.
     """
 
     state: TrainState
     step: int
     sample: int
-    record: BadSteps
+    bad_steps: BadSteps
     early_stop: EarlyStop
 
 

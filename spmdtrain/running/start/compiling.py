@@ -87,7 +87,7 @@ def _introduction(setup: Setup, data: Data) -> str:
     if setup.way.line:
         lines.append(setup.way.line)
     if setup.pipeline:
-        lines.append(f"pipeline: {describe_pipeline(setup.pipeline, setup.model.layout)}")
+        lines.append(f"pipeline: {describe_pipeline(setup.pipeline, setup.model.stage_layout)}")
     lines.append(f"data: {data.describe(config)}, vocabulary {config.model.vocab}")
     return "\n".join(lines)
 

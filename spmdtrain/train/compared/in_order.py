@@ -109,7 +109,7 @@ def plain_array(setup: Setup, path: str, x: Any) -> np.ndarray:
     It is the parameter itself, or a leaf of its optimizer state, which may lack some of its dims.
     """
     x = np.asarray(x)
-    padding, layout = setup.padding, setup.model.layout
+    padding, layout = setup.padding, setup.model.stage_layout
     if x.shape == padding.at_rest[path]:
         x = x[tuple(map(slice, padding.of_model[path]))]
     stacked = setup.model.in_stack(path) and x.shape[: len(layout.shape)] == layout.shape
@@ -118,7 +118,7 @@ def plain_array(setup: Setup, path: str, x: Any) -> np.ndarray:
 
 def placed_array(setup: Setup, path: str, x: np.ndarray, like: Any) -> jax.Array:
     """Returns the plain array `x` in the shape and sharding of `like`; inverts `plain_array`."""
-    layout = setup.model.layout
+    layout = setup.model.stage_layout
     if setup.model.in_stack(path) and x.shape[:1] == (layout.layers,):
         stack: Any = x
         x = np.asarray(layout.staged(stack))

@@ -43,7 +43,7 @@ def params_from_layers(setup: Setup, read: ReadPart) -> dict[str, jax.Array]:
 
 
 def _stack_dims(setup: Setup, path: str) -> int:
-    return len(setup.model.layout.shape) if setup.model.in_stack(path) else 0
+    return len(setup.model.stage_layout.shape) if setup.model.in_stack(path) else 0
 
 
 def _parameter(
@@ -98,7 +98,7 @@ def _layer_at(setup: Setup, bounds: Bounds, place: tuple[int, ...]) -> int | Non
     """
     if not bounds:
         return None
-    layout = setup.model.layout
+    layout = setup.model.stage_layout
     at = tuple(start + inside for (start, _), inside in zip(bounds, place, strict=True))
     return min(int(np.ravel_multi_index(at, layout.shape)), layout.layers - 1)
 

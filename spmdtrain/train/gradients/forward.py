@@ -58,7 +58,7 @@ def make_context(setup: Setup) -> Callable[..., ForwardContext]:
     constrain = make_constrain(rules, MANUAL_AXES)
     local_map = make_local_map(rules, MANUAL_AXES)
     lookup = make_lookup(rules, MANUAL_AXES)
-    gather = gather_layer_of(setup)
+    gather_layer = gather_layer_of(setup)
     remat = train.remat
     if remat == "none" and setup.gathers_by_layer:
         remat = "weights"
@@ -91,7 +91,7 @@ def make_context(setup: Setup) -> Callable[..., ForwardContext]:
             constrain=constrain,
             local_map=local_map,
             lookup=lookup,
-            gather=gather,
+            gather_layer=gather_layer,
             remat=remat,
             column_matmul=column_parallel,
             row_matmul=row_parallel,

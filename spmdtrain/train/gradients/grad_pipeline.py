@@ -21,7 +21,7 @@ from spmdtrain.pipeline.executor import gradients, losses
 from spmdtrain.pipeline.schedule import Table
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.gradients.reduction import add_copies, mean_gradients, zero_gradients
-from spmdtrain.train.gradients.stage_program import find_table_axes, make_program
+from spmdtrain.train.gradients.stage_program import find_table_axes, make_stage_program
 from spmdtrain.train.gradients.sums import (
     count_tokens,
     join_losses,
@@ -42,13 +42,13 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
     def local(params, step, batch: Batch, cotangent):
         trained, fixed = setup.model.split_trained(add_copies(setup, params))
         shared_fixed, stack_fixed = _split(setup.model, fixed)
-        program = make_program(
+        program = make_stage_program(
             setup, table_axes, batch, step, cotangent, fixed=shared_fixed, training=True
         )
         totals = _split(setup.model, zero_gradients(setup, trained))
         weights = _split(setup.model, trained)
         of_head, of_layers, shared, stack = gradients(
-            program, table, setup.model.layout, *weights, totals, keep, stack_fixed
+            program, table, setup.model.stage_layout, *weights, totals, keep, stack_fixed
         )
         sums = _sums(setup, of_head, of_layers, batch, training=True)
         number = total_of(number_of(sums))
@@ -65,9 +65,11 @@ def make_losses(setup: Setup) -> Callable[..., Any]:
     table_axes = find_table_axes(setup)
 
     def local(params, step, batch: Batch, cotangent):
-        program = make_program(setup, table_axes, batch, step, cotangent, fixed={}, training=False)
+        program = make_stage_program(
+            setup, table_axes, batch, step, cotangent, fixed={}, training=False
+        )
         weights = _split(setup.model, add_copies(setup, params))
-        of_head, of_layers = losses(program, table, setup.model.layout, *weights)
+        of_head, of_layers = losses(program, table, setup.model.stage_layout, *weights)
         return _sums(setup, of_head, of_layers, batch, training=False)
 
     run = _whole_over_batch(setup, local, P())

@@ -51,7 +51,7 @@ def find_table_axes(setup: Setup) -> tuple[str, ...]:
     return ("pipeline",) if in_table else ()
 
 
-def make_program(
+def make_stage_program(
     setup: Setup,
     table_axes: tuple[str, ...],
     batch: Batch,

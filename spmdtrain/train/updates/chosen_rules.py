@@ -30,7 +30,7 @@ def with_update_rules(
             fix="an optimizer that the settings name, or model.mup_base=none",
         )
     else:
-        update_rules = optimizers.choose_update_rules(optimizer, trained, model.layout)
+        update_rules = optimizers.choose_update_rules(optimizer, trained, model.stage_layout)
     update_rules = {**update_rules, **of_loads}
     if config.frozen_in_stack:
         below = _below_the_stack(config, model)

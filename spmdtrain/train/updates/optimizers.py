@@ -22,7 +22,7 @@ from spmdtrain.config.given import as_number, shown
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import Parameter
 from spmdtrain.models.context import random_key
-from spmdtrain.pipeline.layout import StageLayout
+from spmdtrain.pipeline.stage_layout import StageLayout
 from spmdtrain.train.updates.rounding import key_of, stochastic_bfloat16
 from spmdtrain.train.updates.unfit import refuse_unfit
 from spmdtrain.train.updates.whole_tree import WholeTree, needs_whole_tree, over_stack
@@ -78,9 +78,9 @@ Optimizer = ChooseRule | optax.GradientTransformation
 # The rules of all parameters
 
 
-def learned(rules: UpdateRules) -> list[str]:
+def learned(update_rules: UpdateRules) -> list[str]:
     """Returns the paths of the parameters that follow the slope of the loss."""
-    return [path for path, rule in rules.items() if rule.own_rate is None]
+    return [path for path, rule in update_rules.items() if rule.own_rate is None]
 
 
 def choose_update_rules(
@@ -97,13 +97,13 @@ def choose_update_rules(
     if not callable(choose):
         raise ConfigError(f"optimizer={optimizer!r:.80} is not an optimizer", fix=_TAKES)
     chosen = {path: _rule(path, choose(path, each)) for path, each in parameters.items()}
-    rules = {path: rule for path, rule in chosen.items() if rule is not None}
-    if not rules:
+    update_rules = {path: rule for path, rule in chosen.items() if rule is not None}
+    if not update_rules:
         raise ConfigError(f"optimizer= freezes all {len(parameters)} parameters", fix=_TAKES)
-    for path, rule in rules.items():
+    for path, rule in update_rules.items():
         if rule.gradient_point is not None:
             _check_direction(path, parameters[path], rule)
-    return _with_whole_trees(rules, parameters, layout)
+    return _with_whole_trees(update_rules, parameters, layout)
 
 
 _TAKES = "an optax transformation, or a function (path, parameter) -> transformation, Rule or None"
@@ -118,27 +118,27 @@ def _rule(path: str, found: Any) -> Rule | None:
 
 
 def _with_whole_trees(
-    rules: UpdateRules, parameters: Mapping[str, Parameter], layout: StageLayout
+    update_rules: UpdateRules, parameters: Mapping[str, Parameter], layout: StageLayout
 ) -> UpdateRules:
     """Returns the rules, joining parameters whose transformation looks at more than one tensor.
 
     Raises ConfigError if such a transformation has only one of them, or cannot see them all.
     """
     sharing: dict[int, dict[str, Parameter]] = {}
-    for path, rule in rules.items():
+    for path, rule in update_rules.items():
         if rule.gradient_point is None:
             sharing.setdefault(id(rule.transformation), {})[path] = parameters[path]
-    found = dict(rules)
+    found = dict(update_rules)
     for group in sharing.values():
-        transformation = rules[next(iter(group))].transformation
+        transformation = update_rules[next(iter(group))].transformation
         refuse_unfit(transformation, group)
         whole = needs_whole_tree(transformation, group)
         if whole is None:
             by_dims = {len(each.shape) - each.apart: path for path, each in group.items()}
             for path in by_dims.values():
-                _check_direction(path, parameters[path], rules[path])
+                _check_direction(path, parameters[path], update_rules[path])
             continue
-        if len(group) == 1 and len(rules) > 1:
+        if len(group) == 1 and len(update_rules) > 1:
             raise ConfigError(
                 f"optimizer= gives {next(iter(group))} a separate transformation that looks at "
                 "other tensors, or draws random numbers",
@@ -153,7 +153,7 @@ def _with_whole_trees(
             )
         _check_sign(next(iter(group)), *whole.trial_update(group))
         for path in group:
-            found[path] = replace(rules[path], together=whole)
+            found[path] = replace(update_rules[path], together=whole)
     return found
 
 
@@ -184,22 +184,22 @@ def _check_sign(path: str, update: Any, gradient: jax.Array) -> None:
 
 
 def init(
-    rules: UpdateRules, parameters: Mapping[str, Parameter], values: Mapping[str, jax.Array]
+    update_rules: UpdateRules, parameters: Mapping[str, Parameter], values: Mapping[str, jax.Array]
 ) -> OptimizerState:
     """Returns the optimizer state before the first step."""
     found = {}
-    for path, rule in rules.items():
+    for path, rule in update_rules.items():
         if rule.together is None:
             begin = over_stack(rule.transformation.init, parameters[path].apart)
             found[path] = begin(values[path])
-    for whole in _whole_trees(rules):
+    for whole in _whole_trees(update_rules):
         found |= whole.init(values)
-    return {path: found[path] for path in rules}
+    return {path: found[path] for path in update_rules}
 
 
 @part("optimizer")
 def updates(
-    rules: UpdateRules,
+    update_rules: UpdateRules,
     parameters: Mapping[str, Parameter],
     gradients: Mapping[str, jax.Array],
     state: OptimizerState,
@@ -217,24 +217,24 @@ def updates(
     """
     found = {}
     after = {}
-    for path, rule in rules.items():
+    for path, rule in update_rules.items():
         if rule.together is None:
             update = over_stack(_update_of(rule, rate), parameters[path].apart)
             found[path], after[path] = update(gradients[path], state[path], values[path])
-    for whole in _whole_trees(rules):
+    for whole in _whole_trees(update_rules):
         updated, new = whole.update(gradients, state, values)
         found |= updated
         after |= new
     kept = {
         path: jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), after[path], state[path])
-        for path in rules
+        for path in update_rules
     }
-    return {path: found[path] for path in rules}, kept
+    return {path: found[path] for path in update_rules}, kept
 
 
-def _whole_trees(rules: UpdateRules) -> list[WholeTree]:
+def _whole_trees(update_rules: UpdateRules) -> list[WholeTree]:
     """Returns each `WholeTree` once."""
-    together = {id(rule.together): rule.together for rule in rules.values()}
+    together = {id(rule.together): rule.together for rule in update_rules.values()}
     return [whole for whole in together.values() if whole is not None]
 
 
@@ -266,7 +266,7 @@ def rounding_key(config: RunConfig, step: jax.Array) -> jax.Array | None:
 
 
 def apply(
-    rules: UpdateRules,
+    update_rules: UpdateRules,
     params: Mapping[str, jax.Array],
     updates: Mapping[str, jax.Array],
     rate: jax.Array,
@@ -279,9 +279,9 @@ def apply(
     """
 
     def stepped(path: str, x: jax.Array) -> jax.Array:
-        if path not in rules:
+        if path not in update_rules:
             return x
-        after = x.astype(jnp.float32) - scaled(rules[path], updates[path], rate)
+        after = x.astype(jnp.float32) - scaled(update_rules[path], updates[path], rate)
         if key is not None and x.dtype == jnp.bfloat16:
             return stochastic_bfloat16(after, key_of(path, key))
         return after.astype(x.dtype)
@@ -290,11 +290,11 @@ def apply(
 
 
 def gradient_points(
-    rules: UpdateRules, values: Mapping[str, jax.Array], state: OptimizerState
+    update_rules: UpdateRules, values: Mapping[str, jax.Array], state: OptimizerState
 ) -> dict[str, jax.Array]:
     """Returns the point at which each gradient is taken, in its parameter's dtype and sharding."""
     points = dict(values)
-    for path, rule in rules.items():
+    for path, rule in update_rules.items():
         if rule.gradient_point is not None:
             x = values[path]
             points[path] = rule.gradient_point(state[path], x).astype(x.dtype)
@@ -306,14 +306,14 @@ def gradient_points(
 
 @part("optimizer")
 def clip(
-    gradients: dict[str, jax.Array], limit: float | None, rules: UpdateRules | None = None
+    gradients: dict[str, jax.Array], limit: float | None, update_rules: UpdateRules | None = None
 ) -> tuple[dict[str, jax.Array], jax.Array]:
     """Returns gradients scaled so that their global norm is at most `limit`, and the norm before.
 
-    Squares are summed in float32 whatever the dtype of the gradients. With `rules`, only those of
-    `learned` parameters count and are scaled.
+    Squares are summed in float32 whatever the dtype of the gradients. With `update_rules`, only
+    those of `learned` parameters count and are scaled.
     """
-    kept = set(gradients if rules is None else learned(rules))
+    kept = set(gradients if update_rules is None else learned(update_rules))
     slopes = {path: leaf for path, leaf in gradients.items() if path in kept}
     norm = optax.tree.norm(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), slopes))
     if limit is None:

@@ -64,7 +64,7 @@ def figures(
     of 0.
     """
     loads = [
-        model.layout.unstaged(gradient) if model.in_stack(path) else gradient
+        model.stage_layout.unstaged(gradient) if model.in_stack(path) else gradient
         for path, gradient in gradients.items()
         if model.parameters[path].is_load_bias
     ]

@@ -92,11 +92,11 @@ def shipped_update_rules(
             )
     choose = make_optimizer(config, width_factor)
     chosen = {path: choose(path, parameter) for path, parameter in parameters.items()}
-    rules = {path: rule for path, rule in chosen.items() if rule is not None}
-    if not rules:
+    update_rules = {path: rule for path, rule in chosen.items() if rule is not None}
+    if not update_rules:
         what = f"optimizer.groups freezes all {len(parameters)} parameters"
         raise ConfigError(what, fix="a group that matches less")
-    return rules
+    return update_rules
 
 
 def _resting(transformation: Transformation, config: OptimizerConfig, path: str) -> Transformation:

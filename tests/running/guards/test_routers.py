@@ -18,7 +18,7 @@ def guard(**settings) -> Guard:
     def diverged(_step: int, what: str, fix: str) -> DivergedError:
         return DivergedError(what, fix=fix)
 
-    saves: Any = SimpleNamespace(diverged=diverged, record=SimpleNamespace(in_a_row=0))
+    saves: Any = SimpleNamespace(diverged=diverged, bad_steps=SimpleNamespace(in_a_row=0))
     reporter: Any = None
     return Guard(GuardConfig(**settings), saves, reporter)
 
