@@ -43,13 +43,13 @@ def go_back(
     reporter.event(
         "rolled_back",
         bad.step,
+        f"{bad}: back to step {found.step}, and on without the samples {first} to {last}",
         to_step=found.step,
         why=str(bad),
         samples=[first, last],
         seconds=pulse.phase().seconds,
     )
     reporter.go_back(found.step)
-    reporter.say(f"{bad}: back to step {found.step}, and on without the samples {first} to {last}")
     return found.state, found.step, last + 1
 
 
@@ -57,8 +57,8 @@ def set_aside_damaged(checkpoints: Checkpoints, found: Found, reporter: Reporter
     """Moves the damaged checkpoints aside, and says what is wrong with each."""
     checkpoints.quarantine(found.damaged)
     for step, error in found.damaged.items():
-        reporter.event("quarantined", step, why=str(error))
-        reporter.say(f"{error.what}; it is now in checkpoints/{QUARANTINE}")
+        line = f"{error.what}; it is now in checkpoints/{QUARANTINE}"
+        reporter.event("quarantined", step, line, why=str(error))
     for item in begins_anew(found.state, found.meta):
         reporter.say(
             f"{item} of checkpoint {found.step} belongs to another mesh, and starts from scratch"

@@ -68,8 +68,8 @@ class Guard:
         self._bad_steps.in_a_row += 1
         if skipped < self._config.most_skipped:
             samples = self._saves.samples(step)
-            self._reporter.event("skipped", step, why=what, samples=samples)
-            self._reporter.say(f"{what}: skipped, with the samples {samples[0]} to {samples[1]}")
+            line = f"{what}: skipped, with the samples {samples[0]} to {samples[1]}"
+            self._reporter.event("skipped", step, line, why=what, samples=samples)
             return
         what = f"{what}, and the {skipped} before it were skipped"
         if self._config.policy == "skip":

@@ -97,11 +97,12 @@ class Stragglers:
         if slow is not None and self._slow[1] == INTERVALS:
             own = float(seconds[slow, 0])
             others = statistics.median(np.delete(seconds[:, 0], slow).tolist())
-            self._reporter.event("straggler", step, process=slow, seconds=own, others=others)
-            self._reporter.say(
+            line = (
                 f"process {slow} keeps the others waiting: its host works {own:.2g} s in each "
                 f"step, the others {others:.2g} s"
             )
+            figures = {"process": slow, "seconds": own, "others": others}
+            self._reporter.event("straggler", step, line, **figures)
 
 
 def slowest(own: Sequence[float], step: float) -> int | None:

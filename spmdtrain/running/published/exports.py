@@ -59,8 +59,7 @@ class Exports:
         step, future = self._under_way
         self._under_way = None
         lines = future.result()
-        self._reporter.event("exported", step, to=f"{FOLDER}/{step}")
-        self._reporter.say(lines[-1])
+        self._reporter.event("exported", step, lines[-1], to=f"{FOLDER}/{step}")
 
     def finish(self) -> None:
         """Exports the newest checkpoint too, and waits."""

@@ -22,6 +22,10 @@ class Reporter:
     """The reports of a run, on their way to terminal, sinks and hooks. Use it as a context: its
     sinks are closed at the end.
 
+    Programs read `step` and `event`: figures and facts, for files, sinks and hooks. A person at the
+    terminal reads lines: that of an event, if it has one, and what `say` prints and nothing keeps,
+    e.g. the introduction of the run. A launcher hears neither, only the pulse (processes/pulse.py).
+
     `step` is the number of completed steps from which the run continues. `sinks` come in addition
     to the files of the run and `log.sinks`. While `progress` is set, it owns the terminal.
     """
@@ -80,12 +84,17 @@ class Reporter:
             sink.metrics(step, figures)
         self.event("evaluated", step, **figures, seconds=seconds)
 
-    def event(self, event: str, step: int, **values: Any) -> None:
-        """Reports an event: something that a person asks about the next morning."""
+    def event(self, event: str, step: int, line: str = "", **values: Any) -> None:
+        """Reports an event: something that a person asks about the next morning.
+
+        `line` says it to the person at the terminal.
+        """
         for sink in self._sinks:
             sink.event(event, step, values)
         if event in ("evaluated", "saved"):
             self._call_hooks(event, step, values)
+        if line:
+            self.say(line)
 
     def write(self, name: str, value: Any) -> None:
         """Writes a complete JSON file into the run directory; only process 0 does."""
@@ -93,7 +102,7 @@ class Reporter:
             write_document(self.directory / name, value)
 
     def say(self, text: str) -> None:
-        """Prints a line for the person at the terminal."""
+        """Prints a line for the person at the terminal, and keeps it nowhere."""
         if self.progress:
             self.progress.say(text)
         elif jax.process_index() == 0:

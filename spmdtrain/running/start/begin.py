@@ -65,13 +65,12 @@ def _resume(session: Session, found: Found) -> StartingPoint:
     changed = {"changed": differs} if differs else {}
     took = {"seconds": pulse.phase().seconds}
     mesh = dict(setup.mesh.shape)
-    reporter.event("resumed", step, from_step=step, mesh=mesh, **changed, **took)
-    reporter.say(f"resumed {session.prepared.directory} at step {step}")
+    line = f"resumed {session.prepared.directory} at step {step}"
+    reporter.event("resumed", step, line, from_step=step, mesh=mesh, **changed, **took)
     if differs:
         reporter.say(f"changed since step {step}: {describe_changes(differs)}")
     if adapted := session.prepared.adapted.line:
-        reporter.event("adapted", step, why=adapted)
-        reporter.say(adapted)
+        reporter.event("adapted", step, adapted, why=adapted)
     for line in session.remarks:
         reporter.say(line)
     return _start(session, found.state, step, found.meta["sample"], found.meta)

@@ -55,6 +55,6 @@ def set_aside_later(checkpoints: Checkpoints, step: int, reporter: Reporter) -> 
     if not later:
         return
     checkpoints.quarantine(later)
-    reporter.event("went_back", step, set_aside=later)
     listed = ", ".join(map(str, later))
-    reporter.say(f"went back to step {step}: {listed} are now in checkpoints/{QUARANTINE}")
+    line = f"went back to step {step}: {listed} are now in checkpoints/{QUARANTINE}"
+    reporter.event("went_back", step, line, set_aside=later)
