@@ -41,8 +41,6 @@ FROM = "from"
 MOST_NAMED = 24  # settings of a section listed in a refusal
 # What users of other trainers look for first. Dotted key -> the missing feature.
 NOT_YET = {
-    "model.experts": "mixture of experts",
-    "compression": "compressed gradients",
     "train.freeze": "frozen = true in a group of [[optimizer.groups]] does it",
 }
 

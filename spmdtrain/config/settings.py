@@ -42,10 +42,14 @@ Strings = Annotated[tuple[str, ...], Field(strict=False)]
 T = TypeVar("T")
 if TYPE_CHECKING:
     Derived = Annotated[T | Any, "resolved"]  # Any: None until it is resolved
+    DerivedOrNone = T | None
 else:
     # A setting that may be left out, and then follows from others: `Settings.derived` says how. It
     # is None in a file and in the schema, and never where code reads it.
     Derived = Optional
+    # One that belongs to some choices of another setting, e.g. to float16. It stays None under the
+    # others, where nobody may choose it.
+    DerivedOrNone = Optional
 
 
 class _InOneLine(type(BaseModel)):

@@ -344,7 +344,7 @@ def rate(config: RunConfig, step: int) -> float:
     if optimizer.schedule == "constant":
         return peak
     begin = warmup
-    if optimizer.schedule == "wsd":
+    if optimizer.decay_share is not None:
         begin = max(warmup, steps - 1 - max(1, round(optimizer.decay_share * steps)))
     share = min(max((step - begin) / max(steps - 1 - begin, 1), 0.0), 1.0)
     height = 0.5 * (1 + math.cos(math.pi * share)) if optimizer.schedule == "cosine" else 1 - share

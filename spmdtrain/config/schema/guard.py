@@ -4,7 +4,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from spmdtrain.config.settings import Count, CountOrZero, Derived, NonNegative, Positive, Settings
+from spmdtrain.config.settings import (
+    Count,
+    CountOrZero,
+    Derived,
+    DerivedOrNone,
+    NonNegative,
+    Positive,
+    Settings,
+)
 
 
 class GuardConfig(Settings):
@@ -33,7 +41,7 @@ class GuardConfig(Settings):
         description="a loss or gradient norm is too large above mean + sigmas standard deviations "
         "of the last good steps; 0: switched off; default: 6 (skip, rollback), 0 (abort)",
     )
-    window: Derived[Annotated[int, Field(ge=2, lt=2**20)]] = Field(
+    window: DerivedOrNone[Annotated[int, Field(ge=2, lt=2**20)]] = Field(
         default=None,
         description="number of last good steps that give the mean and deviation for sigmas, "
         "which takes effect once half of them have been taken; default: 128",

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from spmdtrain.config.settings import (
     CountOrZero,
     Decay,
-    Derived,
+    DerivedOrNone,
     Fraction,
     NonNegative,
     Positive,
@@ -57,7 +57,7 @@ class OptimizerConfig(Settings):
     final_learning_rate: NonNegative = Field(
         default=0.0, description="learning rate at the last step (cosine, linear, wsd)"
     )
-    decay_share: Derived[Share] = Field(
+    decay_share: DerivedOrNone[Share] = Field(
         default=None, description="share of the steps in which wsd decays; default: 0.2"
     )
     weight_decay: NonNegative = Field(

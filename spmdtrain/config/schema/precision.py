@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from spmdtrain.config.settings import Count, Derived, Settings, Strings
+from spmdtrain.config.settings import Count, Derived, DerivedOrNone, Settings, Strings
 
 Float = Literal["float32", "bfloat16"]
 
@@ -46,12 +46,12 @@ class PrecisionConfig(Settings):
     accumulate: Float = Field(
         default="float32", description="dtype of gradients over microbatches and across devices"
     )
-    loss_scale: Derived[Annotated[float, Field(ge=1, le=2**32)]] = Field(
+    loss_scale: DerivedOrNone[Annotated[float, Field(ge=1, le=2**32)]] = Field(
         default=None,
         description="float16 only: initial factor of the loss for the backward pass; it halves "
         "when a gradient overflows, and that step changes no weight; default: 65536",
     )
-    loss_scale_steps: Derived[Count] = Field(
+    loss_scale_steps: DerivedOrNone[Count] = Field(
         default=None,
         description="float16 only: consecutive steps without an overflow after which the scale "
         "doubles; default: 2000",

@@ -41,7 +41,7 @@ class LossScale:
 
 def begin(precision: PrecisionConfig) -> LossScale | None:
     """Returns the scale of the first step, or None if nothing is computed in float16."""
-    if precision.compute != "float16":
+    if precision.loss_scale is None:
         return None
     return LossScale(jnp.float32(precision.loss_scale), jnp.int32(0))
 
@@ -68,6 +68,7 @@ def after_step(
     loss_scale: LossScale, precision: PrecisionConfig, loss: jax.Array, grad_norm: jax.Array
 ) -> LossScale:
     """Returns the scale for the step after one with this loss and gradient norm."""
+    assert precision.loss_scale_steps is not None, "float16 has some"
     scale = loss_scale.scale
     good_steps = jnp.where(jnp.isfinite(grad_norm), loss_scale.good_steps + 1, 0)
     grows = good_steps >= precision.loss_scale_steps

@@ -21,7 +21,7 @@ def no_figures(guard: GuardConfig) -> np.ndarray | None:
 
     A row is a loss and a gradient norm, the newest last. None if nothing needs them.
     """
-    return np.full((guard.window, 2), np.inf, np.float32) if guard.judges_spikes else None
+    return None if guard.window is None else np.full((guard.window, 2), np.inf, np.float32)
 
 
 def limits(guard: GuardConfig, recent: jax.Array | None) -> jax.Array:
@@ -32,7 +32,7 @@ def limits(guard: GuardConfig, recent: jax.Array | None) -> jax.Array:
     """
     largest_norm = jnp.inf if guard.grad_norm is None else guard.grad_norm
     fixed = jnp.array([jnp.inf, largest_norm], jnp.float32)
-    if recent is None:
+    if recent is None or guard.window is None:
         return fixed
     is_there = jnp.isfinite(recent)
     count = is_there[:, 0].sum()

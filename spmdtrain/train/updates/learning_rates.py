@@ -67,7 +67,7 @@ def learning_rate(config: OptimizerConfig, steps: int, step: jax.Array) -> jax.A
         falling = peak
     else:
         begin = warmup
-        if config.schedule == "wsd":
+        if config.decay_share is not None:
             falls = max(1, round(config.decay_share * steps))
             begin = max(warmup, steps - 1 - falls)
         share = jnp.clip((step - begin) / max(steps - 1 - begin, 1), 0, 1)
