@@ -22,7 +22,6 @@ from spmdtrain.config.schema import MeshConfig
 
 DEVICES = 8
 AXES = tuple(MeshConfig().sizes)
-BATCH_AXES = ("data", "fsdp", "expert")
 STREAM = "rules.activations.stream_time=context,tensor"
 COLLECTIVE = ("mesh.collective_matmul=true", STREAM)
 UNEVEN = f"pipeline.schedule={Path(__file__).with_name('uneven.csv')}"
@@ -138,7 +137,7 @@ def _settings(config: RunConfig, sizes: Mapping[str, int]) -> tuple[str, ...]:
     stages = sizes.get("pipeline", 1)
     train, pipeline = config.train, config.pipeline
     found = [f"mesh.{axis}={size}" for axis, size in sizes.items()]
-    shards = math.prod(sizes.get(axis, 1) for axis in BATCH_AXES)
+    shards = batch_shards(dict.fromkeys(AXES, 1) | dict(sizes))
     if train.microbatch or stages > 1:
         found.append(f"train.microbatch={_microbatch(shards, stages)}")
     if train.zero:

@@ -8,11 +8,12 @@ import random
 from collections.abc import Mapping
 from typing import get_args
 
-from spmdtrain.certify.cover import AXES, BATCH_AXES, COLLECTIVE, DEVICES, Layout, fitted
+from spmdtrain.certify.cover import AXES, COLLECTIVE, DEVICES, Layout, fitted
 from spmdtrain.certify.drawn_rules import draw_rules
 from spmdtrain.config import RunConfig
 from spmdtrain.config.schema import TrainConfig
 from spmdtrain.config.schema.pipeline import PipelineSchedule
+from spmdtrain.parallel.axes import batch_shards
 
 TRIES = 200
 SIZES = (8,) * 6 + (4,) * 3 + (2, 6, 6, 3)  # devices of a layout
@@ -61,7 +62,7 @@ def _draw_mesh(random: random.Random, small: RunConfig) -> dict[str, int]:
             if devices % prime == 0:
                 mesh[random.choice(AXES)] *= prime
                 devices //= prime
-        shards = math.prod(mesh[axis] for axis in BATCH_AXES)
+        shards = batch_shards(mesh)
         divides = train.global_batch % shards == 0
         divides &= train.sequence_length % (mesh["context"] * mesh["tensor"]) == 0
         divides &= mesh["pipeline"] == 1 or small.model.multi_token is None
@@ -72,7 +73,7 @@ def _draw_mesh(random: random.Random, small: RunConfig) -> dict[str, int]:
 
 def _draw_turns(random: random.Random, small: RunConfig, mesh: Mapping[str, int]) -> list[str]:
     """Returns microbatch, remat, schedule and chunks, which only fit together."""
-    here = small.train.global_batch // math.prod(mesh[axis] for axis in BATCH_AXES)
+    here = small.train.global_batch // batch_shards(mesh)
     stages = mesh["pipeline"]
     microbatch = random.choice([size for size in range(1, here + 1) if here % size == 0])
     found = [f"train.microbatch={microbatch}"]

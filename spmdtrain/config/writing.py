@@ -1,6 +1,7 @@
 """Turns failures to write files into errors of one line."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,3 +15,19 @@ def writing(path: str | Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+@contextlib.contextmanager
+def replacing(path: Path, spare: Path | None = None) -> Iterator[Path]:
+    """Yields the file to write, which then replaces `path`: a reader sees the old or the new one.
+
+    It is `spare`, by default a hidden file next to `path` that no other process writes. Nothing of
+    it stays if the work inside fails. Raises StorageError as `writing` does.
+    """
+    spare = spare or path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with writing(path):
+        try:
+            yield spare
+            spare.replace(path)
+        finally:
+            spare.unlink(missing_ok=True)

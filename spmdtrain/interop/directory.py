@@ -1,12 +1,11 @@
 """Copies the files of a published model around its weights, byte for byte."""
 
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from spmdtrain.config.errors import StorageError
 from spmdtrain.config.run_files import KEPT as KEPT
+from spmdtrain.config.writing import replacing, writing
 
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
@@ -41,14 +40,11 @@ def keep_files(source: Path, run: Path) -> None:
 
 def copy_files(files: Sequence[Path], target: Path) -> None:
     """Copies files byte for byte into a folder, which is created."""
-    try:
+    with writing(target):
         target.mkdir(parents=True, exist_ok=True)
-        for path in files:
-            spare = target / f"{path.name}.tmp"
+    for path in files:
+        with replacing(target / path.name, target / f"{path.name}.tmp") as spare:
             shutil.copyfile(path, spare)
-            os.replace(spare, target / path.name)
-    except OSError as error:
-        raise StorageError(f"cannot write {target}: {error.strerror}") from None
 
 
 def kept_in(run: Path) -> Path | None:

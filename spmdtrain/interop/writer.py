@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from spmdtrain.config.errors import StorageError
+from spmdtrain.config.writing import writing
 from spmdtrain.interop.files import INDEX, SINGLE
 from spmdtrain.interop.pieces import Shape
 from spmdtrain.processes.processes import of_process_0, together
@@ -186,12 +187,3 @@ def new_folder(folder: Path, *, process: int = 0) -> Iterator[Path]:
     finally:
         if process == 0:
             shutil.rmtree(spare, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Turns an OSError of the file work inside into a StorageError that names the folder."""
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(f"cannot write {folder}: {error.strerror or error}") from None

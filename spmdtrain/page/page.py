@@ -6,7 +6,7 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
-from spmdtrain.config.writing import writing
+from spmdtrain.config.writing import replacing, writing
 from spmdtrain.page.cost.machine import ledger, memory
 from spmdtrain.page.cost.waterfall import waterfall
 from spmdtrain.page.curves import curves
@@ -30,10 +30,8 @@ def write(path: Path, text: str) -> None:
         with writing(path):
             path.write_text(text, encoding="utf-8")
         return
-    spare = path.with_name(f"{path.name}.tmp")
-    with writing(path):
+    with replacing(path, path.with_name(f"{path.name}.tmp")) as spare:
         spare.write_text(text, encoding="utf-8")
-        spare.replace(path)
 
 
 def page(runs: list[RunRead], reload_seconds: int = 0) -> str:

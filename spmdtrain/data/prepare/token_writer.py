@@ -13,7 +13,7 @@ import numpy as np
 
 from spmdtrain.config.errors import DataError
 from spmdtrain.config.named_file import read_named
-from spmdtrain.config.writing import writing
+from spmdtrain.config.writing import replacing, writing
 from spmdtrain.data.prepare.encode import HAS_GAPS, HOLDS_END, SPELLS, Encoded
 from spmdtrain.data.token_files.tokens import (
     COUNTS,
@@ -198,14 +198,9 @@ def share_tokenizer(out: str, tokenizer: Tokenizer) -> dict:
     path = Path(os.path.expanduser(out))
     path = path.parent / f"{path.name}.tokenizer.json"
     _refuse_other_content(path, spec["json"])
-    spare = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with writing(path):
+    with replacing(path) as spare:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            spare.write_text(spec.pop("json"), encoding="utf-8")
-            spare.replace(path)
-        finally:
-            spare.unlink(missing_ok=True)
+        spare.write_text(spec.pop("json"), encoding="utf-8")
     return spec | {"file": path.name}
 
 

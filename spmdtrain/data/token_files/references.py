@@ -8,13 +8,13 @@ NAME.ref.json  the run and the step that gave them, and the sha256 of NAME.ref, 
 
 import hashlib
 import json
-import os
 from pathlib import Path
 
 import numpy as np
 
-from spmdtrain.config.errors import DataError, StorageError
+from spmdtrain.config.errors import DataError
 from spmdtrain.config.named_file import read_named
+from spmdtrain.config.writing import replacing, writing
 from spmdtrain.data.token_files.rows import reading, require_file
 from spmdtrain.data.token_files.tokens import TokenSource, token_paths
 
@@ -78,14 +78,11 @@ def write_references(source: TokenSource, numbers: np.ndarray, run: str, step: i
         "tokens": _tokens_of(source),
     }
     text = json.dumps(said, indent=1) + "\n"
-    try:
+    with writing(reference):
         described.unlink(missing_ok=True)  # an interruption leaves no pair of old and new
-        for path, written in ((reference, content), (described, text.encode())):
-            spare = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    for path, written in ((reference, content), (described, text.encode())):
+        with replacing(path) as spare:
             spare.write_bytes(written)
-            spare.replace(path)
-    except OSError as error:
-        raise StorageError(f"cannot write {reference}: {error.strerror or error}") from None
 
 
 def _tokens_of(source: TokenSource) -> list[str]:

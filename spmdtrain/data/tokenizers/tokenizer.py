@@ -77,7 +77,31 @@ class Tokenizer(Protocol):
         ...
 
 
-class ByteTokenizer:
+class _NoSpecialTokens:
+    """The part of a tokenizer that special tokens would need: it has none."""
+
+    def encode(self, text: str, *, parse_special: bool = True) -> np.ndarray:
+        raise NotImplementedError
+
+    def encode_batch(
+        self,
+        texts: Sequence[str],
+        *,
+        parse_special: bool = True,  # noqa: ARG002
+    ) -> list[np.ndarray]:
+        return [self.encode(text) for text in texts]
+
+    def spells_special(self, text: str) -> bool:  # noqa: ARG002
+        return False  # there are none
+
+    def special_spans(self, text: str) -> list[tuple[int, int]]:  # noqa: ARG002
+        return []
+
+    def is_special(self, token: int) -> bool:  # noqa: ARG002
+        return False
+
+
+class ByteTokenizer(_NoSpecialTokens):
     """The bytes of UTF-8: 256 ids. Every text survives the round trip."""
 
     size = 256
@@ -92,29 +116,12 @@ class ByteTokenizer:
             ) from None
         return np.frombuffer(encoded, np.uint8).astype(np.int32)
 
-    def encode_batch(
-        self,
-        texts: Sequence[str],
-        *,
-        parse_special: bool = True,  # noqa: ARG002
-    ) -> list[np.ndarray]:
-        return [self.encode(text) for text in texts]
-
     def encode_parts(self, parts: list[str], *, parse_special: bool = False) -> Encoding:  # noqa: ARG002
         text = "".join(parts)
         points = _code_points(text)
         sizes = 1 + (points >= 0x80) + (points >= 0x800) + (points >= 0x10000)
         places = np.repeat(np.arange(len(text)), sizes)
         return Encoding(self.encode(text), places, places + 1)
-
-    def spells_special(self, text: str) -> bool:  # noqa: ARG002
-        return False  # there are none
-
-    def special_spans(self, text: str) -> list[tuple[int, int]]:  # noqa: ARG002
-        return []
-
-    def is_special(self, token: int) -> bool:  # noqa: ARG002
-        return False
 
     def id_of(self, token: str) -> int | None:
         encoded = token.encode("utf-8", errors="surrogateescape")
@@ -131,7 +138,7 @@ class ByteTokenizer:
         return {"kind": "bytes"}
 
 
-class CharacterTokenizer:
+class CharacterTokenizer(_NoSpecialTokens):
     """One id per character of an alphabet, in the order of code points."""
 
     def __init__(self, alphabet: Iterable[str]):
@@ -151,27 +158,10 @@ class CharacterTokenizer:
             )
         return ids.astype(np.int32)
 
-    def encode_batch(
-        self,
-        texts: Sequence[str],
-        *,
-        parse_special: bool = True,  # noqa: ARG002
-    ) -> list[np.ndarray]:
-        return [self.encode(text) for text in texts]
-
     def encode_parts(self, parts: list[str], *, parse_special: bool = False) -> Encoding:  # noqa: ARG002
         text = "".join(parts)
         places = np.arange(len(text))
         return Encoding(self.encode(text), places, places + 1)
-
-    def spells_special(self, text: str) -> bool:  # noqa: ARG002
-        return False  # there are none
-
-    def special_spans(self, text: str) -> list[tuple[int, int]]:  # noqa: ARG002
-        return []
-
-    def is_special(self, token: int) -> bool:  # noqa: ARG002
-        return False
 
     def id_of(self, token: str) -> int | None:
         found = self.alphabet.find(token) if len(token) == 1 else -1

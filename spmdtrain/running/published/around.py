@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from spmdtrain.config.writing import writing
 from spmdtrain.data.chats.template_folder import TEMPLATE, folder_template, jinja_text
 from spmdtrain.data.tokenizers.tokenizer import from_spec
 from spmdtrain.interop.directory import CONFIG, TOKENIZER, copy_files, files_to_keep, kept_in
 from spmdtrain.interop.target import Target
-from spmdtrain.interop.writer import writing
 
 
 def write_around(folder: Path, target: Target, saved: Mapping[str, Any], run: Path) -> str:

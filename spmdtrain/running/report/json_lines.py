@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from spmdtrain.config.writing import writing
+from spmdtrain.config.writing import replacing, writing
 
 
 class JsonLines:
@@ -32,10 +32,8 @@ class JsonLines:
 
 def write_document(path: Path, value: Any) -> None:
     """Replaces the JSON file at `path` atomically: a reader sees the old or the new one."""
-    spare = path.with_name(f"{path.name}.tmp")
-    with writing(path):
+    with replacing(path, path.with_name(f"{path.name}.tmp")) as spare:
         spare.write_text(json.dumps(numbers(value), indent=1), encoding="utf-8")
-        spare.replace(path)
 
 
 def numbers(value: Any) -> Any:
@@ -56,12 +54,10 @@ def forget_after(path: Path, step: int) -> None:
     """
     if not path.exists():
         return
-    with writing(path):
+    with replacing(path, path.with_suffix(".tmp")) as spare:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         kept = [line for line in lines if (at := _step_of(line)) is not None and at <= step]
-        spare = path.with_suffix(".tmp")
         spare.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        spare.replace(path)
 
 
 def _step_of(line: str) -> int | None:
