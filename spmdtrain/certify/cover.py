@@ -19,6 +19,7 @@ from pathlib import Path
 from spmdtrain.certify.shrink import BATCH
 from spmdtrain.config import RunConfig
 from spmdtrain.config.schema import MeshConfig
+from spmdtrain.parallel.axes import batch_shards
 
 DEVICES = 8
 AXES = tuple(MeshConfig().sizes)
