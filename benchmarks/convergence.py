@@ -7,7 +7,6 @@ option was written down before its first run; an option that misses it stays in 
 """
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -15,6 +14,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from spmdtrain.config.run_files import RunFiles
 
 ROOT = Path(__file__).parents[1]
 SEEDS = (0, 1, 2)
@@ -108,8 +109,7 @@ def held_out_loss(text: Path, settings: Sequence[str], seed: int, islands: int) 
             started.append(subprocess.Popen(command(config, run, more), cwd=ROOT, stdout=QUIET))
         if any([each.wait() for each in started]):
             sys.exit(f"a run of {', '.join(settings)} failed")
-        lines = map(json.loads, Path(runs[0], "metrics.jsonl").read_text().splitlines())
-        return [line["eval_loss"] for line in lines if "eval_loss" in line][-1]
+        return [line["eval_loss"] for line in RunFiles(runs[0]).metrics if "eval_loss" in line][-1]
 
 
 def command(config: Path, run: Path, settings: Sequence[str]) -> list[str]:

@@ -46,6 +46,7 @@ from spmdtrain.checkpoints.identity import identity
 from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.config.errors import UserError
 from spmdtrain.config.load import from_resolved, resolved
+from spmdtrain.config.run_files import RunFiles
 from spmdtrain.config.schema import GPT, AdamW, CheckpointConfig, EvalConfig, RunConfig, TrainConfig
 from spmdtrain.data.source import open_data
 from spmdtrain.running.compile_step import compile_step, lower_step
@@ -293,7 +294,7 @@ def race(config: RunConfig, rounds: int, steps: int, directory: Path) -> dict[st
         saves = Saves(setup, lambda: kept, checkpoints, reporter, 0, 0)
         train_steps(setup, state, step, turns, ahead, saves, reporter, interrupt)
 
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    lines = RunFiles(directory).metrics
     seen = {name: contender.rounds[1:] for name, contender in contenders.items()} | {
         LOOP: turns.rounds[1:]
     }
