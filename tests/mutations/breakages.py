@@ -941,7 +941,7 @@ BREAKAGES = [
     Breakage(
         "a run that goes back saves among bad steps",
         "running/guards/guard.py",
-        'return self._config.policy != "rollback" or self._record.in_a_row == 0',
+        'return self._config.policy != "rollback" or self._bad_steps.in_a_row == 0',
         "return True",
         "tests/running/test_rollback.py -k never",
     ),
@@ -1175,7 +1175,7 @@ BREAKAGES = [
     Breakage(
         "lets the loads of experts count in the norm of the gradients",
         "train/updates/optimizers.py",
-        "kept = set(gradients if rules is None else learned(rules))",
+        "kept = set(gradients if update_rules is None else learned(update_rules))",
         "kept = set(gradients)",
         f"{ROUTERS} -k own_rate",
     ),
