@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+from typing import Any
 
 from pallas_kernels.gpus import GPUS
 from spmdtrain.config.errors import ConfigError
@@ -69,6 +70,16 @@ def add_step(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="step of the checkpoint (default: the newest that is not damaged)",
     )
+
+
+def of_run(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Returns the four options of a trained run, as the functions that read one take them."""
+    return {
+        "step": parsed.step,
+        "overrides": parsed.set,
+        "make": parsed.make,
+        "ema": parsed.ema,
+    }
 
 
 def add_hardware(parser: argparse.ArgumentParser) -> None:

@@ -3,7 +3,14 @@
 import argparse
 
 from spmdtrain.cli.devices import start_jax
-from spmdtrain.cli.shared_arguments import add_devices, add_ema, add_make, add_set, add_step
+from spmdtrain.cli.shared_arguments import (
+    add_devices,
+    add_ema,
+    add_make,
+    add_set,
+    add_step,
+    of_run,
+)
 from spmdtrain.config import DONE
 
 
@@ -33,10 +40,7 @@ def run_reference(parsed: argparse.Namespace) -> int:
     numbers = write_reference(
         parsed.path,
         parsed.run,
-        step=parsed.step,
-        overrides=parsed.set,
-        make=parsed.make,
-        ema=parsed.ema,
+        **of_run(parsed),
     )
     chosen, rejected = numbers.mean(0)
     share = 100 * (numbers[:, 0] > numbers[:, 1]).mean()

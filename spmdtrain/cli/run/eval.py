@@ -11,6 +11,7 @@ from spmdtrain.cli.shared_arguments import (
     add_make,
     add_set,
     add_step,
+    of_run,
     positive_int,
 )
 from spmdtrain.config import DONE, ConfigError
@@ -64,11 +65,8 @@ def run_eval(parsed: argparse.Namespace) -> int:
         found = evaluate(
             parsed.run,
             parsed.paths,
-            step=parsed.step,
             field=parsed.field,
-            overrides=parsed.set,
-            make=parsed.make,
-            ema=parsed.ema,
+            **of_run(parsed),
         )
     if parsed.json:
         print(json.dumps(found))
@@ -104,10 +102,7 @@ def _evaluate_tasks(parsed: argparse.Namespace) -> int:
         parsed.run,
         parsed.tasks.split(","),
         limit=parsed.limit,
-        step=parsed.step,
-        overrides=parsed.set,
-        make=parsed.make,
-        ema=parsed.ema,
+        **of_run(parsed),
     )
     if parsed.json:
         print(json.dumps(found, default=str))

@@ -11,6 +11,7 @@ from spmdtrain.cli.shared_arguments import (
     add_make,
     add_set,
     add_step,
+    of_run,
     positive_int,
     typed,
     whole,
@@ -116,13 +117,10 @@ def run_sample(parsed: argparse.Namespace) -> int:
             parsed.run,
             prompts,
             parsed.length,
-            step=parsed.step,
             choice=choice,
             seed=parsed.seed,
             stop=parsed.stop,
-            overrides=parsed.set,
-            make=parsed.make,
-            ema=parsed.ema,
+            **of_run(parsed),
             parse_special=parsed.parse_special,
         )
     if parsed.json:
@@ -147,13 +145,10 @@ def _talk(parsed: argparse.Namespace) -> int:
         chat = Chat(
             parsed.run,
             parsed.length,
-            step=parsed.step,
             choice=sample.Choice(parsed.temperature, parsed.top_k, parsed.top_p),
             seed=parsed.seed,
             stop=parsed.stop,
-            overrides=parsed.set,
-            make=parsed.make,
-            ema=parsed.ema,
+            **of_run(parsed),
         )
     with chat:
         for question in questions():
