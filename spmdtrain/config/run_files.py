@@ -26,7 +26,8 @@ STARTS = "starts"  # a folder: N.json of the Nth start
 BUNDLES = "bundles"  # a folder: a folder for each bad step, with the two files below
 BUNDLE = "bundle.json"
 START = "start.json"
-CHECKPOINTS = "checkpoints"  # a folder
+CHECKPOINTS = "checkpoints"  # a folder: N of the state after N completed steps
+QUARANTINE = "quarantine"  # a folder in it: damaged steps
 PROFILE = "profile"  # a folder: stepN of a traced step, with the two files below
 OPERATIONS = "operations.json"  # what each instruction of the program is
 SECONDS = "seconds.json"  # the seconds in the trace, by sort of work and part of a step
@@ -122,6 +123,17 @@ class RunFiles:
             f"{self.directory} is not a run directory: {self.directory / name}{why}",
             fix="the directory that training had as --run",
         )
+
+
+def newest_step(run: Path) -> int | None:
+    """Returns the newest checkpoint below `run`; reads directory names only."""
+    return max(steps_in(run), default=None)
+
+
+def steps_in(run: Path) -> list[int]:
+    """Returns the checkpoints below `run`, oldest first; reads directory names only."""
+    folders = [path for path in (run / CHECKPOINTS).glob("*") if path.is_dir()]
+    return sorted(int(path.name) for path in folders if path.name.isdecimal())
 
 
 def newest_line(path: Path) -> dict[str, Any]:

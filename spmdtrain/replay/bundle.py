@@ -7,9 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from spmdtrain.checkpoints.files.step_folders import steps_in
 from spmdtrain.config.errors import CheckpointError
-from spmdtrain.config.run_files import BUNDLE, METRICS, START, STEPS, RunFiles
+from spmdtrain.config.run_files import BUNDLE, METRICS, START, STEPS, RunFiles, steps_in
 from spmdtrain.data.recorded import RecordedData
 from spmdtrain.replay.starts import Start, is_start
 from spmdtrain.replay.written import WrittenRun, steps_and_figures

@@ -1,9 +1,9 @@
 """Returns a run to an older checkpoint: from before its bad steps, or the newest intact one."""
 
 from spmdtrain.checkpoints.checkpoints import Checkpoints
-from spmdtrain.checkpoints.files.step_folders import QUARANTINE
 from spmdtrain.checkpoints.leaves.items import begins_anew
 from spmdtrain.checkpoints.newest import Found, newest_good
+from spmdtrain.config.run_files import QUARANTINE
 from spmdtrain.processes import pulse
 from spmdtrain.running.guards.guard import GoBack
 from spmdtrain.running.report.reporter import Reporter

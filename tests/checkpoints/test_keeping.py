@@ -11,11 +11,11 @@ from helpers import assert_same_bits, tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmdtrain.checkpoints.files.step_folders import steps_in
 from spmdtrain.checkpoints.restore import weights
 from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.config import CheckpointError, ConfigError
 from spmdtrain.config.errors import DamagedError
+from spmdtrain.config.run_files import steps_in
 from spmdtrain.config.schema import CheckpointConfig
 from spmdtrain.data.source import open_data
 from spmdtrain.inference import tasks

@@ -26,7 +26,7 @@ from faults.runs import (
     wait_until,
 )
 from faults.turns import Figures, Turns
-from spmdtrain.checkpoints.files.step_folders import newest_step
+from spmdtrain.config.run_files import newest_step
 
 PROCESSES = 2
 WATCH = (

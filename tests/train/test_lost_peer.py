@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from helpers import tiny
 
-from spmdtrain.checkpoints.files.step_folders import newest_step
 from spmdtrain.config import to_toml
+from spmdtrain.config.run_files import newest_step
 from spmdtrain.data.prepare.token_writer import write_tokens
 from spmdtrain.data.tokenizers.tokenizer import open_tokenizer
 from spmdtrain.running import loop

@@ -1,1 +1,1 @@
-"""The folders and files below RUN/checkpoints: their names, and what may be in them."""
+"""The files below RUN/checkpoints: what may be in them, and names that libraries read."""

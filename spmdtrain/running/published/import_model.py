@@ -12,9 +12,9 @@ from pathlib import Path
 
 import jax
 
-from spmdtrain.checkpoints.files.step_folders import newest_step
 from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.given import as_path
+from spmdtrain.config.run_files import newest_step
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.interop.weights import bytes_of
 from spmdtrain.running.published.as_run import described, model_config

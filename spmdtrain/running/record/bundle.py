@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmdtrain.checkpoints.files.step_folders import steps_in
 from spmdtrain.config.errors import UserError
 from spmdtrain.config.run_files import (
     BUNDLE,
@@ -28,6 +27,7 @@ from spmdtrain.config.run_files import (
     STARTS,
     STEPS,
     newest_lines,
+    steps_in,
 )
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.source import Data

@@ -18,9 +18,8 @@ from typing import Any
 
 import jax
 
-from spmdtrain.checkpoints.files.step_folders import newest_step
 from spmdtrain.config.errors import UserError
-from spmdtrain.config.run_files import EVENTS, METRICS, newest_line
+from spmdtrain.config.run_files import EVENTS, METRICS, newest_line, newest_step
 from spmdtrain.processes import pulse, signals
 from spmdtrain.running.report.json_lines import JsonLines
 from spmdtrain.running.report.own_page import own_page

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import jax
 
 import spmdtrain
-from spmdtrain.checkpoints.files.step_folders import newest_step
 from spmdtrain.checkpoints.identity import code_of, settings_of
 from spmdtrain.checkpoints.meta import MOST_NAMED
 from spmdtrain.checkpoints.model_code import qualified_name, source_hash
 from spmdtrain.config.errors import CheckpointError, ConfigError, DataError, UserError
+from spmdtrain.config.run_files import newest_step
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.source import Data
 from spmdtrain.processes.processes import said_by_all

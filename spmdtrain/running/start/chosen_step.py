@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from spmdtrain.checkpoints.checkpoints import Checkpoints
-from spmdtrain.checkpoints.files.step_folders import QUARANTINE, steps_in
 from spmdtrain.checkpoints.newest import Found, newest_good
 from spmdtrain.checkpoints.restore import read_step
 from spmdtrain.config.errors import CheckpointError, ConfigError
+from spmdtrain.config.run_files import QUARANTINE, steps_in
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.running.report.reporter import Reporter
 from spmdtrain.train.state import TrainState

@@ -12,9 +12,9 @@ import jax
 from jax.experimental import multihost_utils
 
 from spmdtrain.checkpoints.files.hostile import ODD, strange_in
-from spmdtrain.checkpoints.files.step_folders import newest_step
 from spmdtrain.config.errors import CheckpointError, ConfigError, StorageError
 from spmdtrain.config.published.reading import is_published, read_published
+from spmdtrain.config.run_files import newest_step
 from spmdtrain.interop.files import open_tensors
 
 MOST_ASIDE = 1000  # runs that --fresh has set aside

@@ -14,9 +14,9 @@ from typing import Any
 
 import jax
 
-from spmdtrain.checkpoints.files.step_folders import newest_step
 from spmdtrain.checkpoints.restore import read_document
 from spmdtrain.config.errors import CheckpointError, ConfigError
+from spmdtrain.config.run_files import newest_step
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.parallel.axes import batch_shards
 from spmdtrain.parallel.mesh import fill

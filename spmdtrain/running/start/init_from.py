@@ -6,13 +6,13 @@ from pathlib import Path
 import jax
 
 from spmdtrain.checkpoints.checkpoints import Checkpoints
-from spmdtrain.checkpoints.files.step_folders import newest_step
 from spmdtrain.checkpoints.identity import code_of, model_changes
 from spmdtrain.checkpoints.model_code import check_model_code
 from spmdtrain.checkpoints.restore import read_newest_good
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.published.reading import Published, read_published
 from spmdtrain.config.published.writing import as_model, function_of
+from spmdtrain.config.run_files import newest_step
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.interop.directory import keep_files, kept_in
 from spmdtrain.running.published.read_weights import read_weights

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from spmdtrain.config.run_files import newest_step
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.source import Data, Source, Tokens, open_data
 from spmdtrain.processes import clocks, pulse
@@ -34,6 +35,11 @@ class Prepared:
     fresh: bool
     step: int | None
     launched: float
+
+    @property
+    def is_new(self) -> bool:
+        """True if nothing in the directory is resumed."""
+        return self.fresh or newest_step(self.directory) is None
 
 
 def prepare(

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import jax
 
 from spmdtrain.checkpoints.checkpoints import Checkpoints
-from spmdtrain.checkpoints.files.step_folders import newest_step
 from spmdtrain.checkpoints.newest import Found
 from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.running.compile_step import lower_step
@@ -67,7 +66,7 @@ def open_session(
     if given is not None:
         check_given(directory, prepared.config.train.init_from, prepared.fresh)
     lowered = None
-    if _is_new(prepared):
+    if prepared.is_new:
         check_source(prepared.config.train.init_from, directory, prepared.fresh)
         lowered = lower_step(setup)
     with contextlib.ExitStack() as held:
@@ -93,7 +92,3 @@ def open_session(
             given=given,
             lowered=lowered,
         )
-
-
-def _is_new(prepared: Prepared) -> bool:
-    return prepared.fresh or newest_step(prepared.directory) is None
