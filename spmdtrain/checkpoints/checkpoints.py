@@ -1,4 +1,4 @@
-"""Checkpoints of a run: RUN/checkpoints/N holds the state after N completed steps.
+"""Saves and restores a run: RUN/checkpoints/N holds the state after N completed steps.
 
 A step has the items `params`, so that weights can be read alone, `state` (of the optimizer), one
 for each further part of the state, such as `ema` (leaves/items.py), and `meta` (meta.py). Restoring
@@ -162,7 +162,7 @@ class Checkpoints(SavedSteps):
         *,
         ema: bool = False,
     ) -> tuple[dict[str, jax.Array], Meta]:
-        """Returns the weights alone; with `ema` the float32 averages of those that are trained."""
+        """Returns only the weights; with `ema` the float32 averages of those that are trained."""
         if not ema:
             found, meta = self._restored(step, {"params": params})
             return found["params"], meta

@@ -1,4 +1,4 @@
-"""The steps of a run, read and verified; needs neither a model nor a mesh.
+"""Reads the saved steps of a run and verifies them; needs neither a model nor a mesh.
 
 Every leaf that is read is compared with its fingerprint in the meta (fingerprint.py). If any
 process finds damage, all processes raise DamagedError.
@@ -53,11 +53,12 @@ class SavedSteps:
         return self._store.steps()
 
     def close(self) -> None:
-        """Finishes the save under way, however the run ends."""
+        """Finishes the save in progress, however the run ends."""
         self._store.close()
 
     def read_weights(self, step: int, *, ema: bool = False) -> dict[str, np.ndarray]:
-        """Returns the weights alone as plain arrays, layers in order; needs neither model nor mesh.
+        """Returns only the weights, as plain arrays with layers in order; needs neither model nor
+        mesh.
 
         With `ema`, those that are trained are averages.
         """
@@ -68,7 +69,7 @@ class SavedSteps:
         return found
 
     def weight_shapes(self, step: int) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of what `read_weight` gives, by path. Reads the meta alone."""
+        """Returns the shapes of the results of `read_weight`, by path. Reads only the meta."""
         meta, saved = self._meta(step)
         names = of_items(meta["leaves"], ["params"])
         shapes = {name: tuple(unpadded_leaves(meta)[name][0]) for name in names}
@@ -82,7 +83,7 @@ class SavedSteps:
     def _read_item(self, step: int, item: str, only: str | None = None) -> dict[str, np.ndarray]:
         """Returns the arrays of an item that is a flat dict, by path, in the order of the meta.
 
-        With `only`, that array alone.
+        With `only`, returns just that array.
         """
         meta, saved = self._meta(step)
         folder = self._store.folder(step) / item

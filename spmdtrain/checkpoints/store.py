@@ -1,4 +1,4 @@
-"""The door to Orbax, and the only file that uses it.
+"""Opens the door to Orbax: this is the only file that uses it.
 
 Orbax writes in the background under a temporary name and renames, so a step that is listed is
 complete. It keeps one item of arrays, or of JSON, in a folder of its own. What the items are and
@@ -113,7 +113,7 @@ class Store:
         Waits for the previous save, if it is still under way. Layers are stacked as in `layout`.
         """
         saved = ocp.args.Composite(
-            # A state of weights alone, as an import makes it, has no item of the optimizer.
+            # A state of weights alone, such as an import makes, has no optimizer item.
             **{
                 item: ocp.args.PyTreeSave(tree, save_args=_save_args(item, tree, layout))
                 for item, tree in trees.items()
@@ -152,7 +152,7 @@ class Store:
         self._guarded(self._manager.wait_until_finished)
 
     def close(self) -> None:
-        """Finishes the save under way, however the run ends."""
+        """Finishes the save in progress, however the run ends."""
         try:
             self._guarded(self._manager.close)
         finally:
@@ -175,7 +175,7 @@ class Store:
         ]
         if missing or not saved:
             raise StorageError(
-                f"{self.at(step)} was written and cannot be read back",
+                f"{self.at(step)} was written but cannot be read back",
                 found=f"{' and '.join(sorted(missing)) or 'nothing'} without a manifest",
                 fix="another --run",
             )
@@ -287,8 +287,8 @@ def _processes() -> ocp.options.MultiprocessingOptions:
 def _save_args(item: str, tree: Any, layout: StageLayout) -> Any:
     """Returns how the arrays of an item are cut into chunks, which are always read whole.
 
-    By default a chunk holds all layers of a device's part. Of weights that are large each has one
-    layer, so that an export need not hold them all.
+    By default a chunk holds all layers of a device's part. For large weights it holds one layer, so
+    that an export need not hold them all.
     """
 
     def of_leaf(x: jax.Array) -> ocp.SaveArgs:
@@ -305,7 +305,7 @@ def read_json(folder: "epath.Path") -> Any:
 
 
 def read_plain(folder: "epath.Path", only: str | None = None) -> dict[str, np.ndarray]:
-    """Returns every leaf of an item that is a flat dict, or one, whole, as a numpy array."""
+    """Returns every leaf of an item that is a flat dict, or just one, as whole numpy arrays."""
     tree = saved_tree(folder)
     check_sizes(leaves_of(tree), Path(folder))
     if only is not None:
