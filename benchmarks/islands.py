@@ -1,6 +1,7 @@
 """Islands beside training in step: loss after equal tokens, bytes, and time on a simulated clock.
 
-    python benchmarks/islands.py --text FILE [--steps N] [--only NAME ...] [--write FILE]
+    python benchmarks/islands.py --text FILE [--steps N] [--set KEY=VALUE] [--only NAME ...]
+                                 [--write docs/islands.md]
 
 All islands train in this process, in turns and on one device, with the compiled step of a run, and
 meet through a folder as runs do. So losses and bytes are those of separate runs. The time is
@@ -110,6 +111,7 @@ class Benchmark:
     text: Path
     steps: int
     folder: Path
+    settings: tuple[str, ...] = ()  # of all cases
     after: int = field(init=False)
     compiled: dict[Any, tuple[Setup, Any, TrainState]] = field(default_factory=dict)
 
@@ -150,7 +152,7 @@ class Benchmark:
 
     def _settings(self, batch: int, settings: tuple[str, ...]) -> st.RunConfig:
         own = (f"train.steps={self.steps}", f"train.global_batch={batch}", "eval.every=1")
-        return st.load(self.config, (*own, *settings))
+        return st.load(self.config, (*own, *self.settings, *settings))
 
     def _worker(self, case: Case, index: int, folder: Path) -> Worker:
         settings: tuple[str, ...] = ()
@@ -248,6 +250,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True, help="a file of real text, 1 MB")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--only", nargs="+", help="names of cases, the first of them the baseline")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings")
     parser.add_argument("--write", type=Path, help="the page whose table is replaced")
     given = parser.parse_args()
     unknown = set(given.only or ()) - {case.name for case in CASES}
@@ -258,7 +261,8 @@ def main() -> None:
         jax.config.update("jax_compilation_cache_dir", f"{folder}/compiled")
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         table = []
-        for line in rows(Benchmark(given.text.resolve(), given.steps, Path(folder)), cases):
+        text, settings = given.text.resolve(), tuple(given.settings)
+        for line in rows(Benchmark(text, given.steps, Path(folder), settings), cases):
             table.append(line)
             print(line, flush=True)
     if given.write:

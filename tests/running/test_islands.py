@@ -35,7 +35,7 @@ SMALL = (
     "islands.every=4",
     "islands.patience=60.0",
 )
-MESHES = (("mesh.fsdp=2",), ("mesh.tensor=2",))  # islands need not be alike
+MESHES = ((), ("mesh.tensor=2",))  # islands need not be alike
 STEPS = 12
 MORE = (f"train.steps={STEPS}", "islands.after=4", "islands.codec=int8")
 
@@ -107,9 +107,8 @@ def as_at(trained: Path, root: Path, step: int) -> None:
 
 @pytest.mark.core
 def test_all_are_equal_after_a_meeting_and_apart_before_it(trained):
-    states = {step: [state_of(trained, index, step) for index in range(2)] for step in (6, 8, 12)}
-    for step in (8, 12):
-        assert_same_bits(shared(states[step][0]), shared(states[step][1]))
+    states = {step: [state_of(trained, index, step) for index in range(2)] for step in (6, 8)}
+    assert_same_bits(*map(shared, states[8]))
     apart = [
         float(np.abs(np.asarray(a) - np.asarray(b)).max())
         for a, b in zip(*(each.params.values() for each in states[6]), strict=True)

@@ -3,6 +3,7 @@
 The oracle: islands that meet after every SGD step and average are one run with all their sequences.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -192,6 +193,85 @@ def test_islands_that_average_after_each_step_of_sgd_are_one_run(tmp_path):
     assert_same_bits(islands[0].params, islands[1].params)
     for path, want in one.params.items():
         np.testing.assert_allclose(islands[0].params[path], want, rtol=2e-5, atol=2e-6)
+
+
+# --- what a meeting makes of the weights, which are moved by hand here ----------------------------
+
+
+class Group:
+    """Islands that do not train: `moves` adds numbers drawn for each to its weights."""
+
+    def __init__(self, folder: Path, shares: tuple[int, ...], *settings: str):
+        self.islands, self.states = [], []
+        for index, batch in enumerate(shares):
+            own = (f"islands.index={index}", f"islands.directory={folder}")
+            counts = (f"islands.count={len(shares)}", f"train.global_batch={batch}")
+            setup = st.shard(tiny(*SGD, *own, *counts, *settings), devices=jax.devices()[:1])
+            self.islands.append(Island(setup, Meetings(folder, index, patience=0.0)))
+        self.states = [st.init_state(setup)] * len(shares)
+        self.states = [jax.tree.map(jnp.copy, state) for state in self.states]
+        self._draw = np.random.default_rng(0)
+
+    def move(self) -> list[dict[str, np.ndarray]]:
+        """Returns the weights of each island after a move."""
+        for at, state in enumerate(self.states):
+            moved = {
+                path: x + 0.1 * self._draw.standard_normal(x.shape).astype(np.float32)
+                for path, x in state.params.items()
+            }
+            self.states[at] = replace(state, params=moved)
+        return [jax.device_get(state.params) for state in self.states]
+
+    def send(self, step: int) -> None:
+        for island, state in zip(self.islands, self.states, strict=True):
+            island.send(step, state)
+
+    def take(self, step: int, at: int) -> list[dict[str, np.ndarray]]:
+        """Returns the weights of each island after the meeting."""
+        for index, island in enumerate(self.islands):
+            self.states[index], _ = island.take(step, self.states[index], at)
+        return [jax.device_get(state.params) for state in self.states]
+
+
+@pytest.mark.long
+def test_the_outer_step_is_nesterov_on_the_weighted_mean_change(tmp_path):
+    group = Group(tmp_path, (6, 2), "islands.every=1")
+    outer = jax.device_get(group.states[0].params)
+    momentum = {path: np.zeros_like(x) for path, x in outer.items()}
+    for step in (1, 2):
+        apart = group.move()
+        group.send(step)
+        found = group.take(step, step)
+        for path in outer:
+            change = outer[path] - (0.75 * apart[0][path] + 0.25 * apart[1][path])
+            momentum[path] = 0.9 * momentum[path] + change
+            outer[path] = outer[path] - 0.7 * (0.9 * momentum[path] + change)
+            np.testing.assert_allclose(found[0][path], outer[path], rtol=1e-5, atol=1e-6)
+            assert np.array_equal(found[0][path], found[1][path])
+
+
+@pytest.mark.long
+def test_a_fragment_moves_its_weights_alone_and_a_late_one_half_the_way(tmp_path):
+    settings = ("islands.every=4", "islands.fragments=2", "islands.delay=1", "train.steps=4")
+    group = Group(tmp_path, (4, 4), *settings, "islands.outer=average")
+    (first, *_) = group.islands
+    assert [first.takes(step) for step in range(1, 5)] == [0, 0, 2, 4]
+    at_2 = group.move()
+    group.send(2)
+    at_3 = group.move()
+    found = group.take(2, 3)
+    moved = [path for path in found[0] if not np.array_equal(found[0][path], at_3[0][path])]
+    assert 0 < len(moved) < len(found[0])
+    for path in moved:
+        half = (at_2[0][path] + at_2[1][path]) / 2
+        for own, after in zip(at_3, found, strict=True):
+            np.testing.assert_allclose(after[path], (own[path] + half) / 2, rtol=1e-5, atol=1e-6)
+    group.send(4)
+    at_end = group.take(4, 4)
+    for path in at_end[0]:
+        assert np.array_equal(at_end[0][path], at_end[1][path]), (
+            "the run ends with the same weights"
+        )
 
 
 def test_places_are_in_blocks_and_in_the_order_of_paths():
