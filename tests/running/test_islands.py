@@ -5,8 +5,13 @@ Each island is a run of its own in a thread of its own, on devices of its own.
 """
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +21,7 @@ import pytest
 from helpers import assert_same_bits, mesh_of, tiny
 
 import spmdtrain as st
+from spmdtrain.config import to_toml
 from spmdtrain.running import loop
 from spmdtrain.running.saves import Saves
 from spmdtrain.train.state import TrainState
@@ -75,14 +81,15 @@ def together(root: Path, *more: str, stop: int | None = None) -> list[loop.Outco
         return [each.result(timeout=300) for each in started]
 
 
-def state_of(root: Path, index: int, step: int) -> TrainState:
-    config = tiny(*settings(root, index, *MORE))
+def state_of(root: Path, index: int, step: int, *more: str) -> TrainState:
+    config = tiny(*settings(root, index, *(more or MORE)))
     setup = st.shard(config, devices=jax.devices()[: mesh_of(MESHES[index])])
     return st.restore(root / str(index), setup, step=step)
 
 
 def events(root: Path, index: int, name: str) -> list[dict]:
-    lines = (root / str(index) / "events.jsonl").read_text().splitlines()
+    file = root / str(index) / "events.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
     return [each for each in map(json.loads, lines) if each["event"] == name]
 
 
@@ -137,3 +144,26 @@ def test_an_island_that_was_away_leaps_and_all_are_equal_at_the_next_meeting(tra
     for index in range(2):
         assert events(tmp_path, index, "met")[-1]["islands"] == {"0": 4, "1": 4}
     assert_same_bits(*(shared(state_of(tmp_path, index, STEPS)) for index in range(2)))
+
+
+@pytest.mark.slow
+def test_two_processes_meet_and_one_that_is_killed_comes_back(tmp_path, request):
+    """Each island under a launcher of its own: nothing but the folder joins them."""
+    more = ("train.steps=400", "islands.every=10", "islands.patience=3.0", "checkpoint.every=10")
+    launched = []
+    for index in range(2):
+        config = tmp_path / f"{index}.toml"
+        config.write_text(to_toml(tiny(*settings(tmp_path, index, *more))), encoding="utf-8")
+        run = ("--run", str(tmp_path / str(index)))
+        devices = ("--simulate-devices", str(mesh_of(MESHES[index])))
+        command = ("-m", "spmdtrain.cli", "launch", "train", str(config), *run, *devices)
+        launched.append(subprocess.Popen([sys.executable, *command]))
+        request.addfinalizer(launched[-1].terminate)
+    while len(met := events(tmp_path, 1, "met")) < 3:
+        assert all(each.poll() is None for each in launched)
+        time.sleep(0.05)
+    os.kill(events(tmp_path, 1, "launched")[-1]["pid"], signal.SIGKILL)
+    assert [each.wait(timeout=600) for each in launched] == [0, 0]
+    assert len(events(tmp_path, 1, "launched")) == 2
+    assert events(tmp_path, 1, "met")[-1]["islands"] == {"0": 4, "1": 4}, met
+    assert_same_bits(*(shared(state_of(tmp_path, index, 400, *more)) for index in range(2)))

@@ -121,9 +121,14 @@ def test_old_meetings_are_forgotten_once_newer_weights_are_left(tmp_path):
 
 
 def test_islands_that_differ_are_refused_by_the_setting(tmp_path):
-    Meetings(tmp_path, 0, patience=0.0).agree({"islands.every": 20, "train.seed": 0})
+    own = {"train.global_batch": 8}
+    Meetings(tmp_path, 0, patience=0.0).agree({"islands.every": 20, "train.seed": 0}, own)
+    other = Meetings(tmp_path, 1, patience=0.0)
     with pytest.raises(ConfigError, match=r"islands.every=10; found 20 .* --set islands.every=20"):
-        Meetings(tmp_path, 1, patience=0.0).agree({"islands.every": 10, "train.seed": 0})
+        other.agree({"islands.every": 10, "train.seed": 0}, own)
+    other.agree({"islands.every": 20, "train.seed": 0}, {"train.global_batch": 4})
+    with pytest.raises(ConfigError, match=r"train.global_batch=8; found 4 "):
+        other.agree({"islands.every": 20, "train.seed": 0}, own)
 
 
 # --- settings -------------------------------------------------------------------------------------

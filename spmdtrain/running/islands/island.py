@@ -30,8 +30,13 @@ from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
 
 MIX = 0.5  # the part of its own weights that an island keeps if the others' arrive late
-ALONE = ("islands.index", "islands.directory", "islands.patience", "islands.keep")
+ALONE = (
+    *("islands.index", "islands.directory", "islands.patience", "islands.keep"),
+    *("model.attention", "model.context_attention", "data.read_ahead"),
+)
 IN_COMMON = ("islands.", "model.", "optimizer.", "train.seed", "train.sequence_length")
+# Else a run that begins anew would be given what an earlier one has learned.
+OWN = ("data.", "train.global_batch", "train.init_from")
 
 
 class Leapt(Exception):
@@ -68,7 +73,7 @@ class Island:
             for key, paths in dealt.items()
         }
         self._meets: dict[tuple[int | None, bool, float], Meet] = {}
-        meetings.agree(_in_common(setup))
+        meetings.agree(_settings(setup, IN_COMMON), _settings(setup, OWN))
 
     def sends(self, step: int) -> bool:
         """Returns True if this island leaves its change after this step."""
@@ -218,10 +223,10 @@ class Island:
         return replace(state, items=state.items | found)
 
 
-def _in_common(setup: Setup) -> dict[str, Any]:
-    """Returns the settings that all islands must have."""
+def _settings(setup: Setup, beginnings: tuple[str, ...]) -> dict[str, Any]:
+    """Returns the settings with these beginnings that must stay as they are."""
     found = settings_of(setup.config)
-    names = [name for name in found if name.startswith(IN_COMMON) and not name.startswith(ALONE)]
+    names = [name for name in found if name.startswith(beginnings) and not name.startswith(ALONE)]
     return {name: found[name] for name in names}
 
 

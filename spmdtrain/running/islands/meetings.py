@@ -1,6 +1,7 @@
 """Exchanges files between islands, in a folder that all can reach.
 
-    agreed/settings.json    what all islands must have in common
+    agreed/                 what all islands must have in common
+    agreed-I/               what island I must have whenever it comes
     STEP/change-I/          the change of island I: its row, and what it weighs
     STEP/decided/           who takes part, with its weight
     STEP/mean-P/            part P of the mean change, in the order of the islands that take part
@@ -57,14 +58,23 @@ class Meetings:
         self.sent = 0
         self.received = 0
 
-    def agree(self, settings: Mapping[str, Any]) -> None:
-        """Compares settings with those of the other islands. Raises ConfigError if they differ."""
-        self._publish(Path(AGREED), {ABOUT: json.dumps(settings).encode()})
-        there = self._document(Path(AGREED))
+    def agree(self, settings: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        """Compares settings with those of the others, and `own` with what this island had earlier.
+
+        Raises ConfigError if they differ.
+        """
+        self._compare(Path(AGREED), settings, "islands that meet have it in common")
+        self._compare(
+            Path(f"{AGREED}-{self._index}"), own, "this island has met the others with it"
+        )
+
+    def _compare(self, where: Path, settings: Mapping[str, Any], why: str) -> None:
+        self._publish(where, {ABOUT: json.dumps(settings).encode()})
+        there = self._document(where)
         for name, own in json.loads(json.dumps(settings)).items():
             if there.get(name) != own:
                 raise ConfigError(
-                    f"islands that meet have {name} in common",
+                    f"{name} differs, and {why}",
                     asked=f"{name}={own}",
                     found=f"{there.get(name)} in {self._folder}",
                     fix=f"--set {name}={there.get(name)}, or another islands.directory",
