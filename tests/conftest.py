@@ -114,6 +114,17 @@ def is_long(item) -> bool:
     return item.get_closest_marker("long") is not None
 
 
+@pytest.fixture(scope="module")
+def shared_programs():
+    """Runs of one file share what they have traced and compiled: for a file that runs the same
+    settings many times, with no parts of its own but a loss. Ask for it by `usefixtures`.
+    """
+    from fuzz import programs  # imports jax
+
+    with programs.shared():
+        yield
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
     """Collects no garbage while the large libraries are imported, leaves them out of every later

@@ -27,7 +27,7 @@ from spmdtrain.running import loop
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.shard import shard
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("shared_programs")]
 
 ONE = {"devices": jax.devices()[:1]}
 SETTINGS = (

@@ -25,6 +25,8 @@ from spmdtrain.running.save_state import save
 from spmdtrain.train.fresh import init_state
 from spmdtrain.train.shard import shard
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 SETTINGS = (
     "train.steps=8",
     "train.global_batch=2",

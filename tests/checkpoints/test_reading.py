@@ -15,6 +15,8 @@ import spmdtrain as st
 from spmdtrain.cli import main
 from spmdtrain.config import ConfigError, DataError
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 TEXT = "It was the best of times, it was the worst of times. " * 40
 SMALL = (
     "model.layers=2",

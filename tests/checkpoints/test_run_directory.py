@@ -18,6 +18,8 @@ from spmdtrain.config import StorageError, UserError
 from spmdtrain.config.run_files import RunFiles
 from spmdtrain.running.start.directory import open_directory
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 SETTINGS = (
     "model.layers=1",
     "model.embed=8",

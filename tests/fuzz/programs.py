@@ -7,7 +7,7 @@ program may depend on is in its key, so what is kept is what would be compiled.
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -26,7 +26,7 @@ from spmdtrain.train.shard import shard
 
 WITHOUT = ("checkpoint", "log", "eval")  # sections that no program depends on
 KEPT = 24  # the layouts of a few neighbouring draws, and of their changed settings
-Key = tuple[str, str]
+Key = tuple[str, str, tuple]
 
 _kept: dict[tuple, Any] = {}
 
@@ -41,9 +41,10 @@ def shared() -> Iterator[None]:
     """Runs inside share what they compile with those before them."""
     evaluate = evaluation.make_eval_step
 
-    def setup(config, make, devices, **own):
-        assert not any(own.values()), "no run of the fuzzer has parts of its own"
-        found = _once("setup", _key(config, devices), lambda: shard(config, make, devices, **own))
+    def setup(config, make, devices, loss=None, **own):
+        assert not any(own.values()), "an optimizer of one's own is in no key"
+        key = _key(config, devices, make, loss)
+        found = _once("setup", key, lambda: shard(config, make, devices, loss=loss))
         return replace(found, config=config)
 
     def fresh(setup):
@@ -94,12 +95,12 @@ def _once(what: str, key: Key, make: Callable[[], Any]) -> Any:
 
 
 def _key_of(setup: Setup) -> Key:
-    return _key(setup.config, setup.mesh.devices.ravel())
+    return _key(setup.config, setup.mesh.devices.ravel(), setup.make, setup.loss)
 
 
-def _key(config: RunConfig, devices) -> Key:
+def _key(config: RunConfig, devices: Iterable[jax.Device], *parts: Callable | str | None) -> Key:
     settings = config.model_dump(mode="json")
     for section in WITHOUT:
         del settings[section]
     del settings["train"]["init_from"]
-    return json.dumps(settings, sort_keys=True), str([device.id for device in devices])
+    return json.dumps(settings, sort_keys=True), str([device.id for device in devices]), parts

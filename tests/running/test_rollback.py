@@ -17,7 +17,7 @@ from spmdtrain.config.errors import ConfigError, DivergedError
 from spmdtrain.running import loop, rollback
 from spmdtrain.train.shard import shard
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("shared_programs")]
 
 POISON = 63  # a token id
 BATCH, STEPS = 4, 12

@@ -28,35 +28,42 @@ CORE = [  # on both Pythons
     (EIGHT + DOCUMENTS, (4, ("fsdp",), "zero_bubble", 2, 2, "none")),
 ]
 OTHERS = [
-    (SIX, (2, (), "1f1b", 1, 1, "none")),
     (SIX, (2, ("data", "tensor"), "interleaved", 3, 2, "full")),
     (SIX, (2, ("fsdp", "tensor"), "zero_bubble", 3, 2, "none")),
     (SIX + DOCUMENTS, (2, ("data", "tensor"), "gpipe", 1, 2, "dots")),
     (SIX + UNTIED, (2, ("data",), "interleaved", 2, 4, "dots")),
     (SIX + UNTIED, (2, ("tensor",), "gpipe", 1, 4, "none")),
-    (SIX, (2, ("data", "fsdp"), "gpipe", 1, 1, "full")),
-    (SIX, (2, ("fsdp",), "zero_bubble", 2, 4, "none")),
     (SIX + DOCUMENTS, (2, ("fsdp", "expert"), "1f1b", 1, 2, "none")),
-    (EIGHT, (4, (), "interleaved", 2, 4, "full")),
-    (EIGHT, (4, ("data",), "interleaved", 2, 2, "none")),
-    (EIGHT, (4, ("tensor",), "interleaved", 2, 2, "dots")),
     (EIGHT + NOISY, (4, ("data",), "1f1b", 1, 2, "full")),
     (EIGHT + DOCUMENTS, (4, ("tensor",), "zero_bubble", 1, 4, "none")),
     (EIGHT + UNTIED, (4, ("tensor",), "1f1b", 1, 1, "none")),
     (EIGHT, (4, ("fsdp",), "gpipe", 1, 4, "dots")),
     (LLAMA, (4, ("tensor",), "1f1b", 1, 4, "dots")),
     (LLAMA + DOCUMENTS, (4, ("data",), "interleaved", 2, 1, "full")),
-    (EIGHT, (8, (), "1f1b", 1, 2, "full")),
     (EIGHT, (8, (), "gpipe", 1, 1, "none")),
     (SIX, (4, ("data",), "interleaved", 3, 1, "full")),  # 12 places for 6 layers
     (SIX + NOISY, (8, (), "zero_bubble", 1, 4, "none")),
     (SIX + DOCUMENTS, (4, (), "interleaved", 1, 2, "dots")),
 ]
+# Beside cases that differ in little, and in the grid of test_pipeline_grid.py.
+ALIKE = [
+    (SIX, (2, (), "1f1b", 1, 1, "none")),
+    (SIX, (2, ("data", "fsdp"), "gpipe", 1, 1, "full")),
+    (SIX, (2, ("fsdp",), "zero_bubble", 2, 4, "none")),
+    (EIGHT, (4, (), "interleaved", 2, 4, "full")),
+    (EIGHT, (4, ("data",), "interleaved", 2, 2, "none")),
+    (EIGHT, (4, ("tensor",), "interleaved", 2, 2, "dots")),
+    (EIGHT, (8, (), "1f1b", 1, 2, "full")),
+]
 
 
 @pytest.mark.parametrize(
     ("numbers", "case"),
-    [*(pytest.param(*each, marks=pytest.mark.core) for each in CORE), *OTHERS],
+    [
+        *(pytest.param(*each, marks=pytest.mark.core) for each in CORE),
+        *OTHERS,
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ALIKE),
+    ],
     ids=pipeline_name,
 )
 def test_gradients_are_those_of_one_device(numbers, case):

@@ -29,7 +29,7 @@ from spmdtrain.train.updates import optimizers
 from spmdtrain.train.updates.kinds import is_matrix
 from spmdtrain.train.updates.shipped_optimizers import shipped_update_rules
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("shared_programs")]
 
 STEPS = 4
 NUMBERS = (

@@ -16,6 +16,8 @@ from spmdtrain.inference import tasks
 from spmdtrain.running import loop
 from spmdtrain.running.guards.early_stop import EarlyStop
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 SETTINGS = (
     "model.layers=1",
     "model.embed=8",

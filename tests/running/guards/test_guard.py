@@ -17,7 +17,7 @@ from spmdtrain.models.transformer import Transformer
 from spmdtrain.running import loop
 from spmdtrain.train.shard import shard
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("shared_programs")]
 
 DEVICES = jax.devices()[:2]
 BATCH, BAD, STEPS = 4, 3, 5  # the batch of step 3 is poisoned

@@ -3,6 +3,7 @@ after a resume.
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -17,6 +18,8 @@ from spmdtrain.config.errors import DivergedError
 from spmdtrain.running import loop
 from spmdtrain.train.items import spikes
 from spmdtrain.train.shard import shard
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 WINDOW, BATCH, STEPS = 8, 4, 12
 POISON = 63  # a token id
@@ -126,11 +129,19 @@ def test_it_says_which_samples_and_why(undisturbed):
     assert "6 standard deviations above the mean of earlier steps" in events[0]["why"]
 
 
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory) -> Path:
+    """A run on one device that ended before the first spike."""
+    directory = tmp_path_factory.mktemp("stopped")
+    assert run(directory, "guard.policy=skip", stop=SPIKE - 1) == loop.Outcome("stopped", SPIKE - 1)
+    return directory
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("onto", ["one device", "fsdp"])
-def test_a_resumed_run_judges_as_if_it_had_never_stopped(onto, undisturbed, tmp_path):
+def test_a_resumed_run_judges_as_if_it_had_never_stopped(onto, undisturbed, stopped, tmp_path):
     settings = ("guard.policy=skip", *LAYOUTS[onto])
-    assert run(tmp_path, "guard.policy=skip", stop=SPIKE - 1) == loop.Outcome("stopped", SPIKE - 1)
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
     assert run(tmp_path, *settings) == loop.Outcome("finished", STEPS)
     if onto != "one device":
         assert [line["step"] for line in lines(tmp_path) if line["skipped"]] == [SPIKE, LATER]

@@ -18,6 +18,8 @@ from spmdtrain.config.errors import ConfigError
 from spmdtrain.running import loop
 from spmdtrain.running.start.elastic import choose_layout
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 STEPS = 9
 MESH = {"mesh.data": 2, "mesh.fsdp": 2}
 SETTINGS = (
