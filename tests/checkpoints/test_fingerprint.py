@@ -107,6 +107,7 @@ def test_devices_hold_a_block_of_an_array_at_a_time(dtype, monkeypatch):
     blocks = 3 * 4 * module.BLOCK  # a block of words of each
     assert program.memory_analysis().temp_size_in_bytes < 5 * blocks
     for x, word in zip(placed, words, strict=True):
+        assert word.dtype == (np.uint16 if dtype == "bfloat16" else np.float32)
         pairs = zip(x.addressable_shards, word.addressable_shards, strict=True)
         assert all(
             one.data.unsafe_buffer_pointer() == other.data.unsafe_buffer_pointer()

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 Params = dict[str, np.ndarray]
+CLAMP = 7  # of gpt-oss: its gates and values
 
 
 def logits(
@@ -278,7 +279,7 @@ def mlp(model: Any, p: Params, x: np.ndarray) -> np.ndarray:
     else:
         gate, value = up[:, :, 0], up[:, :, 1]
         if model.mlp == "swiglu_clamped":
-            gate, value = np.minimum(gate, 7), np.clip(value, -7, 7) + 1
+            gate, value = np.minimum(gate, CLAMP), np.clip(value, -CLAMP, CLAMP) + 1
         silu = gate / (1 + np.exp(-gate * (1.702 if model.mlp == "swiglu_clamped" else 1)))
         hidden = (gelu_tanh(gate) if model.mlp == "geglu" else silu) * value
     return hidden @ p["mlp.down_fe"] + p.get("mlp.down_bias", 0)

@@ -2,8 +2,10 @@
 family_oracle.py, in float32 on one device.
 """
 
+import math
 from functools import cache
 
+import family_oracle
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +32,10 @@ def made(name: str):
     """(config, model, parameters)."""
     config = family_config(name)
     model = build_model(config)
-    return config, model, draw_params(model, config.model.norm_offset)
+    params = draw_params(model, config.model.norm_offset)
+    if config.model.mlp == "swiglu_clamped":  # values of the usual size never reach its clamp
+        params = {path: x * (20 if path.endswith("up_xeu") else 1) for path, x in params.items()}
+    return config, model, params
 
 
 def apart(got: np.ndarray, want: np.ndarray) -> float:
@@ -163,7 +168,13 @@ MISTAKES = [
     ("gpt_oss", {"sinks": False}),
     ("gpt_oss", scaling("gpt_oss", truncate=True)),
     ("deepseek_v3", scaling("deepseek_v3", scale=None)),
+    ("mixtral", experts("mixtral", normalise=False)),
+    ("qwen3_moe", experts("qwen3_moe", normalise=True)),
     ("deepseek_v3", {"score_scale": None}),
+    ("deepseek_v3", experts("deepseek_v3", groups_kept=4)),
+    ("deepseek_v3", experts("deepseek_v3", score="softmax")),
+    ("deepseek_v3", experts("deepseek_v3", normalise=False)),
+    ("deepseek_v3", experts("deepseek_v3", scale=1.0)),
 ]
 
 
@@ -178,6 +189,45 @@ def test_a_mistake_in_one_setting_shows_in_the_logits(name, change):
         params = {path: p for path, p in params.items() if not path.endswith("qkv_bias")}
     mistaken = logits_by_definition(other, params, TOKENS)
     assert apart(mistaken, logits_by_definition(config.model, made(name)[2], TOKENS)) > 1e-5
+
+
+def by_pairs(model, x_bthd, window):
+    """Neighbouring channels turned together, which are half a head apart in all files but three."""
+    dim = int(x_bthd.shape[-1] * model.rope_share)
+    order = np.arange(dim).reshape(2, -1).T.reshape(-1)  # where neighbours come from
+    halves = np.concatenate((x_bthd[..., :dim:2], x_bthd[..., 1:dim:2], x_bthd[..., dim:]), -1)
+    found = family_oracle_turned(model, halves, window)
+    return np.concatenate((found[..., order], found[..., dim:]), -1)
+
+
+def exact_gelu(x):
+    return x * np.vectorize(lambda y: 0.5 * (1 + math.erf(y / math.sqrt(2))))(x)
+
+
+def scores_with_their_bias(model, p, x):
+    """Gates of DeepSeek-V3 that hold the bias, which may only choose."""
+    logits, scores, gates = family_oracle_gates(model, p, x)
+    gates = np.where(gates > 0, scores + p["mlp.router.load_bias_x"], 0)
+    return logits, scores, model.experts.scale * gates / gates.sum(-1, keepdims=True)
+
+
+family_oracle_turned, family_oracle_gates = family_oracle.turned, family_oracle.gates
+# The same of formulas, for which there is no setting.
+MISTAKEN_FORMULAS = [
+    *((family, "turned", by_pairs) for family in ("llama", "qwen3", "phi4", "deepseek_v3")),
+    ("gemma2", "gelu_tanh", exact_gelu),
+    ("gemma3", "gelu_tanh", exact_gelu),
+    ("gpt_oss", "CLAMP", 1000),
+    ("deepseek_v3", "gates", scores_with_their_bias),
+]
+
+
+@pytest.mark.parametrize(("name", "formula", "mistake"), MISTAKEN_FORMULAS)
+def test_a_mistake_in_a_formula_shows_in_the_logits(name, formula, mistake, monkeypatch):
+    config, _, params = made(name)
+    right = logits_by_definition(config.model, params, TOKENS)
+    monkeypatch.setattr(family_oracle, formula, mistake)
+    assert apart(logits_by_definition(config.model, params, TOKENS), right) > 1e-5
 
 
 def _query_norms(params):
