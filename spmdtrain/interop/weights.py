@@ -223,11 +223,16 @@ class Weights:
         return len(numbers) if wanted else 0
 
     def _check_none_left(self, ignored: Sequence[str]) -> None:
+        left = [name for name in sorted(self._there) if name not in self._used]
+        for pattern in ignored:
+            if not fnmatch.filter(left, pattern):
+                raise CheckpointError(
+                    f"{self.folder} holds no {pattern} that nothing reads", fix="no --ignore for it"
+                )
         left = [
             name
-            for name in sorted(self._there)
-            if name not in self._used
-            and not SAY_NOTHING.fullmatch(name)
+            for name in left
+            if not SAY_NOTHING.fullmatch(name)
             and not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignored)
         ]
         if not left:

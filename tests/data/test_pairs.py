@@ -13,9 +13,10 @@ import spmdtrain as st
 from spmdtrain.cli import main
 from spmdtrain.config.errors import ConfigError, DataError
 from spmdtrain.data.batches import Range
-from spmdtrain.data.chats.conversation import read_pair
+from spmdtrain.data.chats.conversation import ChatFields, read_pair
 from spmdtrain.data.corpus import token_corpus
 from spmdtrain.data.packing import PackedWindows
+from spmdtrain.data.texts.tables import no_field
 from spmdtrain.data.token_files.references import reference_paths, write_references
 from spmdtrain.data.token_files.tokens import open_tokens
 
@@ -269,3 +270,16 @@ def test_pairs_and_texts_are_not_one_corpus(here):
     with pytest.raises(DataError, match="only one of them holds pairs"):
         token_corpus(["pairs.bin", "chats.bin"])
     assert main(["data", "reference", "chats.bin", "base"]) == DataError.exit_code
+
+
+@pytest.mark.parametrize(
+    ("pairs", "columns", "fix"),
+    [
+        (False, ["prompt", "chosen", "rejected"], "--pairs"),
+        (True, ["messages", "id"], "no --pairs"),
+        (False, ["talk", "id"], "--field talk"),
+    ],
+)
+def test_rows_of_pairs_and_of_conversations_name_the_option_that_reads_them(pairs, columns, fix):
+    error = no_field("a.jsonl:1", ChatFields(pairs=pairs), columns, columns[:1])
+    assert str(error).endswith(f"found {', '.join(columns)}; try {fix}")

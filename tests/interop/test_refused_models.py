@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import shutil
 from pathlib import Path
 
@@ -206,6 +207,14 @@ def test_an_index_that_says_otherwise_than_its_files(folder):
     index.write_text(json.dumps({"weight_map": {"a": "../../etc/passwd"}}))
     with pytest.raises(CheckpointError, match="is not a file name"):
         opened(folder)
+
+
+@pytest.mark.parametrize("pattern", ["nothing.*", "model.norm.weight"])
+def test_what_is_left_out_is_there_and_not_read(pattern, folder):
+    with_tensors(folder, lambda tensors: tensors.update(odd=np.zeros(1, np.float32)))
+    opened(folder, ["od*"])
+    with pytest.raises(CheckpointError, match=f"holds no {re.escape(pattern)} that nothing reads"):
+        opened(folder, ["odd", pattern])
 
 
 def test_a_pointer_of_git_lfs_is_said_to_be_that(folder):

@@ -8,6 +8,7 @@ import os
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from spmdtrain.config.errors import DataError
@@ -188,12 +189,16 @@ def no_field(
     """Returns the error for a missing field; `meant` are the columns probably meant, likeliest
     first.
     """
+    columns = list(columns)
     name = field if isinstance(field, str) else field.forms[0][0]
-    return DataError(
-        f"{where} has no field {name!r}",
-        found=", ".join(columns) or "none",
-        fix=f"--field {shlex.quote(meant[0])}" if meant else "",
-    )
+    fix = f"--field {shlex.quote(meant[0])}" if meant else ""
+    if isinstance(field, ChatFields):
+        others = replace(field, named=None, pairs=not field.pairs)
+        if others.form_in(columns):
+            fix = "no --pairs" if field.pairs else "--pairs"
+        elif field.pairs:  # which no --field can name
+            fix = ""
+    return DataError(f"{where} has no field {name!r}", found=", ".join(columns) or "none", fix=fix)
 
 
 @contextmanager
