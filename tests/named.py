@@ -140,7 +140,7 @@ def command(words: str) -> Iterator[str]:
     """Parses the words behind `spmdtrain`. What stops at a comma or bracket is only a name."""
     shortened = "..." in words
     words = re.split(
-        r"\s+[|>&(#]|[;,)(]|\s(?:or|and|of|says?|is|reads?|writes?|does|for|in|with|from|holds?|draws?|shows?|to|on)\b|\.+(?:\s|$)|:(?:\s|$)|’",
+        r"\s+[|>&(#]|[;)(]|,(?=\s|$)|\s(?:or|and|of|says?|is|reads?|writes?|does|for|in|with|from|holds?|draws?|shows?|to|on)\b|\.+(?:\s|$)|:(?:\s|$)|’",
         words.replace("\\|", "|"),
     )[0]
     try:
