@@ -51,7 +51,7 @@ class Block(nnx.Module):
 
 
 class Convolutions(nnx.Module):
-    """Has what a training step asks of a model: `embed`, `blocks`, `head`."""
+    """A model with the parts that a training step needs: `embed`, `blocks`, `head`."""
 
     def __init__(self, config: st.RunConfig, rngs: nnx.Rngs):
         model = config.model

@@ -23,7 +23,7 @@ from spmdtrain.models.transformer import Transformer
 
 @dataclass(frozen=True)
 class Settings:
-    """Holds the settings of [model.extra]; the defaults are BERT's."""
+    """The settings of [model.extra]; the defaults are BERT's."""
 
     chosen: float = 0.15  # share of all tokens: those to restore; the loss is over them
     masked: float = 0.8  # share of the chosen that become the mask token
@@ -31,7 +31,7 @@ class Settings:
 
 
 class Encoder(Transformer):
-    """Is the shipped transformer without the causal mask.
+    """The shipped transformer without the causal mask.
 
     The last id of its vocabulary is the mask token: `model.vocab` is one more than the corpus has.
     """

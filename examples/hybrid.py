@@ -24,7 +24,7 @@ from spmdtrain.parallel.axes import STREAM
 
 @dataclass(frozen=True)
 class Settings:
-    """Holds the settings of [model.extra]."""
+    """The settings of [model.extra]."""
 
     every: int = 3  # one block in this many has attention
     state: int = 128  # channels of the recurrence
@@ -32,7 +32,7 @@ class Settings:
 
 
 class Recurrence(nnx.Module):
-    """Computes h = keep * previous h + (1 - keep) * value, channel by channel.
+    """The recurrence h = keep * previous h + (1 - keep) * value, channel by channel.
 
     It takes the place of attention.
     """
@@ -63,7 +63,7 @@ class Recurrence(nnx.Module):
 
 
 class Hybrid(Transformer):
-    """Puts the shipped embedding and head around blocks of two kinds."""
+    """The shipped embedding and head around blocks of two kinds."""
 
     def __init__(self, config: RunConfig, rngs: nnx.Rngs, extra: Settings):
         super().__init__(config, rngs)

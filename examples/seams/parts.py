@@ -21,7 +21,7 @@ CONFIG = st.RunConfig(
 
 
 class SquaredRelu(nnx.Module):
-    """Computes down(relu(up(x))^2), arXiv:2109.08668. The dims' names say how it may be split."""
+    """The mlp down(relu(up(x))^2), arXiv:2109.08668. The dims' names say how it may be split."""
 
     def __init__(self, config, rngs):
         self.up_ef = weight(rngs, (config.embed, config.ffn), ("embed", "ffn"))

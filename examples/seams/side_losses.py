@@ -18,7 +18,7 @@ CONFIG = st.RunConfig(
 
 
 class Calm(Block):
-    """Gives two side losses; training adds both, and metrics.jsonl has a figure of each."""
+    """A part with two side losses; training adds both, and metrics.jsonl has a figure of each."""
 
     def __call__(self, x_bte, ctx):
         y_bte = super().__call__(x_bte, ctx)

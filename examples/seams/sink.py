@@ -18,7 +18,7 @@ CONFIG = st.RunConfig(
 
 
 class CsvSink:
-    """Writes RUN/losses.csv: step, loss. Process 0 opens it after `step` steps of a run."""
+    """The file RUN/losses.csv: step, loss. Process 0 opens it after `step` steps of a run."""
 
     def __init__(self, directory, config, step):
         self._file = (directory / "losses.csv").open("a" if step else "w", newline="")
