@@ -614,6 +614,7 @@ def test_no_number_is_taken_that_devices_cannot_count_or_hold(key, kind):
         "model.dropout": ["1e-300"],
     }
     as_good_as_0 = (
+        "islands.momentum",
         "optimizer.beta1",
         "optimizer.beta2",
         "optimizer.momentum",
