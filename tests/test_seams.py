@@ -399,8 +399,8 @@ def test_own_parts_train_alike_on_every_mesh():
 
 def test_what_is_no_part_costs_one_line():
     for parts, said in (
-        ({"mlp": "relu"}, "mlp='relu' is no part of a block; try a class"),
-        ({"norm": 3}, "norm=3 is no part of a block"),
+        ({"mlp": "relu"}, "mlp='relu' is not a part of a block; try a class"),
+        ({"norm": 3}, "norm=3 is not a part of a block"),
     ):
         with pytest.raises(ConfigError, match=said):
             st.shard(tiny(), partial(st.Transformer, **parts), DEVICES[:1])

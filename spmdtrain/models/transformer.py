@@ -136,7 +136,7 @@ class Transformer(nnx.Module):
         parts = {"norm": norm, "attention": attention, "mlp": mlp}
         for name, part in parts.items():
             if not callable(part):
-                raise ConfigError(f"{name}={part!r:.80} is no part of a block", fix="a class")
+                raise ConfigError(f"{name}={part!r:.80} is not a part of a block", fix="a class")
         model = config.model
         if model.latent and attention is not Attention:
             what = "attention= and [model.latent] both make the attention of a layer"

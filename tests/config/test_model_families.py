@@ -29,7 +29,10 @@ def llama(*overrides: str) -> RunConfig:
         (["model.rope_scaling=4"], "is a section, not a value; try model.rope_scaling.kind=..."),
         (["model.rope_scaling.kind.x=4"], "model.rope_scaling.kind is a value, not a section"),
         (YARN[:2], "kind='yarn' needs model.rope_scaling.original_length"),
-        ([*YARN, "model.rope_scaling.low_factor=2"], "low_factor is of kind 'llama3', not 'yarn'"),
+        (
+            [*YARN, "model.rope_scaling.low_factor=2"],
+            "low_factor belongs to kind 'llama3', not 'yarn'",
+        ),
         ([*YARN, "model.rope_scaling.factor=0.5"], "factor=0.5 is below 1"),
         ([*YARN, "model.rope_scaling.beta_fast=1"], "beta_fast=1 is not above beta_slow=1"),
         ([*YARN, "model.rope_theta=1"], "yarn needs falling frequencies"),

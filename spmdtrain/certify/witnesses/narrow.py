@@ -42,7 +42,7 @@ def narrow_sums(small: RunConfig, layout: Layout, own: Own) -> Witness:
     if not sums:
         return Witness(name, None, "no axis of the batch is split")
     narrow = [each.name for each in sums if NARROW & each.bytes_by_dtype.keys()]
-    said = f"{len(narrow)} of {len(sums)} sums are of 16 bits"
+    said = f"{len(narrow)} of {len(sums)} sums have 16 bits"
     return Witness(name, not narrow, f"{said}: {', '.join(narrow[:3])}" if narrow else said)
 
 

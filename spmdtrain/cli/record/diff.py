@@ -155,7 +155,7 @@ def _loss(found: "Compared") -> Iterator[str]:
         yield f"{first}; {beyond}, by the files alone: {part.without}"
     if part.tail is not None:
         low = "lower" if part.tail < 0 else "higher"
-        yield f"second half of {part.steps} steps: B {low} by {abs(part.tail):.2g} in the mean"
+        yield f"second half of {part.steps} steps: B {low} by {abs(part.tail):.2g} on average"
 
 
 def _speed(found: "Compared") -> Iterator[str]:

@@ -75,5 +75,5 @@ MEANING = {
     "rate": "cause: the learning rate, which rose to {rate:.3g}. At {usual:.3g} the step is "
     "ordinary",
     "unexplained": "cause: unknown. The replay is equal to the bit, and no change heals the step",
-    "ordinary": "nothing to explain: the replay is equal to the bit, and the step is no spike",
+    "ordinary": "nothing to explain: the replay is equal to the bit, and the step is not a spike",
 }

@@ -136,7 +136,7 @@ class IslandsConfig(Settings):
     )
     patience: NonNegative = Field(
         default=600.0,
-        description="seconds that a meeting waits for an island; it then goes on without it",
+        description="seconds that a meeting waits for an island; then it continues without it",
     )
     keep: Count = Field(
         default=16,
@@ -159,7 +159,7 @@ class IslandsConfig(Settings):
         for name in ("rate", "momentum"):
             if self.outer == "average" and self.is_given(name):
                 raise ValueError(
-                    f"islands.{name}={getattr(self, name):g} is of nesterov, not of "
+                    f"islands.{name}={getattr(self, name):g} belongs to nesterov, not to "
                     "islands.outer='average'; leave it out"
                 )
         if self.every % self.fragments:

@@ -99,7 +99,8 @@ def quantised(w: jax.Array, kind: Kind, stacked: int, ins: int, path: str) -> di
     block = _size(w.shape[at], BLOCK)
     if block % 2:
         raise ConfigError(
-            f"finetune.base='nf4': {path} contracts {w.shape[at]} numbers, which are no blocks",
+            f"finetune.base='nf4': {path} contracts {w.shape[at]} numbers, which are not whole "
+            "blocks",
             asked=f"a multiple of {BLOCK}, or an even number below",
             fix="--set finetune.base=int8",
         )

@@ -27,7 +27,7 @@ def target_of(run: Path, dtype: str | None) -> tuple[Target, dict[str, Any]]:
     base = read_published(kept) if kept else None
     chosen = dtype or (base and base.dtype) or "bfloat16"
     if chosen not in NAMES:
-        raise ConfigError(f"--dtype {chosen!r:.40} is none of {', '.join(NAMES)}")
+        raise ConfigError(f"--dtype {chosen!r:.40} is not one of {', '.join(NAMES)}")
     end = saved.get("end_of_text")
     # Null for tokens that do not exist: otherwise transformers would fill in its own ids.
     tokens = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}

@@ -164,6 +164,6 @@ def weights_of_base(
     published = read_published(Path(base))
     if published.family != family:
         raise ConfigError(
-            f"--base {base} is of another family", asked=family, found=published.family
+            f"--base {base} belongs to another family", asked=family, found=published.family
         )
     return Weights(published, model, shapes)

@@ -73,7 +73,7 @@ class RopeScaling(Settings):
             is_set = getattr(self, name) != type(self).model_fields[name].default
             if is_set and self.kind not in kinds:
                 raise ValueError(
-                    f"model.rope_scaling.{name} is of kind {' or '.join(map(repr, kinds))}, not "
+                    f"model.rope_scaling.{name} belongs to kind {' or '.join(map(repr, kinds))}, not "
                     f"{self.kind!r}"
                 )
         if self.factor < 1:
