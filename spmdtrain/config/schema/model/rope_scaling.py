@@ -72,9 +72,9 @@ class RopeScaling(Settings):
         for name, kinds in READ_BY.items():
             is_set = getattr(self, name) != type(self).model_fields[name].default
             if is_set and self.kind not in kinds:
+                owners = " or ".join(map(repr, kinds))
                 raise ValueError(
-                    f"model.rope_scaling.{name} belongs to kind {' or '.join(map(repr, kinds))}, not "
-                    f"{self.kind!r}"
+                    f"model.rope_scaling.{name} belongs to kind {owners}, not {self.kind!r}"
                 )
         if self.factor < 1:
             raise ValueError(f"model.rope_scaling.factor={self.factor:g} is below 1")
