@@ -37,9 +37,10 @@ KEPT = "hf"  # a folder: files of the published model that a run was imported fr
 
 
 def given_in(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings in a document of `resolved`, with null for those that were derived.
+    """Returns the settings in a document of `resolved`, without those that were derived.
 
-    Older versions, which derived nothing, wrote null as well, so records of both compare equal.
+    Older versions, which derived nothing, wrote null for them: an absent setting compares like
+    null.
     """
     return _without(saved["config"], saved.get("origin", {}))
 

@@ -34,7 +34,9 @@ def account(events: Iterable[Event], until: float | None = None) -> Report | Non
 
 
 def stretches(events: Iterable[Event], until: float | None = None) -> list[Stretch]:
-    """Returns the stretches of a run's time, oldest first, with undone steps marked as repeated."""
+    """Returns the stretches of a run's time, oldest first, whether or not their steps were undone
+    later.
+    """
     found = _read(events, until)
     return found[1] if found else []
 

@@ -215,7 +215,9 @@ def _sums_at_once(x: jax.Array, first: jax.Array, strides: Sequence[int]) -> jax
 
 
 def _words_of(x: jax.Array) -> int:
-    """Returns the shape of an element's 32-bit words, which `_words` appends as a last dim."""
+    """Returns the number of 32-bit words of an element; if there are two, `_words` adds a last
+    dim.
+    """
     return 2 if x.dtype.itemsize == 8 else 1
 
 

@@ -145,7 +145,7 @@ def _cuda_wheels() -> dict[str, str]:
 
 
 def describe(facts: Facts) -> str:
-    """Yields a line for each fact."""
+    """Returns the facts in words, one line each."""
     from pallas_kernels import gpus
     from spmdtrain.processes import xla_flags
 

@@ -105,8 +105,8 @@ def _others(found: list["StepProfile"]) -> list[str]:
 
 
 def _slower(run: Path) -> dict[str, Any] | None:
-    """Returns lines about a step time outside the run's usual range, and the component that a trace
-    blames.
+    """Returns the alarm about a step time outside the run's usual range, with the component that a
+    trace blames; None if there is no alarm.
     """
     from spmdtrain.page.cost.alarm import alarm
     from spmdtrain.page.cost.waterfall import farthest_bound

@@ -57,8 +57,8 @@ def _parameter(
     places = list(itertools.product(*(range(size) for size in local[:stacked])))
 
     def slab(place: tuple[int, ...]) -> jax.Array:
-        """Returns the index of one layer in each part of the stack: the layer at this place of the
-        part.
+        """Returns one layer of each part of the stack, the one at this place of the part,
+        sharded.
         """
         arrays = []
         for bounds, devices in parts.items():
