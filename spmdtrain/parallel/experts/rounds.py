@@ -113,7 +113,7 @@ def _shape(how: Exchange, ids_nk: jax.Array, weights: ExpertWeights) -> _Shape:
     tokens, choices = ids_nk.shape
     own = weights.up.shape[0]
     bucket = bucket_of(tokens, choices, how.devices, own, how.factor)
-    of_expert = tokens * choices // own  # the number of sending devices
+    of_expert = tokens * choices // own  # if balanced: as many send as own experts
     return _Shape(
         bucket=bucket,
         own=own,

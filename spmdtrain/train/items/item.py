@@ -90,7 +90,7 @@ class Item:
     rests: Callable[[Start, Value], Value]
     update: Callable[[Value, Taken], Value]
     figures: Mapping[str, Callable[[Value, Taken], jax.Array]] = field(default_factory=dict)
-    # True: a step that does not change the weights keeps the item too; False: it updates the item.
+    # Whether a step that does not change the weights keeps the item too, or updates it.
     when_skipped: Literal["keep", "update"] = "keep"
     # False: it may hold numbers that are not finite in a good state.
     is_finite: bool = True
