@@ -107,6 +107,8 @@ def test_a_copy_in_use_is_not_removed(store, tmp_path):
 def test_what_a_store_does_not_give_is_refused_in_one_line(store, tmp_path):
     with pytest.raises(DataError, match="none.jsonl: there is no such file"):
         open_(f"{store.url}/data/none.jsonl", tmp_path)
+    with pytest.raises(DataError, match="none.jsonl: Cannot connect to host localhost:1"):
+        open_("http://localhost:1/none.jsonl", tmp_path)
     store.refusals = [403, 403]  # to HEAD, and to GET
     with pytest.raises(DataError, match="answers 403; try the address and its credentials"):
         open_(addresses(store)[0], tmp_path)

@@ -139,6 +139,9 @@ def _status(error: Exception) -> int | None:
 
 def _said(error: Exception) -> str:
     status = _status(error)
+    cause = error.__cause__
+    if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError) and not status:
+        return str(cause)  # no server answers, which fsspec calls a missing file too
     if isinstance(error, FileNotFoundError) and status in (None, 404):
         return "there is no such file"
     return f"the server answers {status}" if status else str(error) or type(error).__name__
