@@ -84,7 +84,7 @@ class Reporter:
             sink.metrics(step, figures)
         self.event("evaluated", step, **figures, seconds=seconds)
 
-    def event(self, event: str, step: int, line: str = "", **values: Any) -> None:
+    def event(self, event: str, step: int, line: str = "", /, **values: Any) -> None:
         """Reports an event: something that a person asks about the next morning.
 
         `line` says it to the person at the terminal.
