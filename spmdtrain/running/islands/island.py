@@ -272,9 +272,9 @@ class MeetingStep:
         """Raises Leapt if the others have met without this island."""
         state, reached = self._island.leap(self._done, state)
         if reached > self._done:
-            self._reporter.event("leapt", self._done, to_step=reached)
             line = f"the others have met without this island: on from step {reached}"
-            self._reporter.say(f"step {self._done}: {line}")
+            said = f"step {self._done}: {line}"
+            self._reporter.event("leapt", self._done, said, to_step=reached)
             raise Leapt(state, reached)
 
     def _met(self, state: TrainState) -> TrainState:
