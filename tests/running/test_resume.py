@@ -21,9 +21,12 @@ from helpers import assert_same_bits, mesh_of, tiny
 from spmdtrain.checkpoints.checkpoints import Checkpoints
 from spmdtrain.config import CheckpointError, ConfigError, to_toml
 from spmdtrain.config.errors import DamagedError, DivergedError, StorageError
+from spmdtrain.config.run_files import newest_step
 from spmdtrain.data import batches, source
+from spmdtrain.interop.files import open_tensors
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.running import loop
+from spmdtrain.running.published.export_run import export_run
 from spmdtrain.running.report.json_lines import forget_after
 from spmdtrain.running.report.metrics import OneLate
 from spmdtrain.running.start.directory import only_run
@@ -203,13 +206,12 @@ def free_port() -> int:
 @pytest.mark.core
 def test_two_processes_train_as_one_and_stop_together(uninterrupted, half, config_file, tmp_path):
     """Resumed from one process on two of four devices each; then a SIGTERM that only one of them
-    gets.
+    gets. Meanwhile process 0 exports each checkpoint by itself.
     """
     shutil.copytree(half, tmp_path, dirs_exist_ok=True)
-    port, more = (
-        free_port(),
-        ("--simulate-devices", "4", "--set", "mesh.data=4", "--set", "train.steps=4000"),
-    )
+    port = free_port()
+    settings = ("mesh.data=4", "train.steps=4000", "checkpoint.export=1")
+    more = ("--simulate-devices", "4", *(word for each in settings for word in ("--set", each)))
     flags = ("--coordinator", f"localhost:{port}", "--processes", "2")
     processes = [
         subprocess.Popen(
@@ -230,9 +232,15 @@ def test_two_processes_train_as_one_and_stop_together(uninterrupted, half, confi
     assert [process.returncode for process in processes] == [3, 3], said
     got, want = losses(tmp_path), losses(uninterrupted)
     assert max(abs(got[step] - want[step]) / want[step] for step in want) <= 1e-5
-    happened = events(tmp_path)
+    happened = [event for event in events(tmp_path) if event != "exported"]
     assert happened[-3:] == ["saved", "preempted", "ended"] and happened.count("resumed") == 1
     assert "step" in said[0] and "step" not in said[1], "process 0 speaks for all"
+    exported = sorted(int(path.name) for path in (tmp_path / "exports").iterdir())
+    assert len(exported) > 1 and exported[-1] == newest_step(tmp_path)
+    export_run(tmp_path, tmp_path / "after")
+    got, want = map(open_tensors, (tmp_path / "exports" / str(exported[-1]), tmp_path / "after"))
+    assert got.keys() == want.keys()
+    assert all(np.array_equal(got[name].map(), want[name].map()) for name in want)
 
 
 @pytest.fixture(scope="module")
