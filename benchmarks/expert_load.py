@@ -1,6 +1,6 @@
 """How soon routers spread a skewed corpus evenly, and at what loss: by a bias, a loss, or nothing.
 
-    python benchmarks/expert_load.py [--steps 300] [--seeds 0 1]
+    python benchmarks/expert_load.py [--steps 500] [--seeds 0 1]
 
 A model of two layers with eight experts, of which a token goes through two, learns bytes: three in
 four lines are numbers, of eleven symbols, and the others are code of the standard library. Each way
@@ -17,12 +17,11 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-EVEN = 1.25  # of the most loaded expert, over the mean of its layer: what counts as even
+EVEN = 1.5  # of the most loaded expert, over the mean of its layer: what counts as even
 WINDOW = 20  # steps whose mean must be even, and of which loss and load are shown at the end
 
 WAYS = {
     "a bias, 0.001 a step": ("model.experts.bias_rate=0.001",),
-    "a bias, 0.01 a step": ("model.experts.bias_rate=0.01",),
     "a balance loss, 0.01": ("model.experts.balance=0.01",),
     "nothing": (),
 }
@@ -90,8 +89,8 @@ def first_even(loads: list[float]) -> int | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     given = parser.parse_args()
     print(f"| balanced by | seed | even (load <= {EVEN}) from step | load at the end | loss |")
     print("|---|---|---|---|---|")
