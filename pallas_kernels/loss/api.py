@@ -140,8 +140,9 @@ def order(_: LossCall) -> tuple[str, ...]:
 
 
 def _chosen_logits(x_bte: jax.Array, weight: jax.Array, asked: str | None) -> int:
-    """Returns the largest number of logits of a chunk. If one chunk is enough, there is nothing to
-    choose.
+    """Returns the largest number of logits of a chunk.
+
+    If one chunk is enough, there is nothing to choose.
     """
     batch, time, width = x_bte.shape
     rows = weight.shape[0]

@@ -1,5 +1,6 @@
-"""Computes LayerNorm and RMSNorm over the last dim, with an optional residual. Start with
-api.py.
+"""Computes LayerNorm and RMSNorm over the last dim, with an optional residual.
+
+Start with api.py.
 """
 
 from pallas_kernels.norm.api import layernorm as layernorm

@@ -30,10 +30,11 @@ COUNTS = ("tokens", "pairs", "skipped", "overflow", "loss_scale")
 
 
 class Figures(NamedTuple):
-    """The results of one step. `arrays`: float64, gradients, updates, and how far each leaf of the
-    state moved. `whole`: integer leaves after the step. `stored`: the norm of the largest rounding
-    of a leaf of the state when it is stored. `numbers`: the metrics. `fine`: the rounding of the
-    dtype of each array.
+    """The results of one step.
+
+    `arrays`: float64, gradients, updates, and how far each leaf of the state moved. `whole`:
+    integer leaves after the step. `stored`: the norm of the largest rounding of a leaf of the state
+    when it is stored. `numbers`: the metrics. `fine`: the rounding of the dtype of each array.
     """
 
     arrays: dict[Leaf, np.ndarray]

@@ -109,8 +109,9 @@ def as_step(value: Any) -> int | None:
 
 
 def as_number(value: Any, name: str, least: float) -> float:
-    """Returns a finite number of at least `least`, which may be a numpy or jax scalar. Raises
-    ConfigError for anything else.
+    """Returns a finite number of at least `least`, which may be a numpy or jax scalar.
+
+    Raises ConfigError for anything else.
     """
     is_scalar = getattr(value, "shape", ()) == () and hasattr(type(value), "__float__")
     try:
@@ -123,8 +124,9 @@ def as_number(value: Any, name: str, least: float) -> float:
 
 
 def as_flag(value: Any, name: str) -> bool:
-    """Returns a bool, which may be numpy's. Raises ConfigError for others: "no" would count as
-    true.
+    """Returns a bool, which may be numpy's.
+
+    Raises ConfigError for others: "no" would count as true.
     """
     if not _is_bool(value) or getattr(value, "shape", ()) != ():
         raise ConfigError(f"{name}={shown(value)} is neither True nor False")

@@ -530,8 +530,9 @@ def _build(table: TomlTable, origin: Origin) -> RunConfig:
 
 
 def _shorten_warmup(table: TomlTable, origin: Origin) -> str:
-    """Cuts a file's warm-up to the typed steps, for trials of a few steps. Returns a note that says
-    so.
+    """Cuts a file's warm-up to the typed steps, for trials of a few steps.
+
+    Returns a note that says so.
     """
     optimizer = table.get("optimizer")
     if origin.get("train.steps") != COMMAND_LINE or not isinstance(optimizer, dict):

@@ -12,8 +12,9 @@ from spmdtrain.config.schema import RunConfig
 
 @dataclass(frozen=True)
 class RecordedData:
-    """Recorded samples, as rows whose global indices `rows["sample"]` ascend. `fingerprint` is that
-    of the corpus.
+    """Recorded samples, as rows whose global indices `rows["sample"]` ascend.
+
+    `fingerprint` is that of the corpus.
     """
 
     rows: Mapping[str, np.ndarray]

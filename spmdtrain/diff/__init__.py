@@ -1,6 +1,7 @@
-"""Compares two runs by meaning, and names the likeliest cause of their difference. sides.py reads
-each run, differences.py compares what they ran, parting.py compares the results, and speed.py the
-speed; causes.py ranks, and diff.py puts them together.
+"""Compares two runs by meaning, and names the likeliest cause of their difference.
+
+sides.py reads each run, differences.py compares what they ran, parting.py compares the results, and
+speed.py the speed; causes.py ranks, and diff.py puts them together.
 """
 
 FEW = 30  # steps after the first difference that are judged: a cause shows in fewer

@@ -29,8 +29,9 @@ class Speed:
 
 
 def speed_of(a: WrittenRun, b: WrittenRun, same_program: bool | None) -> Speed | None:
-    """Returns the comparison of two runs' speeds, or None if one has too few steps. The first steps
-    of a start do not count.
+    """Returns the comparison of two runs' speeds, or None if one has too few steps.
+
+    The first steps of a start do not count.
     """
     seconds, waits, tokens = (
         [_column(run, name) for run in (a, b)]

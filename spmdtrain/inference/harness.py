@@ -40,8 +40,9 @@ class Programs:
 
 
 def make_programs(setup: Setup, end_of_text: int | None) -> Programs:
-    """Returns the programs for a setup. Raises ConfigError if it has a pipeline, which cannot
-    answer.
+    """Returns the programs for a setup.
+
+    Raises ConfigError if it has a pipeline, which cannot answer.
     """
     ends = () if end_of_text is None else (end_of_text,)
 
@@ -187,8 +188,9 @@ def harness_model(opened: OpenedRun, programs: Programs | None = None) -> Any:
         return before, whole[len(before) :]
 
     class TrainedRun(LM):
-        """A trained run as the harness sees it. It answers requests, which are texts, in their
-        order.
+        """A trained run as the harness sees it.
+
+        It answers requests, which are texts, in their order.
         """
 
         def loglikelihood(self, requests, disable_tqdm: bool = False):  # noqa: ARG002

@@ -183,8 +183,9 @@ def make_logits(setup: Setup) -> Callable[[dict[str, jax.Array], Any], jax.Array
 
 
 def _checked_tokens(config: RunConfig, tokens: Any) -> np.ndarray:
-    """Returns tokens [batch, time]. Raises ConfigError if they are not ids, or too many for the
-    model.
+    """Returns tokens [batch, time].
+
+    Raises ConfigError if they are not ids, or too many for the model.
     """
     rows = np.stack(ids_of(tokens, config.vocab))
     if np.ndim(tokens) != 2:
@@ -225,8 +226,9 @@ def make_generate(
 
     @partial(jax.jit, static_argnums=5)
     def filled(params, prompts_bt, lengths_b, stop_at, key, start):
-        """Returns `prompts_bt` with generated tokens filled in. It has room for them; each row
-        holds `lengths_b` tokens so far.
+        """Returns `prompts_bt` with generated tokens filled in.
+
+        It has room for them; each row holds `lengths_b` tokens so far.
         """
         module = _bound(setup, params, rules)
         predict = _cached if _has_cache(config, module, prompts_bt.shape[1]) else _windowed

@@ -29,8 +29,9 @@ SEQUENCES = 8  # per batch shard, if no number is given
 
 @dataclass(frozen=True)
 class OpenedRun:
-    """An opened run, as `open_run` returns it. `params` are those of `step`, in the shards of
-    `setup`.
+    """An opened run, as `open_run` returns it.
+
+    `params` are those of `step`, in the shards of `setup`.
     """
 
     run: Path
@@ -48,8 +49,9 @@ class OpenedRun:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the run. Raises CheckpointError if it was trained on ids that have no
-        text.
+        """The tokenizer of the run.
+
+        Raises CheckpointError if it was trained on ids that have no text.
         """
         if self.tokenizer_spec is None:
             raise CheckpointError(

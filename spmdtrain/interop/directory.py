@@ -32,8 +32,9 @@ def files_to_keep(folder: Path) -> list[Path]:
 
 
 def keep_files(source: Path, run: Path) -> None:
-    """Copies config.json and the files around it into a run. Raises StorageError if it cannot
-    write.
+    """Copies config.json and the files around it into a run.
+
+    Raises StorageError if it cannot write.
     """
     copy_files([source / CONFIG, *files_to_keep(source)], run / KEPT)
 

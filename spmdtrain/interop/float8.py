@@ -20,8 +20,9 @@ SCALE = "_scale_inv"  # the ending of the scales of a matrix; they multiply, wha
 
 @dataclass(frozen=True)
 class ScaledTensor(Tensor):
-    """An 8-bit matrix in a file. It is dequantised whole, to float32, for any part that is asked
-    for.
+    """An 8-bit matrix in a file.
+
+    It is dequantised whole, to float32, for any part that is asked for.
     """
 
     scale: Tensor

@@ -1,5 +1,6 @@
-"""Reads matrices of experts in MXFP4, the four-bit format in which gpt-oss is published. 32 numbers
-of a row share a scale, a power of 2 (OCP Microscaling Formats, version 1.0).
+"""Reads matrices of experts in MXFP4, the four-bit format in which gpt-oss is published.
+
+32 numbers of a row share a scale, a power of 2 (OCP Microscaling Formats, version 1.0).
 
 A byte holds two numbers, the first in its low half. Every number is exact in bfloat16. Letters in
 addition to those of pieces.py:

@@ -229,8 +229,9 @@ class Launcher:
 
     @property
     def _asked_to_end(self) -> int:
-        """The number of requests to end so far. Two end a process at once, so warnings count at
-        most once.
+        """The number of requests to end so far.
+
+        Two end a process at once, so warnings count at most once.
         """
         return max(self._commands, min(self._warnings, 1))
 

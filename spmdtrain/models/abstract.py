@@ -422,8 +422,9 @@ def cast_floating(x: jax.Array, dtype: str) -> jax.Array:
 
 
 def matmuls(dtype: str) -> contextlib.AbstractContextManager:
-    """Returns a context for tracing, in which float32 matmuls do not round their factors. jax's
-    default on a GPU is TF32, which keeps 10 of their 23 mantissa bits.
+    """Returns a context for tracing, in which float32 matmuls do not round their factors.
+
+    jax's default on a GPU is TF32, which keeps 10 of their 23 mantissa bits.
 
     For lower precision, set bfloat16.
     """

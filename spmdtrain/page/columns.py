@@ -17,8 +17,9 @@ EVALUATION = "eval_"  # the names of an evaluation's figures begin so
 
 
 class Columns:
-    """A table of figures: a float64 array for each name, with NaN where a row lacks one. Rows are
-    in order of arrival.
+    """A table of figures: a float64 array for each name, with NaN where a row lacks one.
+
+    Rows are in order of arrival.
     """
 
     def __init__(self):

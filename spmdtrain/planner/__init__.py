@@ -1,5 +1,6 @@
-"""Predicts without the hardware: does a run fit, how fast is it, which layout is best. No lower
-room imports this.
+"""Predicts without the hardware: does a run fit, how fast is it, which layout is best.
+
+No lower room imports this.
 
 Start reading at `estimate.estimate`. The path of `spmdtrain estimate` to its number:
 

@@ -21,9 +21,11 @@ LONGEST = 1200  # seconds for one layout; 1T over 3072 devices takes about 60
 
 @dataclass(frozen=True)
 class CompiledPlan:
-    """A layout, with the figures of its compiled step. held: bytes on a device by XLA's account;
-    None if it did not compile because of `problem`. seconds: those of a step, predicted with the
-    traffic that the compiled step hides; None in the same case.
+    """A layout, with the figures of its compiled step.
+
+    held: bytes on a device by XLA's account; None if it did not compile because of `problem`.
+    seconds: those of a step, predicted with the traffic that the compiled step hides; None in the
+    same case.
     """
 
     plan: Plan

@@ -64,8 +64,9 @@ class Assignment:
         return {"parameters": unsplit, "activations": unsplit | STREAMS[self.streams[0]]}
 
     def extended(self, kind: str, way: str, stream: str, cost: tuple[float, float]) -> "Assignment":
-        """Returns the assignment extended by one kind and the stream after it. `cost`: (seconds,
-        more bytes).
+        """Returns the assignment extended by one kind and the stream after it.
+
+        `cost`: (seconds, more bytes).
         """
         seconds, more_bytes = cost
         return Assignment(

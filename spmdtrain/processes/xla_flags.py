@@ -32,8 +32,8 @@ KNOWN_BEFORE = (0, 13)
 class Flag:
     """A flag.
 
-    `changed`: its effect on the text compiled by `make fleet`. first: the oldest jaxlib for which
-    it is set.
+    `changed`: its effect on the text compiled by `make fleet`.
+    first: the oldest jaxlib for which it is set.
     """
 
     name: str

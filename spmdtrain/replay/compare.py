@@ -17,8 +17,9 @@ FIRST_FIGURES = ("learning_rate", "tokens", "loss")  # figures that a step has b
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The first thing in `step` that is not as recorded. kind: "tokens", "figure" or "leaf";
-    `others` counts further differences of that kind.
+    """The first thing in `step` that is not as recorded.
+
+    kind: "tokens", "figure" or "leaf"; `others` counts further differences of that kind.
 
     `here` and `there`: the value of the replay and that of the record, for figures.
     """

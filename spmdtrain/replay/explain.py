@@ -34,8 +34,9 @@ RAISED = 1.2  # multiple of the usual rate from which the rate is a suspect
 
 @dataclass(frozen=True)
 class Explained:
-    """The explanation of why `step` stands out. `seen`: by how many deviations it does; None: too
-    few steps before it.
+    """The explanation of why `step` stands out.
+
+    `seen`: by how many deviations it does; None: too few steps before it.
 
     `without`: the deviations that remain with one thing changed, by the name of the change.
     `first`: what differs first, if the replay is not equal. `samples`: (global index, loss) of

@@ -64,8 +64,9 @@ def train(
     reporter: Reporter,
     interrupt: Interrupt,
 ) -> Outcome:
-    """Runs the loop from `state` on. Raises GoBack to continue from an older checkpoint, and
-    Leapt from a later state.
+    """Runs the loop from `state` on.
+
+    Raises GoBack to continue from an older checkpoint, and Leapt from a later state.
 
     `step(state, batch)` is the compiled step, and `ahead` yields the batches and records them. If a
     hook stops the run, it ends after the step in flight.

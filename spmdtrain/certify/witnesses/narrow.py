@@ -47,8 +47,9 @@ def narrow_sums(small: RunConfig, layout: Layout, own: Own) -> Witness:
 
 
 def partitioned_text(setup: Setup) -> str:
-    """Returns the text of the step as XLA's partitioner leaves it. It is compiled for that, never
-    cached.
+    """Returns the text of the step as XLA's partitioner leaves it.
+
+    It is compiled for that, never cached.
     """
     with tempfile.TemporaryDirectory() as directory:
         dump = {"xla_dump_to": directory, "xla_dump_hlo_pass_re": "spmd-partitioning"}

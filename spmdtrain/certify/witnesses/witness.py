@@ -33,8 +33,9 @@ EMA = "ema"
 
 @dataclass(frozen=True)
 class Witness:
-    """An invariant of a run. `holds`: None if it does not apply to the run. `said`: figures, or why
-    not.
+    """An invariant of a run.
+
+    `holds`: None if it does not apply to the run. `said`: figures, or why not.
     """
 
     name: str
@@ -173,7 +174,7 @@ def _gradients(figures: Figures) -> dict[Leaf, np.ndarray]:
     return {leaf: x for leaf, x in figures.arrays.items() if leaf.kind == GRADIENT}
 
 
-# # The gradient, and what follows from it
+# The gradient, and what follows from it
 
 
 def _slope(reference: Reference) -> Witness:

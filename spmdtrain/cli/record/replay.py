@@ -40,8 +40,9 @@ def add_replay(commands) -> None:
 
 
 def run_replay(parsed: argparse.Namespace) -> int:
-    """Prints whether the repeated steps equal those that the run recorded. Returns UNEQUAL if
-    not.
+    """Prints whether the repeated steps equal those that the run recorded.
+
+    Returns UNEQUAL if not.
     """
     take_flags(Path(parsed.run), parsed.step or 1)
     with waiting(parsed, f"replaying {parsed.run}"):

@@ -108,8 +108,9 @@ def _reads_as(keys: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _written(family: Family, name: str, model: TransformerConfig) -> dict[str, Any]:
-    """Returns the keys that a family has for a model. The caller checks whether they describe it
-    fully.
+    """Returns the keys that a family has for a model.
+
+    The caller checks whether they describe it fully.
     """
     common = {
         "architectures": [family.architecture],

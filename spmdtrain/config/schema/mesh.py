@@ -21,8 +21,9 @@ MESH_AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 
 
 class MeshConfig(Settings):
-    """The number of devices along each mesh axis, slowest link first. Their product is the device
-    count.
+    """The number of devices along each mesh axis, slowest link first.
+
+    Their product is the device count.
 
     1 switches an axis off. One axis may be -1: it takes all remaining devices.
     """

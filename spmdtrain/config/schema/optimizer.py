@@ -183,6 +183,7 @@ class Muon(OptimizerConfig):
 
 class ScheduleFreeAdamW(OptimizerConfig):
     """Schedule-free AdamW (arXiv:2405.15682): an average of the weights replaces a falling rate.
+
     Evaluations, samples and checkpoints use the average.
 
     The training loss is that of a point near it, where gradients are taken. It needs a warm-up,

@@ -61,8 +61,9 @@ class JinjaTemplate:
     """A template that is ready to write. `close()` ends its process."""
 
     def __init__(self, source: JinjaText, today: str | None = None, seconds: int = SECONDS):
-        """Starts the template's process. `today` is the date that a template may write, as
-        YYYY-MM-DD.
+        """Starts the template's process.
+
+        `today` is the date that a template may write, as YYYY-MM-DD.
         """
         self._source = source
         self._today = today or date.today().isoformat()

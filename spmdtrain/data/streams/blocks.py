@@ -35,8 +35,9 @@ class WindowBlocks:
     """
 
     def __init__(self, reader: ShardReader, empty: Corpus, length: int, size: int):
-        """Prepares to read. `empty` is a corpus without tokens that describes those of the
-        stream.
+        """Prepares to read.
+
+        `empty` is a corpus without tokens that describes those of the stream.
         """
         self._reader = reader
         self._empty = empty

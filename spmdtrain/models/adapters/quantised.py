@@ -140,8 +140,9 @@ def dequantised(arrays: Arrays, kind: Kind, ins: int, stacked: int = 0) -> jax.A
 
 
 def axes_of(kind: Kind, axes: tuple, stacked: int, ins: int) -> dict[str, tuple]:
-    """Returns the logical axes of each array, given those of the weight. Blocks and groups are
-    whole.
+    """Returns the logical axes of each array, given those of the weight.
+
+    Blocks and groups are whole.
 
     No mesh axis splits the dim that counts blocks: scales are few.
     """

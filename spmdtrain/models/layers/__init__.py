@@ -1,5 +1,6 @@
-"""Defines the layers of a transformer. Each names only the logical axes of its weights and
-activations.
+"""Defines the layers of a transformer.
+
+Each names only the logical axes of its weights and activations.
 
 Letters in this room: b batch, t query time, s key time, e embed, k key-value heads, g query heads
 per key-value head, d head_dim, f ffn, v vocab.

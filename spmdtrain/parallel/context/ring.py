@@ -4,9 +4,9 @@ n devices cut the time into 2 n chunks, and device r has the chunks r and 2 n - 
 and the *later* half of its tokens. Keys and values travel round the ring: after i hops a device has
 those of device j = r - i (mod n), and no hop needs a causal mask.
 
-    i = 0 attention to the device's own tokens: they ascend, so it is plain causal j < r both halves
-    of the queries see the earlier half of the keys, all of it, and nothing else j > r the later
-    half of the queries sees all keys, and the earlier half none
+    i = 0   attention to the device's own tokens: they ascend, so it is plain causal
+    j < r   both halves of the queries see the earlier half of the keys, all of it, and nothing else
+    j > r   the later half of the queries sees all keys, and the earlier half none
 
 So in every hop the later half of the queries sees the earlier half of the keys, and one more pair
 of halves matches: earlier and earlier, or later and later. Only the start of a slice says which
@@ -127,8 +127,9 @@ def _ring_forward(ring, q, k, v, segment_ids, kind):
 
 
 def _leg_forward(ring, sides, leg, arrays, state):
-    """Returns (out, lse) with the keys of `leg` joined in. The next keys travel while a kernel
-    runs.
+    """Returns (out, lse) with the keys of `leg` joined in.
+
+    The next keys travel while a kernel runs.
     """
     step, count = leg
     q, kv = arrays

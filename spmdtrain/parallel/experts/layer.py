@@ -46,8 +46,9 @@ def make_experts(
     of a token are distinct. Weights are those of the experts that the device has, or copies of
     them, with one more leading dim (`copies.py`).
 
-    rules: None for one device. manual: the manual axes of the surrounding region. factor: the rows
-    that a round sends from one device to another, as a multiple of the even share.
+    rules: None for one device.
+    manual: the manual axes of the surrounding region.
+    factor: the rows that a round sends from one device to another, as a multiple of the even share.
     """
 
     def experts(

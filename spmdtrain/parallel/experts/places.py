@@ -24,8 +24,10 @@ WHOLE = P(None, None, None)
 
 @dataclass(frozen=True)
 class WeightPlace:
-    """The place of a weight inside the region. is_copied: it has a leading dim for its copies, one
-    on each device. is_added_once: of the devices that sum their results, only the first adds it.
+    """The place of a weight inside the region.
+
+    is_copied: it has a leading dim for its copies, one on each device.
+    is_added_once: of the devices that sum their results, only the first adds it.
 
     summed: the axes over which its gradient is summed.
     """
@@ -42,11 +44,13 @@ class Places:
 
     Axes over which the surrounding region is manual appear only in `exchange`.
 
-    stream: the spec of x [b, t, e], and of y. tokens: the spec of x inside the region. results: the
-    spec of y as it leaves the region. ffn: the axes that split the width of every expert: results
-    are summed over them. scattered: those of them that split the tokens of `results`, major first.
+    stream: the spec of x [b, t, e], and of y.
+    tokens: the spec of x inside the region.
+    results: the spec of y as it leaves the region.
+    ffn: the axes that split the width of every expert: results are summed over them.
+    scattered: those of them that split the tokens of `results`, major first.
     sliced: the axes of the exchange along which devices hold the same tokens, and each one takes
-        its slice; `slices` is the number of devices along them.
+    its slice; `slices` is the number of devices along them.
     weights: the place of each weight, or None if there is no such weight.
     """
 

@@ -31,9 +31,10 @@ def lay_out(
 ) -> Arrived:
     """Sorts the rows of a round by expert, and pads each expert's to whole tiles.
 
-    message_dc: the place of a row's message in the bucket of its sender; m for none. expert_dc: the
-    number of its expert among the `own`; any other for none. most: the largest number of rows of a
-    message. tile: rows of a tile.
+    message_dc: the place of a row's message in the bucket of its sender; m for none.
+    expert_dc: the number of its expert among the `own`; any other for none.
+    most: the largest number of rows of a message.
+    tile: rows of a tile.
     """
     devices, rows = message_dc.shape[0], message_dc.size
     is_row_dc = message_dc < bucket.messages

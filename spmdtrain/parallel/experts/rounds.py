@@ -30,9 +30,11 @@ LEAST_TILE = 16
 
 @dataclass(frozen=True)
 class Exchange:
-    """The exchange of a layer's rows between devices. axes: the mesh axes that split experts, major
-    first; () for one device. devices: the number of devices along them. factor: the rows of a
-    bucket, as a multiple of its even share.
+    """The exchange of a layer's rows between devices.
+
+    axes: the mesh axes that split experts, major first; () for one device.
+    devices: the number of devices along them.
+    factor: the rows of a bucket, as a multiple of its even share.
     """
 
     axes: tuple[str, ...]

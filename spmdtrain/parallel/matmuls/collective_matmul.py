@@ -31,9 +31,9 @@ from spmdtrain.parallel.specs import axes_of_dim
 class Ring:
     """The devices along `axis`, and the specs of a matmul's arrays.
 
-    stream: of x [b, t, e]; `axis` is the minor axis that splits its tokens. wide: of h [b, t, *f];
-    `axis` splits one of f, and not the tokens. in_float8: pieces are multiplied in 8 bits, each
-    with its own scale (float8.py).
+    stream: of x [b, t, e]; `axis` is the minor axis that splits its tokens.
+    wide: of h [b, t, *f]; `axis` splits one of f, and not the tokens.
+    in_float8: pieces are multiplied in 8 bits, each with its own scale (float8.py).
     """
 
     axis: str

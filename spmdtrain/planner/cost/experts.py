@@ -109,6 +109,7 @@ class Dispatch:
 
     def sent_bytes(self, width: int, size: int) -> float:
         """Returns the bytes that a device sends for one large all-to-all, in all of its rounds.
+
         width: that of a token, in elements of `size` bytes.
         """
         return self.rounds * (self.devices - 1) * self.bucket.messages * width * size

@@ -303,8 +303,10 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Trained:
-    """The trained part of a model. share: that of the model's own weights, by elements, and
-    `of_matrices` that of those that multiply every token.
+    """The trained part of a model.
+
+    share: that of the model's own weights, by elements, and `of_matrices` that of those that
+    multiply every token.
 
     `targets`: the linear layers of each block that have an adapter of `rank`, and `magnitudes` if
     DoRA's; () for none. `frozen_layers`: the first layers, without a backward.

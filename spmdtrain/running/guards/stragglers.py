@@ -24,8 +24,9 @@ LEAST_SHARE = 0.1  # of a step: a smaller delay would go unnoticed
 
 
 class Stragglers:
-    """A watch for a slow process. Call `after_step` after each step, and wait for others in
-    `waiting`.
+    """A watch for a slow process.
+
+    Call `after_step` after each step, and wait for others in `waiting`.
     """
 
     def __init__(

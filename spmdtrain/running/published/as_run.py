@@ -57,8 +57,9 @@ def model_config(
 
 
 def described(published: Published, config: RunConfig) -> Described:
-    """Returns the tokenizer of a published model. Raises DataError if the model has too few rows
-    for it.
+    """Returns the tokenizer of a published model.
+
+    Raises DataError if the model has too few rows for it.
     """
     if not (published.folder / TOKENIZER).is_file():
         return Described(None, None)

@@ -14,8 +14,9 @@ from spmdtrain.interop.writer import NAMES
 
 
 def target_of(run: Path, dtype: str | None) -> tuple[Target, dict[str, Any]]:
-    """Returns what a run is written as, with its config.json. Raises ConfigError if that cannot be
-    written.
+    """Returns what a run is written as, with its config.json.
+
+    Raises ConfigError if that cannot be written.
     """
     saved, named = read_document(run)
     refuse_own_code(run, saved, named)

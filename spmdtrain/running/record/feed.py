@@ -31,8 +31,9 @@ Prints = dict[str, fingerprint.Fingerprint]
 
 
 class Feed:
-    """The batches of the steps after `done`, which are recorded as they are drawn. Use it as a
-    context.
+    """The batches of the steps after `done`, which are recorded as they are drawn.
+
+    Use it as a context.
 
     The first batch begins at the global sample index `sample`. A single process hashes the rows in
     the thread that makes them ahead of time. Of several, each hashes its own rows, and the devices

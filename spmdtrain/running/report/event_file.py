@@ -15,8 +15,9 @@ FLUSH_SECONDS = 30.0  # longest time that a figure stays in memory; a flush wait
 
 
 class EventFile:
-    """A new file of events in `folder`. Readers ignore what other files say about step `first` and
-    later.
+    """A new file of events in `folder`.
+
+    Readers ignore what other files say about step `first` and later.
 
     Raises StorageError if it cannot be written, and ConfigError if tensorboardX is missing.
     """

@@ -11,8 +11,9 @@ from spmdtrain.config.writing import replacing, writing
 
 
 class JsonLines:
-    """A file of JSON objects, one per line. Each is flushed, so a kill loses nothing that was
-    reported.
+    """A file of JSON objects, one per line.
+
+    Each is flushed, so a kill loses nothing that was reported.
     """
 
     def __init__(self, path: Path):

@@ -19,8 +19,9 @@ Hook = Callable[[str, int, Figures], bool | None]
 
 
 class Reporter:
-    """The reports of a run, on their way to terminal, sinks and hooks. Use it as a context: its
-    sinks are closed at the end.
+    """The reports of a run, on their way to terminal, sinks and hooks.
+
+    Use it as a context: its sinks are closed at the end.
 
     Programs read `step` and `event`: figures and facts, for files, sinks and hooks. A person at the
     terminal reads lines: that of an event, if it has one, and what `say` prints and nothing keeps,

@@ -78,8 +78,9 @@ class JsonLinesSink:
 
 
 class TensorBoardSink:
-    """TensorBoard's files in RUN/tensorboard, with a scalar per figure. They need tensorboardX, the
-    extra `tensorboard`.
+    """TensorBoard's files in RUN/tensorboard, with a scalar per figure.
+
+    They need tensorboardX, the extra `tensorboard`.
 
     The points of steps that a resumed run takes again are marked as superseded.
     """

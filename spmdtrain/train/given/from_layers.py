@@ -93,8 +93,9 @@ def _parts(leaf: jax.Array) -> dict[Bounds, list[jax.Device]]:
 
 
 def _layer_at(setup: Setup, bounds: Bounds, place: tuple[int, ...]) -> int | None:
-    """Returns the number of the layer at a place of a part of the stack. Padding repeats the last
-    layer.
+    """Returns the number of the layer at a place of a part of the stack.
+
+    Padding repeats the last layer.
     """
     if not bounds:
         return None

@@ -58,8 +58,9 @@ def cotangent(config: RunConfig, loss_scale: LossScale | None) -> jax.Array | No
 
 
 def is_too_large(loss_scale: LossScale, loss: jax.Array, grad_norm: jax.Array) -> jax.Array:
-    """Returns True if the scale made a gradient non-finite. `grad_norm` is the norm of the unscaled
-    gradients.
+    """Returns True if the scale made a gradient non-finite.
+
+    `grad_norm` is the norm of the unscaled gradients.
     """
     return jnp.isfinite(loss) & ~jnp.isfinite(grad_norm) & (loss_scale.scale > LEAST)
 
