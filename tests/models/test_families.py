@@ -19,6 +19,7 @@ from spmdtrain.config import ConfigError
 from spmdtrain.models.abstract import build_model
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers import Attention, empty_cache
+from spmdtrain.models.layers.rope import rotate
 from spmdtrain.models.logits import logit_shape, logits_of
 from spmdtrain.train.compared.in_order import placed_arrays, plain_arrays
 from spmdtrain.train.step import make_gradients
@@ -228,6 +229,18 @@ def test_a_mistake_in_a_formula_shows_in_the_logits(name, formula, mistake, monk
     right = logits_by_definition(config.model, params, TOKENS)
     monkeypatch.setattr(family_oracle, formula, mistake)
     assert apart(logits_by_definition(config.model, params, TOKENS), right) > 1e-5
+
+
+def test_far_positions_turn_as_exactly_as_near_ones():
+    """Frequencies of 16 bits would be off by radians at the position 4095."""
+    positions = np.array([[4095]])
+    x = np.random.default_rng(3).standard_normal((1, 1, 1, 1, 64)).astype(jnp.bfloat16)
+    got = rotate(jnp.asarray(x), jnp.asarray(positions), 5e5).astype(jnp.float32)
+    exact = x.astype(np.float64)
+    angle = 4095 * 5e5 ** (-np.arange(32) / 32)
+    turned = (exact[..., :32] + 1j * exact[..., 32:]) * np.exp(1j * angle)
+    want = np.concatenate((turned.real, turned.imag), -1)
+    assert np.abs(np.asarray(got) - want).max() < 2**-7 * np.abs(want).max()
 
 
 def _query_norms(params):
