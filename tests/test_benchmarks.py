@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import CHEAP_FLAGS
 
 pytestmark = pytest.mark.long
 
@@ -36,11 +37,7 @@ PIPELINE = {
 
 def ran(command, out):
     """(the figures, all that was printed)."""
-    # Compiling is what takes the time here: half of it with optimisation off.
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
-    }
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": CHEAP_FLAGS}
     done = subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,

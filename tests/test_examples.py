@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import CHEAP_FLAGS
 
 from spmdtrain.config import GPT, ConfigError, DataConfig, RunConfig, TrainConfig
 from spmdtrain.parallel.axes import AXES
@@ -35,8 +36,7 @@ RUNS = {
 def printed(tmp_path_factory):
     """What each of RUNS printed; they share a working directory and run at the same time."""
     cwd = tmp_path_factory.mktemp("examples")
-    # Most of the time goes into compiling: XLA need not optimise what takes twelve steps.
-    env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": CHEAP_FLAGS}
     processes = {}
     try:
         for name, (script, *arguments) in RUNS.items():

@@ -7,7 +7,7 @@ import pytest
 from faults.cases import CASES
 from faults.turns import Turns
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("shared_programs")]
 
 
 # They start processes, in pairs and often.

@@ -143,6 +143,7 @@ def test_a_conversation_on_the_terminal_grows_until_it_is_too_long(with_jinja, c
     assert capsys.readouterr().out == "yes\n"
 
 
+@pytest.mark.core
 def test_a_conversation_answers_as_a_prompt_does_with_few_programs(here, monkeypatch):
     """Lengths are rounded, and the likeliest tokens are the same."""
     del here

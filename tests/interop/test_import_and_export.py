@@ -447,6 +447,7 @@ def test_a_model_of_no_family_is_not_exported_as_another():
         write_config(model, None, dtype="float32", tokens={}, run="runs/x")
 
 
+@pytest.mark.core
 def test_a_run_exports_its_checkpoints_while_it_trains(tmp_path):
     """Each second one and the last, as `export` writes them, though but one checkpoint is kept."""
     every = ("checkpoint.every=2", "checkpoint.keep=1", "checkpoint.export=2", "train.steps=6")

@@ -300,6 +300,7 @@ def slurm(port, rank):
     }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("launch, handler", [(told, "before"), (slurm, "after")])
 def test_two_processes_share_a_mesh_and_a_python_handler_gets_sigterm(launch, handler):
     port = free_port()

@@ -7,7 +7,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from fuzz import programs
 from helpers import mesh_of, tiny
 
 from spmdtrain.config import CheckpointError
@@ -16,7 +15,7 @@ from spmdtrain.replay.replay import replay
 from spmdtrain.running import loop
 from spmdtrain.running.start import compiling
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("shared_programs")]
 
 SETTINGS = (
     "train.steps=6",
@@ -28,13 +27,6 @@ SETTINGS = (
     "mesh.data=2",
 )
 BAD = 4
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _shared_programs():
-    """What one test has compiled serves the others."""
-    with programs.shared():
-        yield
 
 
 def run(directory: Path, *overrides: str) -> Path:

@@ -9,7 +9,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from fuzz import programs
 from helpers import mesh_of, tiny
 
 from spmdtrain import cli
@@ -22,7 +21,7 @@ from spmdtrain.replay.written import WrittenRun
 from spmdtrain.running import loop
 from spmdtrain.running.start import compiling
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("shared_programs")]
 
 STEPS = 9
 SETTINGS = (
@@ -36,13 +35,6 @@ SETTINGS = (
     "checkpoint.keep=9",
 )
 MESH = ("mesh.data=2", "mesh.tensor=2", "train.zero=1")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _shared_programs():
-    """What one test has compiled serves the others."""
-    with programs.shared():
-        yield
 
 
 def run(directory: Path, *overrides: str) -> Path:
