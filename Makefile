@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 NO_DEPENDENCIES := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
 
-.PHONY: help train test test-fast test-slow test-hf test-gpu mutations certified fuzz fuzz-data faults check docs pages bench-overhead bench-guards bench-pipeline bench-pipeline-cuda bench-gpu bench-torch gpu-hour cuda-compiler aot fleet plan-table schema constraints
+.PHONY: help train test test-fast test-slow test-hf test-gpu claims mutations certified fuzz fuzz-data faults check docs pages bench-overhead bench-guards bench-pipeline bench-pipeline-cuda bench-gpu bench-torch gpu-hour cuda-compiler aot fleet plan-table schema constraints
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -35,6 +35,9 @@ test-hf: $(VENV)/installed-dev  ## published models against torch and transforme
 
 test-gpu: $(VENV)/installed-dev  ## kernels on the GPU that is there, with jax's CUDA libraries installed beside
 	JAX_PLATFORMS=cuda XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest -n 4 -m gpu $(PYTEST_ARGS)
+
+claims: $(VENV)/installed-dev  ## the figures of README and docs/ measured again, those of this kind of machine: a minute
+	$(BIN)/python docs/made/claims.py $(CLAIMS_ARGS)
 
 mutations: $(VENV)/installed-dev  ## breaks a copy of the code in one place at a time: the named test must fail, an hour
 	$(BIN)/python -m tests.mutations $(MUTATIONS_ARGS)

@@ -257,7 +257,8 @@ def test_a_command_that_fails_is_found(body, tmp_path, monkeypatch):
 
 
 def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().split()) < 1000
+    shown = re.sub("<!--.*?-->", "", (ROOT / "README.md").read_text(), flags=re.S)
+    assert len(shown.split()) < 1000
 
 
 TEXTS = [
