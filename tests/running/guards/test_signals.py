@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import CHEAP_FLAGS
 from jax.sharding import Mesh
 
 from spmdtrain.processes import closed_outputs, pulse, signals
@@ -134,7 +135,8 @@ def on_a_terminal(directory: Path, *prefix: str) -> tuple[subprocess.Popen, int]
     program = subprocess.Popen(
         [sys.executable, "-c", take, *prefix, *command],
         cwd=directory,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+        env=os.environ
+        | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": CHEAP_FLAGS},
         stdin=terminal,
         stdout=terminal,
         stderr=terminal,
@@ -166,6 +168,7 @@ def await_steps(program: subprocess.Popen, directory: Path, count: int, masters=
         time.sleep(0.05)
 
 
+@pytest.mark.long
 def test_a_run_whose_terminal_is_closed_saves_and_ends_and_under_nohup_it_outlives_it(tmp_path):
     """Two runs at once, which start as fast as one."""
     ignoring = "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); "
