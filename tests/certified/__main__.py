@@ -59,8 +59,8 @@ def tried(each: Planted) -> Line:
 
 def certified(tree: Path, each: Planted) -> Line:
     """What the worker says with the library of `tree`."""
-    only = [] if each.layouts is None else [f"--layouts={each.layouts}"]
-    command = [sys.executable, "-m", "tests.certified.worker", *only, *each.settings]
+    among = [f"--among={each.among}"]
+    command = [sys.executable, "-m", "tests.certified.worker", *among, *each.settings]
     environment = os.environ | {"PYTHONPATH": str(tree)}
     done = subprocess.run(
         command, cwd=tree, env=environment, capture_output=True, text=True, timeout=PATIENCE
