@@ -190,8 +190,8 @@ _FIXED = (
     "mesh.data=3 mesh.fsdp=2 train.zero=1",
     "mesh.expert=2 mesh.context=4 train.microbatch=3 model.context_attention=gather",
 )
-# The sizes of the file: 4 stages, 2 chunks, 3 microbatches.
-_UNEVEN = "mesh.pipeline=4 mesh.fsdp=2 train.microbatch=4 pipeline.chunks=2"
+# The sizes of the file: 3 stages, 2 chunks, 3 microbatches.
+_UNEVEN = "mesh.pipeline=3 mesh.fsdp=2 train.microbatch=4 pipeline.chunks=2"
 
 
 def fitted(layouts: Sequence[Layout], small: RunConfig) -> list[Layout]:

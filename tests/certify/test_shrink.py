@@ -148,15 +148,24 @@ def test_a_model_as_it_is_fits_a_ring_of_more_devices_than_heads():
 
 def test_in_the_uneven_schedule_all_work_waits_and_every_kind_of_it_stands_still():
     (layout,) = [each for each in cover(RunConfig()) if UNEVEN in each.settings]
-    assert layout.name == "pipeline 4 x fsdp 2, microbatch 4, chunks 2, uneven"
+    assert layout.name == "pipeline 3 x fsdp 2, microbatch 4, chunks 2, uneven"
     microbatches = BATCH // 2 // 4
-    table = choose_table(UNEVEN.partition("=")[2], 4, 2, microbatches)
+    table = choose_table(UNEVEN.partition("=")[2], 3, 2, microbatches)
     assert table.activations_wait and table.cotangent_slots and table.deferred_slots
     for kind in ("forward", "backward", "weight"):
         works = getattr(table, f"{kind}_microbatch") >= 0
         for stage in range(table.stages):
             first, *_, last = np.flatnonzero(works[:, stage])
             assert not works[first:last, stage].all(), (kind, stage)
+
+
+def test_in_the_uneven_schedule_a_stage_idles_beside_a_cotangent_that_nobody_needs():
+    """A backward without work makes more than zeros of it only in a tick that runs the head."""
+    table = choose_table(UNEVEN.partition("=")[2], 3, 2, BATCH // 2 // 4)
+    leaves = table.leaving_microbatch[:-1] >= 0  # so its cotangent goes on, to the last stage
+    head = table.head_microbatch[1:] >= 0
+    idle = (table.backward_microbatch[1:, -1] < 0) & (table.weight_microbatch[1:, -1] < 0)
+    assert (leaves & head & idle).any()
 
 
 def test_drawn_layouts_are_the_same_for_a_seed_and_mostly_load():
