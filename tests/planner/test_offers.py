@@ -86,6 +86,10 @@ def test_the_picture_has_each_offer_and_its_memory_to_scale(found):
         share = float(bar.get("width")) / float(of_rank[-1].get("width"))
         assert share == pytest.approx(offer.cost / found[-1].cost, abs=2e-3)
         assert f"{offer.best.memory.total / 1e9:.1f} GB" in words
+        y = bar.get("y")
+        held = [each for each in bars if each.get("y") == y and each is not bar]
+        wide = 260 * offer.best.memory.total / max(each.memory for each in KINDS)
+        assert sum(float(each.get("width")) for each in held) == pytest.approx(wide, abs=0.5)
     assert picture("none", rows_of_plans([])).startswith("<svg")
 
 

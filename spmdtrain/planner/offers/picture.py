@@ -66,7 +66,7 @@ def picture(title: str, rows: Sequence[RankedPlan]) -> str:
     room = max((row.estimate.hardware.memory for row in rows), default=1.0)
     held = max((row.estimate.memory.total for row in rows), default=1.0)
     scale = BAR / max(room, held)
-    categories = list(dict.fromkeys(n for row in rows for n in row.estimate.memory.by_category()))
+    categories = list(dict.fromkeys(name for row in rows for name in _held(row.estimate)))
     width = LABEL + BAR + GAP + BAR + GAP
     height = HEAD + ROW * len(rows) + 40
     parts = [
@@ -90,11 +90,17 @@ def picture(title: str, rows: Sequence[RankedPlan]) -> str:
     )
 
 
+def _held(estimate: Estimate) -> dict[str, float]:
+    """Returns the bytes of each category on a device; together they are its memory."""
+    sizes = estimate.memory.by_category()
+    return {name: float(size) for name, size in sizes.items() if name != "total"}
+
+
 def _memory(estimate: Estimate, categories: Sequence[str], scale: float, y: float) -> list[str]:
     """Returns the memory of one plan: a bar by category, its total, and where a device is full."""
     left = at = LABEL + BAR + GAP
     parts = []
-    sizes = estimate.memory.by_category()
+    sizes = _held(estimate)
     for number, name in enumerate(categories):
         long = scale * sizes.get(name, 0.0)
         said = f"{name.replace('_', ' ')}: {sizes.get(name, 0.0) / 1e9:.3g} GB"
