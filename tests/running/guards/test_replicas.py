@@ -37,8 +37,10 @@ class Told:
         self.events: list[tuple] = []
         self.said: list[str] = []
 
-    def event(self, event, step, **values):
+    def event(self, event, step, line="", /, **values):
         self.events.append((event, step, values))
+        if line:
+            self.said.append(line)
 
     def say(self, text):
         self.said.append(text)
