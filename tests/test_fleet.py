@@ -145,7 +145,7 @@ def test_the_page_compares_bytes_with_theory():
     assert f"- {title}: 2.5 s. a paper" in lines
     hidden = " ".join(lines[lines.index("## Bytes") - 3 : lines.index("## Bytes")])
     assert "50% of those over axes that cross hosts and 20% of those" in hidden
-    assert "| h100 | 20.0% |  |  | 50.0% |  |  |  |" in lines
+    assert "| h100 | 20.0% |  |  |  | 50.0% |  |  |  |" in lines
 
 
 def test_the_planner_takes_the_mean_over_layouts():

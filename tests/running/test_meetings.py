@@ -141,7 +141,7 @@ TWO = ("islands.count=2", "islands.index=0", "islands.directory=meetings", "isla
     [
         (("islands.count=2",), "islands.index"),
         (("islands.index=2",), "islands.count=3"),
-        ((*TWO, "islands.outer=average", "islands.rate=0.5"), "of nesterov"),
+        ((*TWO, "islands.outer=average", "islands.rate=0.5"), "belongs to nesterov"),
         ((*TWO, "islands.fragments=3"), "islands.every=3"),
         ((*TWO, "islands.delay=4"), "islands.delay=3"),
         ((*TWO, "train.steps=22"), "train.steps=20"),

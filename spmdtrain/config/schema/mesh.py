@@ -119,8 +119,8 @@ class IslandsConfig(Settings):
         description="what a meeting makes of the mean change of the islands: a step of SGD with "
         "Nesterov momentum (arXiv:2311.08105) | the change itself",
     )
-    rate: Positive = Field(default=0.7, description="learning rate of the outer step, of nesterov")
-    momentum: Fraction = Field(default=0.9, description="momentum of the outer step, of nesterov")
+    rate: Positive = Field(default=0.7, description="learning rate of the outer step of nesterov")
+    momentum: Fraction = Field(default=0.9, description="momentum of the outer step of nesterov")
     codec: Literal["none", "int8", "float8"] = Field(
         default="none",
         description="how changes are written: float32 | 8 bits, with a float32 scale for 256 each",
