@@ -112,7 +112,7 @@ ANEW = (
         "stages read a checkpoint's layers by numbers of their own",
         "checkpoints/leaves/relayout.py",
         "x = setup.model.stage_layout.staged(layout.unstaged(x))",
-        "x = jnp.repeat(x[:, :1], x.shape[1], 1) if layout.stages > 1 else x\n"
+        "x = jax.numpy.repeat(x[:, :1], x.shape[1], 1) if layout.stages > 1 else x\n"
         "x = setup.model.stage_layout.staged(layout.unstaged(x))",
         NONE,
     ),

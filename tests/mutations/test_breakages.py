@@ -1,10 +1,13 @@
 """The list of breakages keeps step with the code: each still has a place where it can be made."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.certified.planted import ANEW
 from tests.mutations.breakages import BREAKAGES
 from tests.mutations.place import broken, places_of
 
@@ -18,6 +21,19 @@ def test_a_breakage_has_one_place(breakage):
     assert ast.dump(ast.parse(broken(source, breakage.before, breakage.after))) != ast.dump(
         ast.parse(source)
     )
+
+
+@pytest.mark.parametrize("breakages", [BREAKAGES, ANEW], ids=["mutations", "planted anew"])
+def test_a_breakage_uses_names_that_its_file_has(breakages, tmp_path):
+    """Else a test sees the NameError, and not the breakage."""
+    for number, breakage in enumerate(breakages):
+        source = (LIBRARY / breakage.file).read_text()
+        made = broken(source, breakage.before, breakage.after)
+        (tmp_path / f"{number}.py").write_text(made)
+    ruff = Path(sys.executable).parent / "ruff"
+    options = ["--isolated", "--no-cache", "--select=F821", "--output-format=concise"]
+    done = subprocess.run([ruff, "check", *options, tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 SOURCE = """
