@@ -14,6 +14,7 @@ import numpy as np
 from spmdtrain.certify.stepper import Own
 from spmdtrain.certify.witnesses.witness import Witness
 from spmdtrain.checkpoints.restore import restore
+from spmdtrain.checkpoints.saved_steps import SavedSteps
 from spmdtrain.config import RunConfig, from_resolved, resolved
 from spmdtrain.data.source import open_data
 from spmdtrain.running import loop
@@ -44,7 +45,12 @@ def resumed(small: RunConfig, layout: Sequence[str], devices: int, own: Own) -> 
             _restored(config, cut, here, own),
             _restored(alone, whole, jax.devices()[:1], own),
         )
-    return [Witness(PARTS, *_told(one, same)), Witness(ELSEWHERE, *_told(one, elsewhere))]
+        unlike = _saved_unlike(whole, cut)
+    holds, said = _told(one, same)
+    return [
+        Witness(PARTS, holds and not unlike, said or unlike),
+        Witness(ELSEWHERE, *_told(one, elsewhere)),
+    ]
 
 
 def with_settings(config: RunConfig, settings: Sequence[str]) -> RunConfig:
@@ -73,6 +79,23 @@ def _run(
 def _restored(config: RunConfig, directory: Path, devices: Sequence[jax.Device], own: Own) -> Plain:
     setup = own.shard(open_data(config)[0], devices)
     return plain_state(setup, restore(directory, setup))
+
+
+def _saved_unlike(one: Path, other: Path) -> str:
+    """Returns the first leaves that differ in the newest checkpoints of two runs.
+
+    Compares the fingerprints that were saved with them: what restoring loses in both runs alike
+    shows here.
+    """
+    found = []
+    for directory in (one, other):
+        with contextlib.closing(SavedSteps(directory)) as saved:
+            newest = saved.newest()
+            assert newest is not None
+            found.append(saved.meta(newest)["fingerprints"])
+    first, second = found
+    unlike = [name for name in first.keys() | second.keys() if first.get(name) != second.get(name)]
+    return ", ".join(sorted(unlike)[:3])
 
 
 def _told(one: Plain, other: Plain) -> tuple[bool, str]:
