@@ -39,6 +39,8 @@ MADE = {
     "models.md": "measured by make test-hf",
     "settings.md": "written by make pages, of the schema",
 }
+# The programs of this environment, whatever the PATH finds first.
+PROGRAMS = {"python": [sys.executable], "spmdtrain": [sys.executable, "-m", "spmdtrain"]}
 MACHINES = ("cpu", "compiler", "gpu", "large")
 LOOKS_MEASURED = re.compile(
     r"(?<![\w./=-])\d[\d,.]*(?: ?%| (?:s|ms|µs|seconds|minutes|hours|h|GB|MB|MiB|kB|tokens/s|times"
@@ -172,10 +174,8 @@ def measured(claims: list[Claim]) -> Iterator[tuple[Claim, float | None]]:
     for claim in claims:
         if claim.command not in printed:
             words = shlex.split(claim.command)
-            if words[0] in ("python", "spmdtrain"):
-                words = [sys.executable, *(["-m"] if words[0] == "spmdtrain" else []), *words]
-                words.remove("python") if "python" in words else None
-            done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+            program = PROGRAMS.get(words[0], [words[0]])
+            done = subprocess.run([*program, *words[1:]], cwd=ROOT, capture_output=True, text=True)
             printed[claim.command] = done.stdout if done.returncode == 0 else ""
         yield claim, number_after(claim.after, printed[claim.command])
 

@@ -26,7 +26,7 @@ def choose(
         rank_bv = _rank(logits_bv)
         falling = -jnp.sort(-logits_bv, -1)
         before = jnp.cumsum(jax.nn.softmax(falling), -1) - jax.nn.softmax(falling)
-        # As many as come before p is reached; the first always does.
+        # Keeps the tokens that come before p is reached; the first always does.
         count = jnp.sum(before < top_p, -1, keepdims=True)
         logits_bv = jnp.where(rank_bv < count, logits_bv, -jnp.inf)
     return jax.random.categorical(key, logits_bv).astype(jnp.int32)

@@ -165,7 +165,7 @@ def local_sums(x: jax.Array, mesh: Mesh | None = None, spec: P | None = None) ->
             first += start * jnp.uint32(stride % 2**32)
         strides.insert(0, stride)
         stride *= x.shape[dim] * pieces
-    # As integers: XLA for CPU would widen all of a bfloat16 array before it cuts a block.
+    # Integers, because XLA for CPU would widen all of a bfloat16 array before it cuts a block.
     if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2:
         x = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
     return _sums(x, first, strides)

@@ -36,7 +36,7 @@ class FurtherToken(nnx.Module):
     ):
         self.token_norm = make_norm(config)
         self.stream_norm = make_norm(config)
-        # Of the token, then of the stream.
+        # One half reads the token, the other the stream.
         shape = (2, config.embed, config.embed)
         self.join_2ee = matmul_weight(rngs, shape, (None, None, "embed"), hidden_std(config))
         self.block = Stack(make_block, 1, rngs)

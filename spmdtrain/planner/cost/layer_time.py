@@ -39,7 +39,7 @@ class Work(NamedTuple):
 
 
 NO_WORK = Work(0.0, 0.0, 0.0)
-# Of a layer.
+# Per layer.
 TERMS = (
     "matmul",
     "attention",

@@ -83,7 +83,7 @@ def _sums(rows: Mapping[str, Any], xp: Any, order: np.ndarray | None = None) -> 
         for at, factors in enumerate(FACTORS):
             terms = mixed(_bits(x, xp), index, *(np.uint32(factor) for factor in factors))
             totals[at].append(xp.sum(terms, dtype=np.uint32))
-    # As arrays: numpy warns of a sum of scalars that passes 2^32, which is meant here.
+    # Arrays, because numpy warns of a sum of scalars that passes 2^32, which is meant here.
     return [xp.sum(xp.stack(each), dtype=np.uint32) for each in totals]
 
 
