@@ -29,6 +29,9 @@ def test_no_sharding_changes_it(sizes):
         "empty": np.zeros((0, 3)),
     }
     shardings = dict(zip(plain, [*specs, P(), P()], strict=True))
+    for name in DTYPES:  # a second array of the same kind, which is summed along with the first
+        plain[f"another {name}"] = plain[name][::-1]
+        shardings[f"another {name}"] = shardings[name]
     placed = {
         name: jax.device_put(x, NamedSharding(mesh, shardings[name])) for name, x in plain.items()
     }

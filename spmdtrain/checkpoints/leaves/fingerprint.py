@@ -39,6 +39,7 @@ FACTORS = (
 )
 CHUNK = 1 << 22  # elements that numpy mixes per pass
 BLOCK = 1 << 20  # elements that a device mixes at once: 4 MiB of words
+SMALL = 1 << 16  # elements of an array that is copied to stand beside others of its kind
 
 
 def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, Fingerprint]:
@@ -121,15 +122,16 @@ def _program(mesh: Mesh | None, specs: tuple[P, ...]) -> Callable[[list[jax.Arra
     Each device sums what it holds; one reduction over the mesh then adds the sums of all arrays.
     """
     if mesh is None:
-        return jax.jit(lambda arrays: jnp.stack([local_sums(x) for x in arrays]))
+        return jax.jit(lambda arrays: sums_of_each(arrays, None, specs))
+    copied = [replica_axes(mesh, spec) for spec in specs]
+    kinds = sorted(set(copied))
+    kind_of = np.array([kinds.index(axes) for axes in copied])
 
     def local(arrays: list[jax.Array]) -> jax.Array:
-        rows = []
-        for x, spec in zip(arrays, specs, strict=True):
-            copies = replica_axes(mesh, spec)
-            is_first = all_zero([lax.axis_index(axis) for axis in copies])
-            rows.append(jnp.where(is_first, local_sums(x, mesh, spec), jnp.uint32(0)))
-        return lax.psum(jnp.stack(rows), mesh.axis_names)
+        is_first = [all_zero([lax.axis_index(axis) for axis in axes]) for axes in kinds]
+        counts = jnp.stack(is_first).astype(jnp.uint32)[kind_of]  # one of the copies counts
+        sums = sums_of_each(arrays, mesh, specs)
+        return lax.psum(counts[:, None] * sums, mesh.axis_names)
 
     return jax.jit(manual_region(local, mesh, mesh.axis_names, (list(specs),), P()))
 
@@ -143,6 +145,26 @@ def replica_axes(mesh: Mesh, spec: P) -> tuple[str, ...]:
     """Returns the mesh axes along which devices hold copies of an array sharded as `spec`."""
     named = {axis for part in spec for axis in axes_of_dim(part)}
     return tuple(axis for axis, size in mesh.shape.items() if size > 1 and axis not in named)
+
+
+def sums_of_each(arrays: Sequence[jax.Array], mesh: Mesh | None, specs: Sequence[P]) -> jax.Array:
+    """Returns `local_sums` of each array, uint32 [arrays, 2].
+
+    Small arrays of one shape, dtype and spec are stacked and summed at once: the program of a model
+    compiles in a third of the time.
+    """
+    alike: dict[Any, list[int]] = {}
+    for place, (x, spec) in enumerate(zip(arrays, specs, strict=True)):
+        kind = (x.shape, x.dtype, spec) if x.size <= SMALL else place
+        alike.setdefault(kind, []).append(place)
+    sums = []
+    for places in alike.values():
+        of_one = functools.partial(local_sums, mesh=mesh, spec=specs[places[0]])
+        these = [arrays[place] for place in places]
+        alone = len(these) == 1
+        sums.append(of_one(these[0])[None] if alone else jax.vmap(of_one)(jnp.stack(these)))
+    order = np.concatenate(list(alike.values()))
+    return jnp.concatenate(sums)[np.argsort(order)]
 
 
 def local_sums(x: jax.Array, mesh: Mesh | None = None, spec: P | None = None) -> jax.Array:

@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from spmdtrain.checkpoints.leaves.fingerprint import local_sums, replica_axes
+from spmdtrain.checkpoints.leaves.fingerprint import replica_axes, sums_of_each
 from spmdtrain.config.errors import CorruptedError
 from spmdtrain.parallel.regions import manual_region
 from spmdtrain.running.report.reporter import Reporter
@@ -152,7 +152,7 @@ def _program(mesh: Mesh, specs: tuple[P, ...]) -> Callable[[list[jax.Array]], tu
     copies = [replica_axes(mesh, spec) for spec in specs]
 
     def local(leaves: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        sums = jnp.stack([local_sums(x, mesh, spec) for x, spec in zip(leaves, specs, strict=True)])
+        sums = sums_of_each(leaves, mesh, specs)
         differ = jnp.bool_(False)
         for along in dict.fromkeys(copies):
             if along:
