@@ -11,31 +11,31 @@ import re
 from collections import Counter
 from typing import Any
 
-from spmdtrain.compiled.hlo import UNREADABLE, computations
-
 QUOTED = r'"(?:[^"\\]|\\.)*"'
 BRACED = rf"\{{(?:[^{{}}\"]|{QUOTED}|\{{(?:[^{{}}\"]|{QUOTED})*\}})*\}}"
 DROPPED = re.compile(rf",? (?:metadata={BRACED}|channel_id=\d+)")
 NAME = re.compile(rf"{QUOTED}|%[\w.-]+")
+OPCODE = re.compile(r'^ +(?:ROOT )?%\d+ = [^"]*? ([a-z][a-z0-9-]*)\(', re.MULTILINE)
 HEADER = re.compile(r"(ENTRY )?(%?[\w.-]+) (?:\(.*)?\{$")
 
 
 def program(hlo_text: str) -> dict[str, Any] | None:
     """Returns the identity of a compiled program: its hash, and how often each opcode occurs.
 
-    None if the text cannot be read.
+    None if the text holds no instruction.
     """
-    try:
-        named, _ = computations(hlo_text)
-    except UNREADABLE:
-        return None
-    opcodes = Counter(each.opcode for listed in named.values() for each in listed)
-    return {"hash": program_hash(hlo_text), "opcodes": dict(sorted(opcodes.items()))}
+    text = canonical(hlo_text)
+    opcodes = Counter(OPCODE.findall(text))
+    return {"hash": _hash(text), "opcodes": dict(sorted(opcodes.items()))} if opcodes else None
 
 
 def program_hash(hlo_text: str) -> str:
     """Returns a hash of the canonical text of a module: 16 hexadecimal digits."""
-    return hashlib.sha256(canonical(hlo_text).encode()).hexdigest()[:16]
+    return _hash(canonical(hlo_text))
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def canonical(hlo_text: str) -> str:

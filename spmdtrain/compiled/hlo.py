@@ -13,7 +13,7 @@ import itertools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -72,11 +72,12 @@ def report(
     held = asdict(memory_of(compiled))
     found = {"memory": held, "calls": calls(text), "compile_seconds": seconds}
     try:
-        found |= {"collectives": collectives(text, dict(mesh.shape))}
+        listed = list(instructions(text, mesh.shape))
     except UNREADABLE as error:
         return found | {"collectives": None, "unread": str(error)}
+    found |= {"collectives": _counted(listed)}
     with contextlib.suppress(*UNREADABLE):
-        found |= {"traffic": traffic(text, dict(mesh.shape))}
+        found |= {"traffic": _sent(listed, mesh.shape)}
     return found
 
 
@@ -85,7 +86,7 @@ def calls(hlo_text: str) -> dict[str, int]:
 
     The keys are XLA's names of them; a call in a loop counts once.
     """
-    targets = re.findall(r'\bcustom_call_target="([^"]+)"', hlo_text)
+    targets = re.findall(r'custom_call_target="([^"]+)"', hlo_text)
     return dict(sorted(Counter(targets).items()))
 
 
@@ -95,8 +96,12 @@ def collectives(hlo_text: str, mesh_axes: Mapping[str, int]) -> list[dict[str, A
     `count` is their number in the text, `bytes` their output per device in one pass through it (a
     loop body once). `mesh_axes` are the sizes of all axes in mesh order.
     """
+    return _counted(instructions(hlo_text, mesh_axes))
+
+
+def _counted(listed: Iterable[Collective]) -> list[dict[str, Any]]:
     totals: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
-    for each in instructions(hlo_text, mesh_axes):
+    for each in listed:
         total = totals[each.kind, each.axis, each.inside_loop]
         total[0] += 1
         total[1] += each.bytes
@@ -223,8 +228,12 @@ def traffic(hlo_text: str, mesh_axes: Mapping[str, int]) -> list[dict[str, Any]]
     what a ring of that kind sends for them, and `sent_beside_work` the part of it with a matmul or
     a loop between start and end.
     """
+    return _sent(instructions(hlo_text, mesh_axes), mesh_axes)
+
+
+def _sent(listed: Iterable[Collective], mesh_axes: Mapping[str, int]) -> list[dict[str, Any]]:
     totals: dict[tuple, list[float]] = defaultdict(lambda: [0, 0, 0])
-    for each in instructions(hlo_text, mesh_axes):
+    for each in listed:
         assert each.passes is not None, f"nothing states how often the loop around {each.name} runs"
         members = math.prod(mesh_axes[axis] for axis in each.axis.split("+") if axis != "none")
         sent = each.passes * each.bytes * sent_per_output(each.kind, members)
