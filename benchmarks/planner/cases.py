@@ -4,6 +4,7 @@ What a source does not print is assumed here, and `ASSUMED` says so.
 """
 
 import json
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any
 from frameworks import SoftwareTable
 
 from spmdtrain.planner.cost.experts import ExpertShape
+from spmdtrain.planner.cost.flops import model_flops_per_token
 from spmdtrain.planner.cost.hardware import DEVICES, Hardware
 from spmdtrain.planner.cost.layer_time import layer_time
 from spmdtrain.planner.cost.software import fitted_on
@@ -27,13 +29,24 @@ A100 = DEVICES["a100-80"]
 H100 = DEVICES["h100"]
 # Llama 3.1 on the box that torchtitan used: 2.4 TB/s of HBM2e, 500 W.
 H100_96 = replace(H100, name="h100-96", memory=96e9, memory_bandwidth=2.4e12, power_limit=500)
-# Blackwell Ultra as NVIDIA's data sheets of HGX B300 and GB300 NVL72 have it, dense.
+
+
+def ultra(below: Hardware, power: float, **changes: float) -> Hardware:
+    """Blackwell Ultra as NVIDIA's data sheets of HGX B300 and GB300 NVL72 have it, dense.
+
+    Nobody has published what its best matmul sustains. The tensor cores are those of the chip
+    `below`, held back by its power: at more of it they are faster, as `Hardware.peak` says.
+    """
+    sustained = below.matmul * (power / below.power) ** 0.5
+    return replace(below, memory=288e9, power=power, matmul=sustained, **changes)
+
+
+# B300: 1,100 W (HGX), GB300: 1,400 W (NVL72).
 ULTRA = {
-    "b300": replace(
-        DEVICES["b200"], name="b300", bfloat16=2250e12, memory=288e9, memory_bandwidth=8e12
-    ),
-    "gb300": replace(DEVICES["gb200"], name="gb300", memory=288e9),
+    "b300": ultra(DEVICES["b200"], 1100, bfloat16=2250e12, memory_bandwidth=8e12),
+    "gb300": ultra(DEVICES["gb200"], 1400),
 }
+ULTRA = {name: replace(device, name=name) for name, device in ULTRA.items()}
 
 ASSUMED = {
     "sc21_table1": "network 25 GB/s per device; everything else printed",
@@ -155,6 +168,18 @@ def interleaved(chunks: int) -> dict[str, Any]:
 def predict_step(workload: Workload, hardware: Hardware, name: str, table: SoftwareTable) -> float:
     """Seconds of a step with the software of that name."""
     return step_time(workload, hardware, table[name][fitted_on(hardware.name)]).seconds
+
+
+def predict_recipe(
+    workload: Workload,
+    hardware: Hardware,
+    name: str,
+    recipe: Mapping[str, Any],
+    table: SoftwareTable,
+) -> float:
+    """Seconds of a step with the software of that name, as a recipe changes it."""
+    software = replace(table[name][fitted_on(hardware.name)], **recipe)
+    return step_time(workload, hardware, software).seconds
 
 
 def predict_layers(workload: Workload, name: str, table: SoftwareTable) -> float:
@@ -478,7 +503,7 @@ MOE_MODELS = {
         experts=ExpertShape(128, 4, 2880, bucket_factor=1.0, logit_bias=True),
     ),
     "DeepSeek-V3": ModelShape(
-        layers=62,
+        layers=61,
         embed=7168,
         heads=128,
         kv_heads=128,
@@ -491,6 +516,7 @@ MOE_MODELS = {
         layernorm=False,
         latent=LatentShape(rank=512, query_rank=1536, plain_dim=128, rope_dim=64, value_dim=128),
         experts=ExpertShape(256, 8, 2048, shared=1, bucket_factor=1.0),
+        further=1,
     ),
 }
 
@@ -518,13 +544,13 @@ def _megatron_bridge(table: Row) -> Iterator[Case]:
             f"{row['model']} {row['hardware']} {row['precision']}",
             row["derived_step_s"],
             f"{row['hardware']} {name}",
-            predictor(moe_workload(row), hardware, name),
+            partial(predict_recipe, moe_workload(row), hardware, name, moe_recipe(row, release)),
         )
 
 
 def moe_workload(row: Row) -> Workload:
     """Returns the workload of a row; `tensor` splits attention, and owns whole experts."""
-    model, stages, tensor = MOE_MODELS[row["model"]], row["pp"], row["tp"]
+    model, stages, tensor = moe_model(row), row["pp"], row["tp"]
     mesh = MeshShape(
         pipeline=stages,
         data=row["gpus"] // stages // row["ep"],
@@ -538,12 +564,43 @@ def moe_workload(row: Row) -> Workload:
         microbatch=row["microbatch"],
         mesh=mesh,
         matmul="compute" if row["precision"] == "bf16" else "float8",
-        # Embedding and head take the places of layers where they do not divide.
-        short_ends=-model.layers % (stages * row["virtual_stages"]) // 2,
+        # Qwen3-235B's embedding and head take the places of layers; DeepSeek-V3's last stage has
+        # what the others leave (the map of layouts in its recipe).
+        short_ends=0 if model.latent else -model.layers % (stages * row["virtual_stages"]) // 2,
         sequence_parallel=tensor > 1,
         experts_over_tensor=tensor > 1,
         **interleaved(row["virtual_stages"]),
     )
+
+
+def moe_model(row: Row) -> ModelShape:
+    """Returns the model of a row: some ran DeepSeek-V3 without the block of its second token.
+
+    The page does not say which, but its FLOPs a token do: 0.2497 T without, 0.260 T with it.
+    """
+    model = MOE_MODELS[row["model"]]
+    if not model.further:
+        return model
+    counted = (replace(model, further=further) for further in (0, model.further))
+    return min(
+        counted,
+        key=lambda one: abs(
+            model_flops_per_token(one, row["sequence"]) / 1e12 - row["derived_tflop_per_token"]
+        ),
+    )
+
+
+def moe_recipe(row: Row, release: int) -> dict[str, Any]:
+    """Returns what recipes.toml says of a row, as fields of `Software`."""
+    for recipe in tomllib.loads((HERE / "recipes.toml").read_text())["recipe"]:
+        if (
+            recipe["release"] == release
+            and recipe["model"] == row["model"]
+            and row["hardware"] in recipe["hardware"]
+        ):
+            narrow = {f"narrow_{part}": True for part in recipe.get("narrow", ())}
+            return narrow | {"again": tuple(recipe.get("again", ()))}
+    return {}
 
 
 def moe_software(row: Row, release: int) -> str:

@@ -7,7 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from spmdtrain.planner.cost.overlap import Overlap, saving
-from spmdtrain.planner.cost.software import FITTED, Software, fitted_on, our_software
+from spmdtrain.planner.cost.software import (
+    FITTED,
+    LAUNCH_SECONDS,
+    Software,
+    fitted_on,
+    our_software,
+)
 
 SoftwareTable = Mapping[str, Mapping[str, Software]]  # framework -> device it was fitted on
 
@@ -98,9 +104,8 @@ def _with_experts(megatron_core: Software, elementwise: float) -> Iterator[Softw
     """Returns Megatron as it trains models with experts, with even loads, in several versions.
 
     Nothing here is fitted. Of an expert, 6 kernels are its matmuls, and in 8 bits 4 more make
-    arrays narrow and 12 put the scales of operands in order. That a layer has 500 others, launched
-    in 10 us each, is judged by Qwen3-30B-A3B in microbatches of 1 on B200, in which devices wait
-    for their hosts.
+    arrays narrow and 12 put the scales of operands in order. That a layer has 500 others is judged
+    by Qwen3-30B-A3B in microbatches of 1 on B200, in which devices wait for their hosts.
     """
     one = replace(
         megatron_core,
@@ -112,11 +117,15 @@ def _with_experts(megatron_core: Software, elementwise: float) -> Iterator[Softw
         narrow_kernels=16,
     )
     hidden = replace(one.overlap, expert=saving(0.7))
-    by_rows = replace(one, name="megatron-moe-rows", copies_per="rows")
+    # NCCL wants to know on the host how many rows go where: the thread that launches waits for the
+    # device, and then the device for the thread.
+    by_rows = replace(one, name="megatron-moe-rows", copies_per="rows", launches_ahead=False)
     yield one
     yield by_rows
-    # The other direction's work is launched by the same thread, which waits for counts of rows.
-    yield replace(by_rows, name="megatron-moe-beside", overlap=hidden, launches_ahead=False)
+    # Beside the other direction's work, each launch also orders two streams.
+    yield replace(
+        by_rows, name="megatron-moe-beside", overlap=hidden, launch_wait=2 * LAUNCH_SECONDS
+    )
     # A bias, two clamps, the sigmoid and three products, each reads and writes; the backward twice.
     yield replace(one, name="megatron-moe-clamps", activation_columns=(24, 48))
     yield replace(

@@ -217,6 +217,10 @@ def _dense_half_time(
         "expert_exchange": NO_WORK,
     }
     again = _recomputation(sizes.remat, work)
+    if "norms" in software.again:
+        again += software.elementwise_factor * memory_seconds(2 * norm_bytes, hardware)
+    if half == "attention" and "latents" in software.again:
+        again += _latents_again(sizes, hardware, software)
     return work | {"recompute": Work(0.0, again, 0.0)}
 
 
@@ -254,6 +258,21 @@ def _recomputation(remat: str, work: Mapping[str, Work]) -> float:
         "attention": attention,
         "half": elementwise + work["matmul"].forward / 2,
     }[remat]
+
+
+def _latents_again(sizes: LayerSizes, hardware: Hardware, software: Software) -> float:
+    """Returns the seconds of queries, keys and values made of their latents once more."""
+    model = sizes.model
+    if model.latent is None:
+        return 0.0
+    matmuls = sum(
+        _matmul_work(sizes, columns // sizes.tensor, rows, hardware, software).forward
+        for columns, rows, splits in model.qkv_matmuls
+        if splits
+    )
+    passes = 2 * (model.qkv_width / sizes.tensor + model.latent.norm_width)
+    moved = passes * sizes.tokens * bytes_of(sizes.dtype)
+    return matmuls + software.elementwise_factor * memory_seconds(moved, hardware)
 
 
 def _attention_half(sizes: LayerSizes, hardware: Hardware, software: Software) -> _Half:
@@ -351,12 +370,16 @@ def _expert_time(sizes: LayerSizes, hardware: Hardware, software: Software) -> M
     back = FORWARD_EXCHANGES if software.keeps_dispatched else BACKWARD_EXCHANGES
     router = _router_work(sizes, hardware, software)
     elementwise = _dispatch_passes(sizes, dispatch, hardware, software)
+    again = router.forward if sizes.remat == "full" else 0.0
+    if "activations" in software.again:
+        moved = _activation_columns(sizes, software)[0] * _column_bytes(sizes, dispatch)
+        again += software.elementwise_factor * memory_seconds(moved, hardware)
     return {
         "matmul": add_work(router, _grouped_work(sizes, dispatch, hardware, software)),
         "elementwise": elementwise,
         "tensor_collectives": _expert_sums(sizes, hardware, software),
         "expert_exchange": Work(FORWARD_EXCHANGES * once + told, back * once + told, 0.0),
-        "recompute": Work(0.0, router.forward if sizes.remat == "full" else 0.0, 0.0),
+        "recompute": Work(0.0, again, 0.0),
     }
 
 
@@ -446,14 +469,11 @@ def _dispatch_passes(
     model, experts = sizes.model, sizes.model.experts
     assert experts is not None, "a model with experts"
     size = bytes_of(sizes.dtype)
-    ffn = experts.ffn / (1 if sizes.experts_over_tensor else sizes.tensor)
     token = size * model.embed * dispatch.rounds
     there = 2 * token * (dispatch.messages + dispatch.padded)
     back = token * (dispatch.padded + 2 * dispatch.messages + 2 * dispatch.tokens)
-    forward_columns, backward_columns = (3, 5) if model.gated else (2, 3)
-    if software.activation_columns:
-        forward_columns, backward_columns = software.activation_columns
-    column = size * ffn * dispatch.rounds * dispatch.padded
+    forward_columns, backward_columns = _activation_columns(sizes, software)
+    column = _column_bytes(sizes, dispatch)
     if not software.keeps_dispatched:
         backward_columns += forward_columns
     arrivals = 1 if software.keeps_dispatched else 2
@@ -464,6 +484,17 @@ def _dispatch_passes(
         * memory_seconds(arrivals * there + back + backward_columns * column, hardware),
         0.0,
     )
+
+
+def _activation_columns(sizes: LayerSizes, software: Software) -> tuple[int, int]:
+    """Returns the columns that an expert's activation moves, forward and backward."""
+    return software.activation_columns or ((3, 5) if sizes.model.gated else (2, 3))
+
+
+def _column_bytes(sizes: LayerSizes, dispatch: Dispatch) -> float:
+    """Returns the bytes of a column as wide as an expert, over the rows of all rounds."""
+    ffn = dispatch.experts.ffn / (1 if sizes.experts_over_tensor else sizes.tensor)
+    return bytes_of(sizes.dtype) * ffn * dispatch.rounds * dispatch.padded
 
 
 def _expert_sums(sizes: LayerSizes, hardware: Hardware, software: Software) -> Work:
@@ -526,16 +557,28 @@ def _fused_attention_work(sizes: LayerSizes, hardware: Hardware, software: Softw
         # wait.
         flops *= (2 * sizes.context.size - 1) / sizes.context.size
     flops *= model.seen_share(keys)
+    is_narrow = software.narrow_attention and sizes.matmul != "compute"
     seconds = partial(
         fused_attention_seconds,
         keys=keys,
         head_dim=model.head_dim,
         hardware=hardware,
         software=software,
-        dtype=sizes.dtype,
+        dtype=sizes.matmul if is_narrow else sizes.dtype,
     )
     # The backward has five matmuls to the forward's two.
-    return Work(forward=seconds(1.0 * flops), backward=seconds(2.5 * flops), weight=0.0)
+    work = Work(forward=seconds(1.0 * flops), backward=seconds(2.5 * flops), weight=0.0)
+    if not is_narrow:
+        return work
+    moved = _narrowing_bytes(sizes.dtype) * sizes.tokens / sizes.tensor
+    return add_work(
+        work,
+        Work(
+            forward=memory_seconds(moved * model.qkv_width, hardware),
+            backward=memory_seconds(moved * model.attention_width, hardware),
+            weight=0.0,
+        ),
+    )
 
 
 def _unfused_attention_work(sizes: LayerSizes, hardware: Hardware, software: Software) -> Work:

@@ -61,16 +61,21 @@ class Software:
     # one for each device that has some of them; "hosts", one for each host, which passes it on.
     copies_per: str = "devices"
     narrow_experts: bool = True  # experts' matmuls are in 8 bits where others are
+    narrow_head: bool = False  # and so are the head's
+    narrow_attention: bool = False  # and so are attention's
+    # What a backward computes again in addition to `Workload.remat`, by Megatron's names: "norms"
+    # (layernorm), "latents" (mla_up_proj) and "activations" of experts (moe_act).
+    again: tuple[str, ...] = ()
     # Kernels of a layer with experts, forward and backward, then more for each expert that a device
     # has, and more of these in 8 bits. 0: a compiled step, of which a host launches none by itself.
     layer_kernels: int = 0
     expert_kernels: int = 0
     narrow_kernels: int = 0
     launches_ahead: bool = True  # False: a device waits for all launches, and not for late ones
+    launch_wait: float = LAUNCH_SECONDS  # s in which a host launches one of them
     # Columns as wide as an expert that its activation moves, forward and backward; None: in one
     # kernel, like the mlp's.
     activation_columns: tuple[int, int] | None = None
-    launch_wait: float = 10e-6  # s in which a host launches one of them
 
 
 # Fitted on the training tables of benchmarks/planner/split.toml: (value, standard error).

@@ -225,9 +225,11 @@ def _work_terms(
     microbatches = workload.accumulation
     embedding = _embedding_seconds(workload, hardware, software)
     head = (1 + workload.model.further) * _head_seconds(workload, hardware, software)
+    joining = workload.model.further * _joining_seconds(workload, hardware, software)
     if workload.mesh.pipeline > 1 and not software.lockstep:
-        return _slowest_stage(workload, stage, embedding, head)
+        return _slowest_stage(workload, stage, embedding, head, joining)
     terms = {term: microbatches * seconds for term, seconds in stage.items()}
+    terms["matmul"] += microbatches * joining
     terms["embedding"] = microbatches * embedding
     terms["head"] = microbatches * head / workload.mesh.pipeline
     if workload.mesh.pipeline > 1:
@@ -237,13 +239,20 @@ def _work_terms(
 
 
 def _slowest_stage(
-    workload: Workload, stage: Mapping[str, float], embedding: float, head: float
+    workload: Workload, stage: Mapping[str, float], embedding: float, head: float, joining: float
 ) -> dict[str, float]:
-    """Returns term -> seconds, with the embedding on the first stage and the head on the last."""
-    end_share = 1 - workload.short_ends / workload.layers_per_stage
-    end = {term: end_share * seconds for term, seconds in stage.items()}
-    first = end | {"embedding": embedding}
-    last = end | {"head": head}
+    """Returns term -> seconds, with the embedding on the first stage and the head on the last.
+
+    There it also joins the stream with the embeddings of further tokens.
+    """
+    layers = workload.layers_per_stage
+    first_share = 1 - workload.short_ends / layers
+    # Blocks of further tokens are as much work as layers.
+    last_share = (workload.layers_of_last_stage + workload.model.further) / layers
+    first = {term: first_share * seconds for term, seconds in stage.items()}
+    first |= {"embedding": embedding}
+    last = {term: last_share * seconds for term, seconds in stage.items()} | {"head": head}
+    last["matmul"] += joining
     stages = [first, last]
     if workload.mesh.pipeline > 2:
         stages = [stage, first, last]
@@ -262,7 +271,8 @@ def _head_seconds(workload: Workload, hardware: Hardware, software: Software) ->
     tokens = workload.tokens
     embed = workload.model.embed
     vocab = -(-workload.model.vocab // workload.mesh.tensor)
-    seconds = partial(matmul_seconds, hardware=hardware, software=software, dtype=workload.dtype)
+    dtype = workload.matmul if software.narrow_head else workload.dtype
+    seconds = partial(matmul_seconds, hardware=hardware, software=software, dtype=dtype)
     matmuls = (
         seconds(tokens, vocab, embed),
         seconds(tokens, embed, vocab),
@@ -272,6 +282,17 @@ def _head_seconds(workload: Workload, hardware: Hardware, software: Software) ->
     tensor_group = workload.mesh.group("tensor")
     input_gradient = all_reduce_seconds(workload.activation_bytes, tensor_group, hardware)
     return sum(matmuls) + logits + input_gradient
+
+
+def _joining_seconds(workload: Workload, hardware: Hardware, software: Software) -> float:
+    """Returns the seconds of joining the stream with the embeddings of a further token.
+
+    That is a matmul from twice the width of the stream, and both of its gradients.
+    """
+    tokens, embed = workload.tokens, workload.model.embed
+    seconds = partial(matmul_seconds, hardware=hardware, software=software, dtype=workload.dtype)
+    one = seconds(tokens, embed, 2 * embed)
+    return one + seconds(tokens, 2 * embed, embed) + seconds(embed, 2 * embed, tokens)
 
 
 def _embedding_seconds(workload: Workload, hardware: Hardware, software: Software) -> float:
@@ -326,7 +347,9 @@ def _pipeline_terms(
     # gradients.
     if not software.lockstep and not SCHEDULES[workload.schedule].splits_backward:
         sends = 2 * microbatches * workload.chunks
-        terms["pipeline_hops"] = exposed(sends * one_send, software.overlap.hops)
+        # Between two chunks a stage has other work; a single one waits for what it needs next.
+        hidden = software.overlap.hops if workload.chunks > 1 else 0.0
+        terms["pipeline_hops"] = exposed(sends * one_send, hidden)
     return terms
 
 
