@@ -74,9 +74,16 @@ def custom_model():
 
 def test_every_example_is_run_by_a_test_and_short_enough_to_read():
     lines = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
-    assert lines.keys() == {"train_gpt.py", "custom_model.py", "hybrid.py", "encoder.py"}
+    assert lines.keys() == {
+        "train_gpt.py",
+        "custom_model.py",
+        "hybrid.py",
+        "encoder.py",
+        "own_parts.py",
+    }
     assert lines["train_gpt.py"] < 60
     assert lines["custom_model.py"] <= 85
+    assert lines["own_parts.py"] < 80  # run by tests/running/test_own_by_name.py
     assert lines["hybrid.py"] < 100  # run by tests/checkpoints/test_own_model_by_name.py
     assert lines["encoder.py"] < 100  # run by tests/train/test_encoder.py
 

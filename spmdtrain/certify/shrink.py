@@ -72,6 +72,7 @@ def shrink(config: RunConfig, *, as_is: bool = False, precision: str = "float32"
     values["train"] |= _train(config)
     values["optimizer"]["warmup"] = min(config.optimizer.warmup, 2)
     values["data"] |= _data(config, lost)
+    values["own"] = _own(config, lost)
     values["mesh"] |= dict.fromkeys(config.mesh.sizes, 1) | {"collective_matmul": False}
     values["pipeline"] = {}
     values["kernels"] = {"tune": "off"}
@@ -127,6 +128,15 @@ def _data(config: RunConfig, lost: list[str]) -> dict[str, Any]:
         "tokenizer": "bytes",
         "dtype": None,
     }
+
+
+def _own(config: RunConfig, lost: list[str]) -> dict[str, Any]:
+    """Returns [own] without the data, and without sinks and hooks, which compute nothing."""
+    if config.own.data is not None:
+        lost.append(f"the data of own.data={config.own.data}: certified on synthetic ones")
+    kept = {name: getattr(config.own, name) for name in ("optimizer", "learning_rate", "loss")}
+    arguments = {part: each for part, each in config.own.arguments.items() if kept.get(part)}
+    return kept | {"arguments": arguments}
 
 
 def _model(config: RunConfig, lost: list[str]) -> dict[str, Any]:

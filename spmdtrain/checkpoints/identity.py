@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from spmdtrain.checkpoints.model_code import ModelCode, check_model_code, model_code, qualified_name
 from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.load import resolved
+from spmdtrain.config.own.parts import own_sources
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.source import Data
 from spmdtrain.train.setup import Setup
@@ -58,8 +59,10 @@ def config_document(setup: Setup, data: DescribedData) -> dict[str, Any]:
 
 
 def code_of(setup: Setup) -> ModelCode:
-    """Returns the record of the model's code; see model_code.py."""
-    return model_code(setup.make, setup.model.bind({}), setup.config.model.make)
+    """Returns the record of the model's code, see model_code.py, and of the parts in [own]."""
+    code = model_code(setup.make, setup.model.bind({}), setup.config.model.make)
+    own = own_sources(setup.config)
+    return code | {"own": own} if own else code
 
 
 def identity(setup: Setup, fingerprint: str, seams: Mapping[str, Any]) -> Meta:

@@ -21,7 +21,9 @@ from flax import nnx
 from spmdtrain.config.errors import CheckpointError
 from spmdtrain.models.model import LanguageModel
 
-ModelCode = dict[str, Any]  # "class": a name; "sources": name -> hash; "make": as in model.make
+# "class": a name; "sources": name -> hash; "make": as in model.make; "own": file or module -> hash,
+# of those that [own] names, if it names any
+ModelCode = dict[str, Any]
 OURS = "spmdtrain"
 SHIPPED = f"{OURS}.Transformer"
 # Libraries, whose sources are not part of the user's model.
@@ -69,6 +71,8 @@ def check_model_code(then: ModelCode, now: ModelCode, where: str) -> list[str]:
         ]
     names = dict.fromkeys([*then["sources"], *now["sources"]])
     changed = [name for name in names if _differ(name, then, now)]
+    before, after = then.get("own", {}), now.get("own", {})
+    changed += [name for name in before if name in after and before[name] != after[name]]
     if not changed:
         return []
     return [f"the source of {', '.join(changed)} is not that of {where} any more"]

@@ -6,9 +6,9 @@ step that was asked for is read or refused.
 
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -22,6 +22,8 @@ from spmdtrain.checkpoints.saved_steps import SavedSteps
 from spmdtrain.config.errors import CheckpointError, ConfigError, DamagedError
 from spmdtrain.config.given import as_flag, as_run, as_step
 from spmdtrain.config.load import as_overrides, from_resolved
+from spmdtrain.config.own.names import home_of
+from spmdtrain.config.own.section import split_own
 from spmdtrain.config.run_files import RunFiles
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.train.setup import Setup, check_setup
@@ -33,8 +35,8 @@ T = TypeVar("T")
 def run_config(run: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Returns the configuration of a run, its vocabulary resolved, with `a.b=c` strings on top.
 
-    The mesh is that of the run: override `mesh.*` to use other devices. `model.make` is left out,
-    because the directory may be somebody else's and that setting names code to run: pass yours as
+    The mesh is that of the run: override `mesh.*` to use other devices. `model.make` and [own] are
+    left out, because the directory may be somebody else's and they name code to run: pass yours as
     `shard(config, make=...)`. Raises CheckpointError if `run` is not a run directory, and
     ConfigError if an override cannot be applied.
     """
@@ -84,25 +86,64 @@ def weights(
     return found
 
 
-def read_document(run: Path) -> tuple[dict[str, Any], str | None]:
-    """Returns (RUN/config.json as written, but without `model.make`; that value).
+class NamedCode(NamedTuple):
+    """The code that a run names: `make` as in model.make, and the settings of [own]."""
 
-    Raises CheckpointError if it is not such a document.
+    make: str | None
+    own: Mapping[str, Any]
+
+
+def read_document(run: Path, own: Sequence[str] = ()) -> tuple[dict[str, Any], NamedCode]:
+    """Returns (RUN/config.json as written, but without the code that it names; that code).
+
+    The parts of [own] that are in the files or modules `own` stay. Raises CheckpointError if it is
+    not such a document.
     """
     saved = RunFiles(run).config
-    return saved, saved["config"]["model"].pop("make", None)
+    return saved, take_code(saved, own)
 
 
-def refuse_own_code(run: Path, saved: dict[str, Any], named: str | None) -> None:
+def take_code(saved: dict[str, Any], own: Sequence[str] = ()) -> NamedCode:
+    """Takes the names of code out of the document of a run, and returns them.
+
+    Those of [own] stay if they are in the files or modules `own`.
+    """
+    make = saved["config"]["model"].pop("make", None)
+    named = saved["config"].pop("own", None)
+    if not isinstance(named, dict):  # a run of an older version
+        return NamedCode(make, {})
+    kept, left = split_own(named, own)
+    saved["config"]["own"] = kept
+    return NamedCode(make, left)
+
+
+def refuse_own_code(run: Path, saved: dict[str, Any], named: NamedCode) -> None:
     """Raises ConfigError if a run's model is a custom one and the caller has not named it.
 
     `saved` and `named` are what `read_document` returns.
     """
     own = saved.get("model_code", {}).get("class", SHIPPED)
-    if named or own != SHIPPED:
+    if named.make or own != SHIPPED:
         raise ConfigError(
-            f"{run} uses the model {named or own}, whose code runs only if you name it",
-            fix=f"--make {named or 'FILE.py:CLASS'}",
+            f"{run} uses the model {named.make or own}, whose code runs only if you name it",
+            fix=f"--make {named.make or 'FILE.py:CLASS'}",
+        )
+
+
+def refuse_own_parts(
+    run: Path, named: NamedCode, parts: Collection[str], given: Collection[str] = ()
+) -> None:
+    """Raises ConfigError if one of these parts of a run is code that the caller has not named.
+
+    `parts` are keywords of [own] that matter to the reader, and `given` those that a caller passes.
+    """
+    left = {part: named.own[part] for part in parts if named.own.get(part) and part not in given}
+    if left:
+        part, name = next(iter(left.items()))
+        homes = dict.fromkeys(home_of(each) for each in left.values())
+        raise ConfigError(
+            f"{run} uses own.{part}={name!r}, whose code runs only if you name it",
+            fix=" ".join(f"--own {home}" for home in homes),
         )
 
 

@@ -53,6 +53,17 @@ def add_make(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_own(parser: argparse.ArgumentParser) -> None:
+    """Adds `--own`, which names the code of a run's own parts."""
+    parser.add_argument(
+        "--own",
+        action="append",
+        default=[],
+        metavar="FILE.py",
+        help="a file or module that [own] of the run names; runs its code",
+    )
+
+
 def add_ema(parser: argparse.ArgumentParser) -> None:
     """Adds `--ema`, which selects the average of the weights."""
     parser.add_argument(

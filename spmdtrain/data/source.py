@@ -13,6 +13,7 @@ import numpy as np
 
 from spmdtrain.config.errors import ConfigError, DataError
 from spmdtrain.config.given import as_whole, check_kind, shown
+from spmdtrain.config.own.parts import own_part
 from spmdtrain.config.schema import RunConfig, check_config
 from spmdtrain.data.batches import EvalSet as EvalSet
 from spmdtrain.data.batches import EvalWindows, Range, TrainStream, split
@@ -258,11 +259,12 @@ def check_data(data: Any) -> None:
 def open_data(config: RunConfig, source: Source | Tokens | None = None) -> tuple[RunConfig, Data]:
     """Returns the config with vocabulary and `train.epochs` resolved, and the data of the run.
 
-    Without a `source`, the data is the corpus that the config names, split into training and
-    validation. Raises DataError or ConfigError if config and data do not fit.
+    Without a `source`, the data is that of `own.data`, or else the corpus that the config names,
+    split into training and validation. Raises DataError or ConfigError if config and data do not
+    fit.
     """
     check_config(config)
-    config, data = _open(config, source)
+    config, data = _open(config, own_part(config, "data") if source is None else source)
     return counted_in_steps(config, data), data
 
 

@@ -73,13 +73,14 @@ def diff(  # noqa: PLR0913 - one keyword for each thing that a caller may replac
     make: MakeModel | str | None = None,
     devices: Sequence[jax.Device] | None = None,
     seams: Mapping[str, Any] | None = None,
+    own: Sequence[str] = (),
 ) -> Compared:
     """Compares the run in directory `b` with that in `a`.
 
     Where their figures differ in bits, A is replayed with its weights slightly moved, for `steps`
     steps after the first difference, to learn how far rounding goes. With `replays=False` only
-    files are read. `make`, `devices` and `seams` are what A needs for the replay, see `replay`.
-    Raises CheckpointError if one is not a run, or if they have no step in common.
+    files are read. `make`, `devices`, `seams` and `own` are what A needs for the replay, see
+    `replay`. Raises CheckpointError if one is not a run, or if they have no step in common.
     """
     check_make(make)
     steps = as_whole(steps, "steps", 1, MOST_STEPS)
@@ -92,7 +93,7 @@ def diff(  # noqa: PLR0913 - one keyword for each thing that a caller may replac
     settings, count = changed_settings(then.config, now.config, is_same)
     code, places = code_differences(then, now), place_differences(then, now)
     program = program_difference(then, now)
-    scale = Scale(replays, steps, make, devices, seams)
+    scale = Scale(replays, steps, make, devices, seams, own)
     apart = parting(*runs, common, data.step, scale)
     found = RanOtherwise(settings, code, places, data)
     return Compared(

@@ -65,7 +65,7 @@ class Parting:
 class Scale:
     """The way to make siblings of A. `replays`: False compares only the files.
 
-    `make`, `devices` and `seams` are what A needs to be opened, as `replay` takes them.
+    `make`, `devices`, `seams` and `own` are what A needs to be opened, as `replay` takes them.
     """
 
     replays: bool = True
@@ -73,6 +73,7 @@ class Scale:
     make: MakeModel | str | None = None
     devices: Sequence[jax.Device] | None = None
     seams: Mapping[str, Any] | None = None
+    own: Sequence[str] = ()
 
 
 def first_difference(a: WrittenRun, b: WrittenRun, steps: Sequence[int]) -> tuple[int, str] | None:
@@ -123,7 +124,13 @@ def _limits(
         return None, "nothing was replayed"
     try:
         with open_replay(
-            a.run, first, to=last, make=scale.make, devices=scale.devices, seams=scale.seams
+            a.run,
+            first,
+            to=last,
+            make=scale.make,
+            devices=scale.devices,
+            seams=scale.seams,
+            own=scale.own,
         ) as opened:
             taken = range(opened.start + 1, last + 1)
             centre = [a.figures.get(step, {}) for step in taken]

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from spmdtrain.checkpoints.restore import read_document, refuse_own_parts
 from spmdtrain.config.errors import ConfigError, DataError
-from spmdtrain.config.given import as_texts, check_kind
+from spmdtrain.config.given import as_run, as_texts, check_kind
 from spmdtrain.config.load import COMMAND_LINE
 from spmdtrain.data.batches import Range
 from spmdtrain.data.corpus import Corpus, token_corpus
@@ -45,6 +46,7 @@ def evaluate(
     overrides: Sequence[str] = (),
     make: MakeModel | str | None = None,
     ema: bool = False,
+    own: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Returns the loss of `run` after `step` steps (default: the newest) on data or files.
 
@@ -53,6 +55,8 @@ def evaluate(
     of their tokens count. `overrides` may set mesh.* (default: one device) and the settings in
     SETTABLE. `make` is what the run was trained with: a class or its name, as in `model.make`. With
     `ema` the loss is that of the average of the weights, which a run with `optimizer.ema` has.
+    `own` are the files and modules whose code may run if [own] of the run names it: its data and
+    its loss, without which there is no validation as in the run.
 
     The result has "loss" (nats per token), "perplexity", "bits_per_byte" (None if ids have no text,
     or if the model restores some of the tokens), the predicted "tokens" and "bytes", the
@@ -67,6 +71,9 @@ def evaluate(
     """
     paths = as_texts(paths, "paths", "book.txt")
     check_kind(field, str, "field", "the name of a column")
+    if not paths:
+        run = as_run(run, "run")
+        refuse_own_parts(run, read_document(run, own)[1], ("data", "loss"))
     opened = open_run(
         run,
         step=step,
@@ -75,6 +82,7 @@ def evaluate(
         settable=SETTABLE,
         ema=ema,
         with_pairs=not paths,
+        own=own,
     )
     sets = _eval_sets(opened, paths, field)
     takes_all = paths and opened.config.origin.get("eval.batches") != COMMAND_LINE

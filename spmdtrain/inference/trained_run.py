@@ -69,6 +69,7 @@ def open_run(
     settable: Sequence[str] = OF_DEVICES,
     ema: bool = False,
     with_pairs: bool = False,
+    own: Sequence[str] = (),
 ) -> OpenedRun:
     """Returns the weights of `run` after `step` steps, ready to compute with.
 
@@ -76,14 +77,15 @@ def open_run(
     run was trained with: a class or its name, as in `model.make`. The mesh is one device unless
     `overrides` set `mesh.*`; they may set only what is in `settable`. With `ema` the weights are
     the average that was kept with `optimizer.ema`. A run that learned from pairs of answers is read
-    as one that learned from texts, unless `with_pairs`. Raises UserError.
+    as one that learned from texts, unless `with_pairs`. `own` are the files and modules whose code
+    may run if [own] of the run names it. Raises UserError.
     """
     run, step, ema = as_run(run, "run"), as_step(step), as_flag(ema, "ema")
     overrides = as_overrides(overrides)
     settable = as_texts(settable, "settable", "mesh.")
     check_make(make)
     _check_overrides(overrides, settable)
-    saved, named = read_document(run)
+    saved, named = read_document(run, as_texts(own, "own", "mine.py"))
     if not make:
         refuse_own_code(run, saved, named)
     # Mesh and attention depend on the devices of the training, so they are not taken from the run.

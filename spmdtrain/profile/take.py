@@ -22,6 +22,7 @@ def trace_steps(
     *,
     make: MakeModel | str | None = None,
     devices: Sequence[jax.Device] | None = None,
+    own: Sequence[str] = (),
 ) -> list[int]:
     """Repeats steps of a run, traces the last `count` of them into RUN/profile, and returns them.
 
@@ -31,7 +32,7 @@ def trace_steps(
     last = read_written(run).last
     if not last:
         raise CheckpointError(f"{run} has taken no step", fix="a run that has")
-    with open_replay(run, last, make=make, devices=devices) as opened:
+    with open_replay(run, last, make=make, devices=devices, own=own) as opened:
         first = opened.start + WARM + 1
         chosen = range(first, first + count)
         state = opened.begin()

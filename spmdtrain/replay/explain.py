@@ -71,6 +71,7 @@ def explain(
     devices: Sequence[jax.Device] | None = None,
     overrides: Sequence[str] = (),
     seams: Mapping[str, Any] | None = None,
+    own: Sequence[str] = (),
 ) -> Explained:
     """Returns why `step` of a run, or the bad step of a bundle, stands out.
 
@@ -79,7 +80,7 @@ def explain(
     """
     step = asked_step(Path(run), step)
     with open_replay(
-        run, step, overrides=overrides, make=make, devices=devices, seams=seams
+        run, step, overrides=overrides, make=make, devices=devices, seams=seams, own=own
     ) as opened:
         return _Case(opened, step, has_next=not is_bundle(Path(run))).explained()
 

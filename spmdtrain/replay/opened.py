@@ -16,10 +16,17 @@ from spmdtrain.checkpoints.checkpoints import Checkpoints
 from spmdtrain.checkpoints.identity import check_identity, flat
 from spmdtrain.checkpoints.leaves.fingerprint import Fingerprint
 from spmdtrain.checkpoints.meta import Meta
-from spmdtrain.checkpoints.restore import read_document, refuse_own_code
+from spmdtrain.checkpoints.restore import (
+    NamedCode,
+    read_document,
+    refuse_own_code,
+    refuse_own_parts,
+    take_code,
+)
 from spmdtrain.config.errors import CheckpointError, ConfigError
 from spmdtrain.config.given import as_run
 from spmdtrain.config.load import as_overrides, from_resolved, resolved
+from spmdtrain.config.own.parts import with_own_parts
 from spmdtrain.config.run_files import given_in
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.source import Data, open_data, recall_progress
@@ -79,14 +86,16 @@ def open_replay(  # noqa: PLR0913 - one keyword for each thing that a caller may
     make: MakeModel | str | None = None,
     devices: Sequence[jax.Device] | None = None,
     seams: Mapping[str, Any] | None = None,
+    own: Sequence[str] = (),
     settable: Sequence[str] = (*OF_PLACEMENT, *OF_PLACES),
 ) -> Iterator[Opened]:
     """Opens `run` at the newest checkpoint before `step`, to be replayed up to `to`.
 
     `run` is the directory of a run, or a bundle, whose bad step is `step` at the latest. Without
     such a checkpoint it begins like the run. `seams` are what `run` got as optimizer=,
-    learning_rate=, loss= and data=. Raises UserError if the run has not taken these steps, or is
-    not what its checkpoints say.
+    learning_rate=, loss= and data=; `own` are the files and modules whose code may run if [own] of
+    the run names it. Raises UserError if the run has not taken these steps, or is not what its
+    checkpoints say.
     """
     run = as_run(run, "run")
     overrides = as_overrides(overrides)
@@ -97,10 +106,12 @@ def open_replay(  # noqa: PLR0913 - one keyword for each thing that a caller may
     last = step if to is None else to
     if bundle is None:
         written.check_steps(step, last)
-    saved, named = settings_at(written, last)
+    saved, named = settings_at(written, last, own)
     if not make:
         refuse_own_code(run, saved, named)
     given = dict.fromkeys(SEAMS) | dict(seams or {})
+    of_bundle = {"data"} if bundle and bundle.data else set()
+    refuse_own_parts(run, named, SEAMS, {part for part in SEAMS if given[part]} | of_bundle)
     config = from_resolved(saved, overrides)
     if config.islands.are_several:
         raise ConfigError(
@@ -112,6 +123,7 @@ def open_replay(  # noqa: PLR0913 - one keyword for each thing that a caller may
         data = bundle.data
     else:
         config, data = open_data(config, given["data"])
+    given = with_own_parts(config, given)
     holds = bundle.run if bundle else run
     parts = {name: given[name] for name in SEAMS if name != "data"}
     setup = shard(config, make, devices or devices_of(config), **parts)
@@ -173,16 +185,19 @@ def _opened(source: _Source, step: int, elsewhere: bool) -> Opened:
     )
 
 
-def settings_at(written: WrittenRun, step: int) -> tuple[dict[str, Any], str | None]:
-    """Returns (the resolved settings with which `step` was taken, without model.make; that value).
+def settings_at(
+    written: WrittenRun, step: int, own: Sequence[str] = ()
+) -> tuple[dict[str, Any], NamedCode]:
+    """Returns (the resolved settings with which `step` was taken, the code that they named).
 
-    A run of an older version recorded only those of its last start.
+    They keep the parts of [own] that are in the files or modules `own`, and no other code. A run of
+    an older version recorded only those of its last start.
     """
     start = written.start_of(step)
     if start is None:
-        return read_document(written.run)
+        return read_document(written.run, own)
     saved = json.loads(json.dumps(start))  # a copy, which may be changed
-    return saved, saved["config"]["model"].pop("make", None)
+    return saved, take_code(saved, own)
 
 
 def check_one_start(written: WrittenRun, first: int, last: int) -> None:

@@ -71,11 +71,13 @@ def replay(  # noqa: PLR0913 - one keyword for each thing that a caller may repl
     learning_rate: Any = None,
     loss: Any = None,
     data: Any = None,
+    own: Sequence[str] = (),
 ) -> Replayed:
     """Repeats the steps of `run` from the checkpoint before `step` up to `to`.
 
     `run` may be a bundle, whose bad step is then the default of `step`. Without `to` the last one
-    is `step`. `overrides` are `a.b=c` strings for another mesh; the other keywords are what the run
+    is `step`. `overrides` are `a.b=c` strings for another mesh; `own` are the files and
+    modules whose code may run if [own] of the run names it; the other keywords are what the run
     got, see `run`. Raises UserError if the run has not taken these steps or cannot be opened.
     """
     step = as_whole(asked_step(Path(run), step), "step", 1, LAST_STEP)
@@ -84,7 +86,7 @@ def replay(  # noqa: PLR0913 - one keyword for each thing that a caller may repl
         raise ConfigError(f"to={last} is before step={step}", fix=f"to={step} or later")
     seams = {"optimizer": optimizer, "learning_rate": learning_rate, "loss": loss, "data": data}
     with open_replay(
-        run, step, to=last, overrides=overrides, make=make, devices=devices, seams=seams
+        run, step, to=last, overrides=overrides, make=make, devices=devices, seams=seams, own=own
     ) as opened:
         return _elsewhere(opened, last) if opened.elsewhere else _here(opened, last)
 

@@ -58,6 +58,8 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may replace
     what was predicted, compiled and measured. Raises UserError for a mistake of the caller or the
     user.
 
+    A part that is not given is the one that `config.own` names, if any.
+
     Args:
       fresh: set an older run in `directory` aside and start from scratch.
       step: go back to this checkpoint; those of later steps are set aside.
@@ -83,13 +85,13 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may replace
     seams = {"optimizer": optimizer, "learning_rate": learning_rate, "loss": loss, "data": data}
     prepared = prepare(config, where.directory, devices, seams, where.fresh, where.step)
     stages.enter("making the model")
-    setup = shard(
-        prepared.config, make, devices, optimizer=optimizer, learning_rate=learning_rate, loss=loss
-    )
+    parts = {name: each for name, each in prepared.seams.items() if name != "data"}
+    setup = shard(prepared.config, make, devices, **parts)
+    sinks = [*where.sinks, bundling(prepared.data)]
     with (
         kernels.decided(setup),
         bundled_at_crash(prepared.directory, setup.config, prepared.data),
-        open_session(prepared, setup, state, [*sinks, bundling(prepared.data)], hooks) as session,
+        open_session(prepared, setup, state, sinks, where.hooks) as session,
     ):
         start = resume_or_begin(session)
         if idle := nothing_to_do(session, start):

@@ -49,6 +49,8 @@ def shard(
         of the tokens, or several by name, `loss` among them; training minimises the mean of their
         sum. It is called with a part of the tokens at once. Evaluation has only `loss`. Pass
         values that are only reported through `jax.lax.stop_gradient`. Default: cross-entropy.
+
+    Where one of the three is None, it is the one that `config.own` names.
     """
     check_config(config)
     mesh = build_mesh(config.mesh, devices, config.origin)
@@ -76,8 +78,7 @@ def shard_on(
     model, update_rules = with_update_rules(config, model, optimizer)
     check_frozen(config, model)
     token_loss.check_multi_token(config, model, stages)
-    if loss is not None:
-        token_loss.check(config.train, loss, config.vocab)
+    loss = token_loss.choose(config, loss)
     specs, padding, state = lay_to_rest(config, mesh, model, update_rules, config.train.zero)
     gathered = gathered_weights(model, specs)
     by_layers = gathered if table is None else {}

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from pallas_kernels.loss import linear_cross_entropy, linear_token_loss
 from spmdtrain.compiled.parts import part
 from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.own.parts import own_part
 from spmdtrain.config.schema import RunConfig, TrainConfig
 from spmdtrain.models.abstract import AbstractModel
 from spmdtrain.models.logits import logit_shape
@@ -54,10 +55,19 @@ def make_sum_losses(
     return partial(_sum_cross_entropy, options)
 
 
-def check(config: TrainConfig, own: TokenLoss, vocab: int) -> None:
-    """Raises ConfigError if `own` is not a loss of tokens, or if settings would shape the loss that
-    it replaces.
+def choose(config: RunConfig, own: TokenLoss | None) -> TokenLoss | None:
+    """Returns `own`, or the loss that `own.loss` names; None if it is that of the settings.
+
+    Raises ConfigError if it is not a loss of tokens, or if settings would shape the loss that it
+    replaces.
     """
+    own = own_part(config, "loss") if own is None else own
+    if own is not None:
+        _check(config.train, own, config.vocab)
+    return own
+
+
+def _check(config: TrainConfig, own: TokenLoss, vocab: int) -> None:
     if config.learns_pairs:
         what = f"train.preference={config.preference!r} is a loss of pairs, not loss="
         raise ConfigError(what, fix="one of both")

@@ -13,7 +13,8 @@ from helpers import tiny
 import spmdtrain as st
 from spmdtrain.cli import main
 from spmdtrain.config import ConfigError, to_toml
-from spmdtrain.models.choose import choose_model, import_model
+from spmdtrain.config.own.names import import_named
+from spmdtrain.models.choose import choose_model
 from spmdtrain.planner.cost.flops import model_flops_per_token
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -143,7 +144,7 @@ def test_a_name_that_leads_to_no_model_is_one_line(here, make, said):
     (here / "syntax.py").write_text("class :\n")
     (here / "json.py").write_text("")
     with pytest.raises(ConfigError, match=said) as refused:
-        import_model(make)
+        import_named(make, "model.make")
     assert "\n" not in str(refused.value)
 
 
@@ -179,7 +180,7 @@ def test_a_file_that_has_changed_is_read_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for number in (1, 2):
         Path("changing_model.py").write_text(f"class Model:\n    number = {number}\n")
-        assert import_model("changing_model.py:Model").number == number
+        assert import_named("changing_model.py:Model", "model.make").number == number
 
 
 def test_free_settings_survive_toml(tmp_path):

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from spmdtrain.config.own.section import PARTS
 from spmdtrain.config.schema import RunConfig, Settings
 
 Values = dict[str, Any]  # dotted name -> value
@@ -120,7 +121,11 @@ VALUES: dict[str, Sequence[Any]] = {
     "rules.activations": (),
 }
 NOT_DRAWN = {
-    "model.make": "names a file of the person's; tests/running/test_make.py has it",
+    "model.make": "names a file of the person's; tests/checkpoints/test_own_model_by_name.py has it",
+    **dict.fromkeys(
+        (f"own.{part}" for part in (*PARTS, "arguments")),
+        "names code of the person's; tests/running/test_own_by_name.py has it",
+    ),
     "model.extra": "is typed by such a model",
     "model.mup_base": "asks for some optimizers; tests/certify/test_widths.py has it",
     "model.rope_scaling": "a table; tests/models/test_families.py has it",

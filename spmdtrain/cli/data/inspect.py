@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from spmdtrain.cli.devices import without_devices
-from spmdtrain.cli.shared_arguments import add_set, positive_int
+from spmdtrain.cli.shared_arguments import add_own, add_set, positive_int
 from spmdtrain.config import DONE, DataError, load
 from spmdtrain.config.schema import RunConfig
 
@@ -39,6 +39,7 @@ def add_inspect(commands) -> None:
         help="show what counts in the loss in green instead of marking the rest as [-masked-] "
         "(default: auto, in a terminal)",
     )
+    add_own(inspect)
     add_set(inspect, "override one setting, of a run data.path or data.tokenizer; may be repeated")
     inspect.add_argument("--json", action="store_true", help="print JSON")
     inspect.set_defaults(command=run_inspect)
@@ -97,6 +98,7 @@ def run_inspect(parsed: argparse.Namespace) -> int:
 
 def _settings_of_run(parsed: argparse.Namespace) -> "tuple[RunConfig, WrittenRun]":
     """Returns the settings with which a run took the step, and what it wrote."""
+    from spmdtrain.checkpoints.restore import refuse_own_parts
     from spmdtrain.config.load import as_overrides, from_resolved
     from spmdtrain.replay.opened import OF_PLACES, check_settable, settings_at
     from spmdtrain.replay.written import read_written
@@ -105,7 +107,9 @@ def _settings_of_run(parsed: argparse.Namespace) -> "tuple[RunConfig, WrittenRun
     check_settable(overrides, OF_PLACES)
     written = read_written(Path(parsed.path))
     written.check_steps(parsed.step, parsed.step)
-    return from_resolved(settings_at(written, parsed.step)[0], overrides), written
+    saved, named = settings_at(written, parsed.step, parsed.own)
+    refuse_own_parts(written.run, named, ("data",))
+    return from_resolved(saved, overrides), written
 
 
 def _is_as_recorded(

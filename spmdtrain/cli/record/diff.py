@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from spmdtrain.cli.record.replay import take_flags
 from spmdtrain.cli.run.waiting import waiting
-from spmdtrain.cli.shared_arguments import add_devices, add_make, positive_int
+from spmdtrain.cli.shared_arguments import add_devices, add_make, add_own, positive_int
 from spmdtrain.config import DONE, UNEQUAL
 from spmdtrain.diff import FEW
 
@@ -39,6 +39,7 @@ def add_diff(commands) -> None:
         help="compare only the files, so what is due to rounding stays unclear",
     )
     add_make(diff)
+    add_own(diff)
     diff.add_argument("--json", action="store_true", help="print JSON")
     add_devices(diff)
     diff.set_defaults(command=run_diff)
@@ -57,6 +58,7 @@ def run_diff(parsed: argparse.Namespace) -> int:
             replays=not parsed.no_replay,
             steps=parsed.steps,
             make=parsed.make,
+            own=parsed.own,
         )
     print(json.dumps(found.document()) if parsed.json else describe(found))
     return DONE if found.verdict in ("identical", "rounding") else UNEQUAL

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from spmdtrain.cli.record.replay import take_flags
 from spmdtrain.cli.run.waiting import waiting
-from spmdtrain.cli.shared_arguments import add_devices, add_make, positive_int
+from spmdtrain.cli.shared_arguments import add_devices, add_make, add_own, positive_int
 from spmdtrain.config import DONE, UNEQUAL
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ def add_explain(commands) -> None:
         help="the step in question (default: the bad step of a bundle)",
     )
     add_make(explain)
+    add_own(explain)
     explain.add_argument("--json", action="store_true", help="print JSON")
     add_devices(explain)
     explain.set_defaults(command=run_explain)
@@ -38,7 +39,7 @@ def run_explain(parsed: argparse.Namespace) -> int:
     with waiting(parsed, f"replaying {parsed.run}"):
         from spmdtrain.replay.explain import explain
 
-        found = explain(parsed.run, parsed.step, make=parsed.make)
+        found = explain(parsed.run, parsed.step, make=parsed.make, own=parsed.own)
     print(json.dumps(found.document()) if parsed.json else describe(found))
     return UNEQUAL if found.cause == "machine" else DONE
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from spmdtrain.cli.record.replay import take_flags
 from spmdtrain.cli.run.waiting import waiting
-from spmdtrain.cli.shared_arguments import add_devices, add_make, positive_int
+from spmdtrain.cli.shared_arguments import add_devices, add_make, add_own, positive_int
 from spmdtrain.config import DONE, CheckpointError
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ def add_profile(commands) -> None:
         "traced)",
     )
     add_make(profile)
+    add_own(profile)
     profile.add_argument("--json", action="store_true", help="print JSON")
     add_devices(profile)
     profile.set_defaults(command=run_profile)
@@ -48,7 +49,7 @@ def run_profile(parsed: argparse.Namespace) -> int:
 
         steps = traced_steps(run)
         if parsed.steps:
-            steps = trace_steps(run, parsed.steps, make=parsed.make)
+            steps = trace_steps(run, parsed.steps, make=parsed.make, own=parsed.own)
         if not steps:
             what = f"{run} has no traced step"
             raise CheckpointError(what, fix="--steps 3, which takes some again")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spmdtrain.cli.run.waiting import waiting
-from spmdtrain.cli.shared_arguments import add_devices, add_make, add_set, positive_int
+from spmdtrain.cli.shared_arguments import add_devices, add_make, add_own, add_set, positive_int
 from spmdtrain.config import DONE, UNEQUAL
 from spmdtrain.replay.starts import flags_of, read_start
 
@@ -33,6 +33,7 @@ def add_replay(commands) -> None:
         "--to", type=positive_int, metavar="M", help="continue up to step M (default: N)"
     )
     add_make(replay)
+    add_own(replay)
     add_set(replay, "e.g. mesh.tensor=2: on another mesh, the steps are equal except for rounding")
     replay.add_argument("--json", action="store_true", help="print JSON")
     add_devices(replay)
@@ -49,7 +50,12 @@ def run_replay(parsed: argparse.Namespace) -> int:
         from spmdtrain.replay.replay import replay
 
         found = replay(
-            parsed.run, parsed.step, to=parsed.to, overrides=parsed.set, make=parsed.make
+            parsed.run,
+            parsed.step,
+            to=parsed.to,
+            overrides=parsed.set,
+            make=parsed.make,
+            own=parsed.own,
         )
     print(json.dumps(found.document()) if parsed.json else describe(found))
     return DONE if found.equal else UNEQUAL

@@ -9,6 +9,7 @@ from spmdtrain.cli.shared_arguments import (
     add_devices,
     add_ema,
     add_make,
+    add_own,
     add_set,
     add_step,
     of_run,
@@ -45,6 +46,7 @@ def add_eval(commands) -> None:
         "--limit", type=positive_int, metavar="N", help="examples per task (default: all)"
     )
     add_make(evaluate)
+    add_own(evaluate)
     add_ema(evaluate)
     add_set(evaluate, "e.g. mesh.data=8 (default: one device) or eval.batches=4")
     evaluate.add_argument("--json", action="store_true", help="print JSON")
@@ -66,6 +68,7 @@ def run_eval(parsed: argparse.Namespace) -> int:
             parsed.run,
             parsed.paths,
             field=parsed.field,
+            own=parsed.own,
             **of_run(parsed),
         )
     if parsed.json:

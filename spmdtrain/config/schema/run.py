@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field, PrivateAttr, model_validator
 
 from spmdtrain.config.given import as_whole, check_kind
+from spmdtrain.config.own.section import OwnConfig
 from spmdtrain.config.schema.checkpoint import CheckpointConfig
 from spmdtrain.config.schema.data import DataConfig
 from spmdtrain.config.schema.eval import EvalConfig
@@ -56,6 +57,7 @@ class RunConfig(Settings):
     guard: GuardConfig = GuardConfig()
     log: LogConfig = LogConfig()
     rules: RulesConfig = RulesConfig()
+    own: OwnConfig = OwnConfig()
 
     _origin: dict[str, str] = PrivateAttr(default_factory=dict)
     _notes: list[str] = PrivateAttr(default_factory=list)

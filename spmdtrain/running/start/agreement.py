@@ -91,7 +91,8 @@ def check_model(setup: Setup) -> None:
     if jax.process_count() == 1:
         return
     code = code_of(setup)
-    sources = {f"the source of {name}": digest for name, digest in code["sources"].items()}
+    named = {**code["sources"], **code.get("own", {})}
+    sources = {f"the source of {name}": digest for name, digest in named.items()}
     devices = [device.id for device in setup.mesh.devices.flat]
     _compare({"the model": code["class"]} | sources | {"the devices of the mesh": devices})
 

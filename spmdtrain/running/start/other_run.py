@@ -39,10 +39,10 @@ OF_NO_LEAF = {
 def recorded(run: Path) -> dict[str, Any]:
     """Returns the settings of a run by dotted name; empty if its config.json is unreadable."""
     try:
-        document, make = read_document(run)
+        document, named = read_document(run)
     except CheckpointError:
         return {}
-    return flat(given_in(document)) | {"model.make": make}
+    return flat(given_in(document)) | {"model.make": named.make}
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from spmdtrain.config.own.parts import with_own_parts
 from spmdtrain.config.run_files import newest_step
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.source import Data, Source, Tokens, open_data
@@ -22,8 +23,8 @@ class Prepared:
     """The data, config and directory of a run that is about to start.
 
     `config` is the one to train with: it has the vocabulary of `data` and a mesh that fits the
-    devices (`adapted` explains how). `seams` holds what the caller replaced, by keyword. With
-    `fresh`, an older run in `directory` is set aside; with `step`, the run goes back to the
+    devices (`adapted` explains how). `seams` holds what the caller or [own] replaced, by keyword.
+    With `fresh`, an older run in `directory` is set aside; with `step`, the run goes back to the
     checkpoint of that step. It was launched at the time `launched`.
     """
 
@@ -58,6 +59,7 @@ def prepare(
     launched = clocks.launched()
     stages.enter("opening the data")
     config, data = open_data(asked, seams["data"])
+    seams = with_own_parts(config, seams)
     check_start(asked, data, seams, directory, fresh, step)
     check_chosen(directory, step, config, fresh)
     adapted = adapt(config, directory, devices, fresh)

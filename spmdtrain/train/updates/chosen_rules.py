@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.own.parts import own_part
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import AbstractModel
 from spmdtrain.models.context import ForwardContext
@@ -16,12 +17,14 @@ def with_update_rules(
 ) -> tuple[AbstractModel, optimizers.UpdateRules]:
     """Returns (model, update rules by path); a parameter without a rule is frozen in the model.
 
-    The rules are those of the caller's `optimizer`, or of the settings if it is None. The biases of
-    routers have their own.
+    The rules are those of the caller's `optimizer`; if it is None, those of `own.optimizer` or of
+    the settings. The biases of routers have their own.
     """
     trained = {path: each for path, each in model.parameters.items() if each.is_trained}
     of_loads = router_load.update_rules(config.model.experts, trained)
     trained = {path: each for path, each in trained.items() if path not in of_loads}
+    if optimizer is None:
+        optimizer = own_part(config, "optimizer")
     if optimizer is None:
         update_rules = shipped_update_rules(config.optimizer, trained, config.model.width_factor)
     elif config.model.mup_base is not None:

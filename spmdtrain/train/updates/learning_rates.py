@@ -11,15 +11,19 @@ import numpy as np
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.given import shown
+from spmdtrain.config.own.parts import own_part
 from spmdtrain.config.schema import OptimizerConfig, RunConfig
 
 LearningRate = Callable[[jax.Array], Any]  # 0-based step -> learning rate
 
 
 def make_learning_rate(config: RunConfig, own: LearningRate | None) -> LearningRate:
-    """Returns a function from a 0-based step to its learning rate, a float32 scalar: custom, or by
-    the settings.
+    """Returns a function from a 0-based step to its learning rate, a float32 scalar.
+
+    It is `own`, or that of `own.learning_rate`, or by the settings.
     """
+    if own is None:
+        own = own_part(config, "learning_rate")
     if own is None:
         return partial(learning_rate, config.optimizer, config.train.steps)
     takes = (
