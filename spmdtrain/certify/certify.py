@@ -119,7 +119,7 @@ def certify(  # noqa: PLR0913 - what is asked of a certificate
         say(line_of(number + 1, len(layouts), found.layouts[-1]))
     resume = resume and not (first and found.wrong)
     if resume and (resumable := _resumable(found.layouts)):
-        found.resume = resumed(shrunk.config, resumable.settings, resumable.devices, own)
+        found.resume = resumed(shrunk.config, resumable.overrides, resumable.devices, own)
         say(told("resume", found.resume))
     found.seconds = time.monotonic() - start
     return found
@@ -159,7 +159,7 @@ def examine(reference: Reference, layout: Layout, own: Own) -> Examined:
 
 
 def _compared(reference: Reference, layout: Layout, own: Own) -> list[FigureApart]:
-    config = with_settings(reference.stepper.setup.config, layout.settings)
+    config = with_settings(reference.stepper.setup.config, layout.overrides)
     stepper = Stepper(config, jax.devices()[: layout.devices], own)
     begun, want = without_step(stepper.begin()), reference.states[0]
     unlike = (

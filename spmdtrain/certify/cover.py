@@ -25,7 +25,7 @@ DEVICES = 8
 AXES = tuple(MeshConfig().sizes)
 STREAM = "rules.activations.stream_time=context,tensor"
 COLLECTIVE = ("mesh.collective_matmul=true", STREAM)
-UNEVEN = f"pipeline.schedule={Path(__file__).with_name('uneven.csv')}"
+UNEVEN = "pipeline.schedule=uneven.csv"  # the file beside this one, wherever it is installed
 WHOLE_HEADS = tuple(
     f"rules.{each}="
     for each in ("parameters.kv_heads", "activations.kv_heads", "activations.heads")
@@ -47,6 +47,18 @@ class Layout:
         axes = " x ".join(f"{_axis_of(text)} {text.partition('=')[2]}" for text in mesh)
         others = (_spoken(text) for text in rest)
         return ", ".join(filter(None, (axes or "one device", *others)))
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """The settings as this machine can apply them, with the path of the schedule beside this
+        file unless the working directory has one of its name.
+        """
+        key, _, name = UNEVEN.partition("=")
+        here = Path(__file__).with_name(name)
+        is_here = not Path(name).exists()
+        return tuple(
+            f"{key}={here}" if text == UNEVEN and is_here else text for text in self.settings
+        )
 
     @property
     def has_stages(self) -> bool:

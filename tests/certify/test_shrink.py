@@ -72,7 +72,7 @@ def test_a_published_run_keeps_its_features_and_its_layouts_fit(path):
     shrunk = shrink(real)
     assert_kept(shrunk.config, real)
     for layout in cover(real):
-        with_settings(shrunk.config, layout.settings)
+        with_settings(shrunk.config, layout.overrides)
 
 
 def test_a_hundred_drawn_runs_keep_their_features():
@@ -137,7 +137,7 @@ def test_a_model_as_it_is_fits_a_ring_of_more_devices_than_heads():
     assert "mesh.tensor=4" in before.settings and small.model.kv_heads == 2
 
     def laid_out(layout: Layout) -> None:
-        config = with_settings(small, layout.settings)
+        config = with_settings(small, layout.overrides)
         shard_on(config, AbstractMesh(tuple(config.mesh.sizes.values()), AXES))
 
     with pytest.raises(ConfigError, match="kv_heads=2"):
@@ -146,11 +146,25 @@ def test_a_model_as_it_is_fits_a_ring_of_more_devices_than_heads():
     assert fitted([after], small) == [after]
 
 
+def _uneven_file(layout: Layout) -> str:
+    (file,) = (each for each in layout.overrides if each not in layout.settings)
+    return file.partition("=")[2]
+
+
+def test_a_layout_names_no_place_of_the_machine_that_chose_it(tmp_path, monkeypatch):
+    assert not any("/" in text for layout in cover(RunConfig()) for text in layout.settings)
+    (layout,) = given([UNEVEN])
+    assert Path(_uneven_file(layout)).is_absolute()
+    monkeypatch.chdir(tmp_path)
+    Path("uneven.csv").write_text("one of the person's own")
+    assert layout.overrides == layout.settings
+
+
 def test_in_the_uneven_schedule_all_work_waits_and_every_kind_of_it_stands_still():
     (layout,) = [each for each in cover(RunConfig()) if UNEVEN in each.settings]
     assert layout.name == "pipeline 3 x fsdp 2, microbatch 4, chunks 2, uneven"
     microbatches = BATCH // 2 // 4
-    table = choose_table(UNEVEN.partition("=")[2], 3, 2, microbatches)
+    table = choose_table(_uneven_file(layout), 3, 2, microbatches)
     assert table.activations_wait and table.cotangent_slots and table.deferred_slots
     for kind in ("forward", "backward", "weight"):
         works = getattr(table, f"{kind}_microbatch") >= 0
@@ -161,7 +175,8 @@ def test_in_the_uneven_schedule_all_work_waits_and_every_kind_of_it_stands_still
 
 def test_in_the_uneven_schedule_a_stage_idles_beside_a_cotangent_that_nobody_needs():
     """A backward without work makes more than zeros of it only in a tick that runs the head."""
-    table = choose_table(UNEVEN.partition("=")[2], 3, 2, BATCH // 2 // 4)
+    (layout,) = given([UNEVEN])
+    table = choose_table(_uneven_file(layout), 3, 2, BATCH // 2 // 4)
     leaves = table.leaving_microbatch[:-1] >= 0  # so its cotangent goes on, to the last stage
     head = table.head_microbatch[1:] >= 0
     idle = (table.backward_microbatch[1:, -1] < 0) & (table.weight_microbatch[1:, -1] < 0)
@@ -175,7 +190,7 @@ def test_drawn_layouts_are_the_same_for_a_seed_and_mostly_load():
     assert drawn[:50] != draw_layouts(small, 50, seed=1)
     assert len({layout.settings for layout in drawn}) == 200
     for layout in drawn:
-        with_settings(small, layout.settings)
+        with_settings(small, layout.overrides)
 
 
 def test_a_file_of_layouts_is_one_a_line():

@@ -121,7 +121,7 @@ VALUES: dict[str, Sequence[Any]] = {
     "rules.activations": (),
 }
 NOT_DRAWN = {
-    "model.make": "names a file of the person's; tests/checkpoints/test_own_model_by_name.py has it",
+    "model.make": "names a person's file; tests/checkpoints/test_own_model_by_name.py has it",
     **dict.fromkeys(
         (f"own.{part}" for part in (*PARTS, "arguments")),
         "names code of the person's; tests/running/test_own_by_name.py has it",

@@ -32,7 +32,7 @@ def narrow_sums(small: RunConfig, layout: Layout, own: Own) -> Witness:
     name = f"gradients cross devices in {small.precision.accumulate} ({layout.name})"
     if small.precision.accumulate != "float32":
         return Witness(name, None, "16 bits are asked for")
-    config = open_data(with_settings(small, layout.settings))[0]
+    config = open_data(with_settings(small, layout.overrides))[0]
     setup = own.shard(config, jax.devices()[: layout.devices])
     sums = [
         each

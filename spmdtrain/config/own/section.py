@@ -22,7 +22,7 @@ PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 class OwnConfig(Settings):
-    """Parts of your own, each as `FILE.py:NAME` or `package.module:NAME`.
+    """The parts of a run that are your own code, as `FILE.py:NAME` or `package.module:NAME`.
 
     A name leads to what `run` takes as a keyword, or to a function that returns it.
     """
