@@ -38,6 +38,7 @@ DEFAULT = "default"
 NONE = "none"
 # A key of [model] that is not a setting: it stands for the settings of an existing model.
 FROM = "from"
+OWN = "own"  # the section of a person's code: a setting of the same name elsewhere is meant first
 MOST_NAMED = 24  # settings of a section listed in a refusal
 # What users of other trainers look for first. Dotted key -> the missing feature.
 NOT_YET = {
@@ -629,6 +630,7 @@ def _unknown(path: KeyPath, names: Collection[str], where: str) -> ConfigError:
         for choice in _alternatives(field.annotation):
             if known in choice.model_fields:
                 owners.append((other, choice.model_fields.get("name")))
+    owners = [each for each in owners if each[0] != OWN] or owners
     mine = [field for other, field in owners if field and [other] == section and name == known]
     classes = [repr(field.default) for field in mine]
     close = nearest(name, names)
@@ -661,7 +663,7 @@ def settings_called(name: str) -> list[str]:
         for setting in choice.model_fields
         if setting in (last, usual(last))
     }
-    return list(keys)
+    return [key for key in keys if not key.startswith(f"{OWN}.")] or list(keys)
 
 
 # --- writing ----------------------------------------------------------------------------------
