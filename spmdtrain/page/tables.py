@@ -1,8 +1,11 @@
 """Writes the tables of the page: settings with their origins, checkpoints, and the environment."""
 
 import json
+import shlex
+from pathlib import Path
 from typing import Any
 
+from spmdtrain.config.run_files import DERIVED
 from spmdtrain.page.read import RunRead
 from spmdtrain.page.words import safe, seconds, size
 
@@ -22,7 +25,7 @@ def settings(runs: list[RunRead]) -> str:
     differ = [
         n for n in names if len({json.dumps(each.get(n), sort_keys=True) for each in flat}) > 1
     ]
-    chosen = [n for n in names if any(run.origin.get(n, DEFAULT) != DEFAULT for run in runs)]
+    chosen = [n for n in names if any(_is_chosen(run.origin.get(n)) for run in runs)]
     found = ""
     if len(runs) > 1:
         said = _table(runs, flat, differ) if differ else "<p>Nothing: all settings are alike.</p>"
@@ -31,6 +34,11 @@ def settings(runs: list[RunRead]) -> str:
         found += f"<h3>What somebody chose</h3>{_table(runs, flat, chosen)}"
     every = _table(runs, flat, names)
     return f"{found}<details><summary>all {len(names)} settings</summary>{every}</details>"
+
+
+def _is_chosen(origin: Any) -> bool:
+    """Returns True if somebody set this: it is neither a default nor follows from others."""
+    return origin not in (None, DEFAULT, DERIVED)
 
 
 def _flat(run: RunRead) -> dict[str, Any]:
@@ -94,6 +102,16 @@ def _loss(value: float | None) -> str:
     return "–" if value is None or value != value else f"{value:.4f}"
 
 
+def _command(argv: Any) -> str | None:
+    """Returns what was typed, as a shell takes it again; None if it was not recorded."""
+    if not isinstance(argv, list) or not argv:
+        return None
+    first, *rest = map(str, argv)
+    is_module = Path(first).parts[-2:] == ("spmdtrain", "__main__.py")
+    typed = "python -m spmdtrain" if is_module else ""
+    return " ".join(filter(None, (typed or shlex.quote(first), shlex.join(rest))))
+
+
 def environment(run: RunRead) -> str:
     """Returns the environment of the newest attempt."""
     launches = run.of("launched")
@@ -102,7 +120,7 @@ def environment(run: RunRead) -> str:
     last = launches[-1]
     versions, devices = last.get("versions"), last.get("devices")
     found = {
-        "command": " ".join(map(str, last["argv"])) if isinstance(last.get("argv"), list) else None,
+        "command": _command(last.get("argv")),
         "host": last.get("host"),
         "processes": last.get("processes"),
         "devices": (

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from spmdtrain.cli import main
 from spmdtrain.config import CheckpointError, RunConfig, resolved
+from spmdtrain.page import tables
 from spmdtrain.page.columns import MetricsFile, smoothed, thinned
 from spmdtrain.page.page import page
 from spmdtrain.page.read import RunRead, RunReader
@@ -188,6 +189,40 @@ def test_every_figure_of_the_head_is_that_of_the_files(run):
     assert f"step {STEPS} of {STEPS}" in words and "finished" in words
     assert "data 2" in words and "25%" in words  # of what is sent is hidden
     assert "train.steps" in words and "--set" in words
+
+
+def test_only_what_somebody_chose_is_listed_as_chosen(run, tmp_path):
+    other = shutil.copytree(run, tmp_path / "run")
+    config = json.loads((other / "config.json").read_text())
+    config["origin"] |= {"model.ffn": "derived", "model.embed": "some.toml"}
+    (other / "config.json").write_text(json.dumps(config))
+    before, _, after = page_of(other).partition("What somebody chose")
+    chosen = after.partition("<details>")[0]
+    assert before and ">model.embed<" in chosen and ">model.ffn<" not in chosen
+
+
+def test_collectives_are_listed_where_the_times_that_a_loop_runs_are_unknown(run, tmp_path):
+    other = shutil.copytree(run, tmp_path / "run")
+    compiled = json.loads((other / "compiled.json").read_text())
+    compiled.pop("traffic")
+    row = {"kind": "all-to-all", "axis": "expert", "inside_loop": True, "count": 8, "bytes": 640}
+    (other / "compiled.json").write_text(json.dumps(compiled | {"collectives": [row]}))
+    words = Tree(page_of(other)).text()
+    assert re.search(r"expert\s+all-to-all\s+8\s+640 B\s+a loop", words), words
+    assert "depends on the data" in words
+
+
+@pytest.mark.parametrize(
+    ("argv", "typed"),
+    [
+        (["/a/bin/spmdtrain", "train", "x.toml"], "/a/bin/spmdtrain train x.toml"),
+        (["/a/spmdtrain/__main__.py", "train", "a b.toml"], "python -m spmdtrain train 'a b.toml'"),
+        (["my_train.py"], "my_train.py"),
+        ([], None),
+    ],
+)
+def test_the_command_can_be_typed_again(argv, typed):
+    assert tables._command(argv) == typed
 
 
 def test_a_page_of_several_runs_names_what_differs(run, tmp_path):

@@ -54,7 +54,10 @@ def _bar(name: str, parts: dict[str, float], top: float) -> str:
 
 
 def ledger(run: RunRead) -> str:
-    """Returns what a device sends in a step, by mesh axis; empty if nothing crosses the network."""
+    """Returns what a device sends in a step, by mesh axis; empty if nothing crosses the network.
+
+    If nobody knows how often a loop runs, it returns what its body has once.
+    """
     sent: dict[str, float] = defaultdict(float)
     hidden: dict[str, float] = defaultdict(float)
     kinds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -66,7 +69,7 @@ def ledger(run: RunRead) -> str:
                     hidden[axis] += beside
                     kinds[axis][kind] += count
     if not sent:
-        return ""
+        return _ledger_of_text(run) if run.compiled.get("traffic") is None else ""
     top = max(sent.values())
     rows = []
     for axis, count in sorted(sent.items(), key=lambda each: -each[1]):
@@ -89,6 +92,31 @@ def ledger(run: RunRead) -> str:
         "</table></div><p class=dim>What a device sends in a step, counted in the compiled "
         "program, loops by how often they run. Hidden: a matmul or a loop stands between start "
         "and end; the CPU's compiler hides nothing.</p>"
+    )
+
+
+def _ledger_of_text(run: RunRead) -> str:
+    """Returns the collectives that the text of the program has, each loop's body once."""
+    rows = []
+    for each in run.compiled.get("collectives") or ():
+        match each:
+            case {"axis": str(axis), "kind": str(kind), "count": count, "bytes": held} if is_number(
+                count
+            ) and is_number(held):
+                place = "a loop" if each.get("inside_loop") else "the step"
+                rows.append(
+                    f"<tr><th scope=row>{safe(axis.replace('+', ' + '))}</th><td>{safe(kind)}</td>"
+                    f"<td class=num>{count:,.0f}</td><td class=num>{size(held)}</td>"
+                    f"<td>{place}</td></tr>"
+                )
+    if not rows:
+        return ""
+    return (
+        "<div class=scroll><table class=ledger><thead><tr><th>axis</th><th>kind</th>"
+        "<th class=num>number</th><th class=num>bytes</th><th>inside</th></tr></thead>"
+        f"<tbody>{''.join(rows)}</tbody></table></div><p class=dim>Outputs on one device in one "
+        "pass through the compiled program. How much a step sends is not known: how often a loop "
+        "runs depends on the data, as where experts exchange tokens until none is left.</p>"
     )
 
 
