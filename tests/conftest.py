@@ -58,9 +58,15 @@ HEAVIEST = {
         "pipeline_run",
         "deviceless",
         "resume",
-        "pipeline_gradients",
-        "scale",
+        "fuzz",
         "seams",
+        "families",
+        "pipeline_gradients",
+        "docs",
+        "scale",
+        "faults",
+        "launch",
+        "fleet",
         "adapters",
     )
 }
@@ -80,12 +86,18 @@ def pytest_addoption(parser):
         choices=two_pythons.SHARES,
         help="leave out what CI's other Python runs (tests/two_pythons.py)",
     )
+    parser.addoption(
+        "--turn",
+        type=int,
+        choices=sorted(two_pythons.TURNS),
+        help="leave out the cases of long tests that CI runs in its two other turns",
+    )
 
 
 def pytest_collection_modifyitems(config, items):
     """Deselects what is slow, or compares with transformers, unless `-m slow` or `-m hf` asks for
-    it; what needs a GPU where there is none; and what is of the other share. Files of many long
-    tests come first.
+    it; what needs a GPU where there is none; and what is of another share or turn. Files of many
+    long tests come first.
     """
     left_out = set()
     for asked in ("slow", "hf"):
@@ -94,10 +106,13 @@ def pytest_collection_modifyitems(config, items):
     gpu = {item for item in items if item.get_closest_marker("gpu")}
     if gpu and not gpu_is_there():
         left_out |= gpu
+    cases = [two_pythons.Case(item.nodeid, runs_on_both(item), is_long(item)) for item in items]
     if share := config.option.share:
-        cases = [two_pythons.Case(item.nodeid, runs_on_both(item), is_long(item)) for item in items]
         shares = two_pythons.shares_of(cases)
         left_out |= {item for item, of in zip(items, shares, strict=True) if share not in of}
+    if (turn := config.option.turn) is not None:
+        turns = two_pythons.turns_of(cases)
+        left_out |= {item for item, of in zip(items, turns, strict=True) if turn not in of}
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]

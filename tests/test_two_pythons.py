@@ -7,9 +7,11 @@ from two_pythons import (
     COMPILES_FASTER,
     MEET_JAX,
     SHARES,
+    TURNS,
     WITHOUT_JAX,
     Case,
     shares_of,
+    turns_of,
 )
 
 GRID = [Case(f"tests/train/test_layouts.py::test_it[{mesh}]") for mesh in "abcdefgh"]
@@ -59,3 +61,16 @@ def test_tests_without_jax_run_on_one_python_and_both_have_some():
 
 def test_what_is_marked_runs_on_both():
     assert shares_of([Case(PLAIN[0].name, is_on_both=True)]) == [BOTH]
+
+
+def test_three_turns_run_all_cases_of_a_long_test_and_each_its_first():
+    long = [Case(case.name, is_long=True) for case in GRID]
+    first, *others = turns_of(long)
+    assert first == TURNS
+    assert all(len(turns) == 1 for turns in others)
+    assert frozenset().union(*others) == TURNS
+    assert turns_of(long)[2:] == turns_of([long[0], *long[2:]])[1:]
+
+
+def test_what_is_not_long_runs_in_every_turn():
+    assert set(turns_of(GRID)) == {TURNS}

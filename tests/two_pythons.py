@@ -1,10 +1,15 @@
-"""Shares the tests out between the two Pythons on which CI runs, so that each test runs on one.
+"""Shares the tests out between the two Pythons on which CI runs, so that each test runs on one; and
+the cases of long tests over three turns.
 
 `--share first` and `--share second` each leave out what the other one runs; without the option all
 tests run. On both run what is marked `core`, what may be skipped on one of them, and the first case
 of each test that depends on the version of jax (all of NEAR_JAX; of MEET_JAX what is not `long`).
 Whatever else may compile runs on the first Python, whose older jax compiles in half the time, and
 where the tests of a file share what they compile. The files of WITHOUT_JAX are dealt out evenly.
+
+`--turn N` leaves out, of each `long` test, the cases of the two other turns. Its first case is of
+every turn. CI takes the turn that follows from the number of commits, so that three commits run all
+cases, and one commit always the same. Without the option all cases run.
 """
 
 import zlib
@@ -16,6 +21,7 @@ import pytest
 
 SHARES = ("first", "second")
 BOTH = frozenset(SHARES)
+TURNS = frozenset({0, 1, 2})
 COMPILES_FASTER = frozenset({"first"})
 # Rooms of tests/ that call what differs most from one jax to the next.
 NEAR_JAX = {"compiled", "kernels", "parallel"}
@@ -79,6 +85,18 @@ def shares_of(cases: Iterable[Case]) -> list[frozenset[str]]:
             found.append(frozenset({SHARES[turn]}))
         else:
             found.append(COMPILES_FASTER)
+    return found
+
+
+def turns_of(cases: Iterable[Case]) -> list[frozenset[int]]:
+    """Returns the turns in which each case runs. A hash of its name deals, as above."""
+    seen = set()
+    found = []
+    for case in cases:
+        rests = case.is_long and case.function in seen
+        seen.add(case.function)
+        turn = zlib.crc32(case.name.encode()) % len(TURNS)
+        found.append(frozenset({turn}) if rests else TURNS)
     return found
 
 

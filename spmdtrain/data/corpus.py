@@ -4,6 +4,7 @@ A *corpus* is one long sequence of token ids, document after document. *Offsets*
 its start.
 """
 
+import functools
 import hashlib
 import math
 import os
@@ -274,6 +275,7 @@ def _text_or_none(path: Path) -> bytes | None:
     return content
 
 
+@functools.lru_cache(maxsize=2)
 def synthetic_corpus(vocab: int | None, seed: int) -> Corpus:
     """Generates structured noise: documents from a first-order Markov chain over at most 64 ids.
 
@@ -299,6 +301,8 @@ def synthetic_corpus(vocab: int | None, seed: int) -> Corpus:
         walk[position] = state
     tokens = np.ascontiguousarray(walk.T).reshape(-1)
     starts = np.arange(SYNTHETIC_DOCUMENTS, dtype=np.int64) * SYNTHETIC_LENGTH
+    tokens.setflags(write=False)
+    starts.setflags(write=False)
     # With fewer than 4 ids, several r lead to the same id.
     probability = np.bincount(np.arange(4) % vocab, weights=[0.5, 0.25, 0.125, 0.125])
     entropy = float(-(probability * np.log(probability)).sum()) + 0.0  # never -0.0

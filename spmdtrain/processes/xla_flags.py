@@ -119,9 +119,7 @@ def set_xla_flags(*, deviceless: bool = False) -> tuple[str, ...]:
     added = tuple(str(flag) for flag in wanted())
     if not added or not (deviceless or runs_on_gpus()):
         return ()
-    # There is no public API to ask without starting the backends (jax 0.10 to 0.12).
-    bridge = sys.modules.get("jax._src.xla_bridge")
-    if bridge is not None and bridge.backends_are_initialized():
+    if _jax_has_started():
         raise ConfigError(
             "jax has already started: it would not read another flag",
             asked=" ".join(added),
@@ -135,10 +133,10 @@ def check_given() -> None:
     """Raises ConfigError if XLA would end the process over the contents of XLA_FLAGS.
 
     XLA parses it in C++ and aborts. So a separate process, which imports only XLA, tries it first:
-    a tenth of a second, and only if the variable is set.
+    a tenth of a second, and only if the variable is set and jax has not started with it.
     """
     given = os.environ.get("XLA_FLAGS", "").strip()
-    if not given:
+    if not given or _jax_has_started():
         return
     program = "import jaxlib.xla_client as xla; xla.make_cpu_client()"
     environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "0"}
@@ -152,6 +150,12 @@ def check_given() -> None:
         found=f"XLA_FLAGS={given!r:.200}",
         fix="unset XLA_FLAGS",
     )
+
+
+def _jax_has_started() -> bool:
+    # There is no public API to ask without starting the backends (jax 0.10 to 0.12).
+    bridge = sys.modules.get("jax._src.xla_bridge")
+    return bridge is not None and bridge.backends_are_initialized()
 
 
 def set_memory_share() -> None:
