@@ -118,8 +118,9 @@ def certify(  # noqa: PLR0913 - what is asked of a certificate
         found.layouts.append(examine(reference, layout, own))
         say(line_of(number + 1, len(layouts), found.layouts[-1]))
     resume = resume and not (first and found.wrong)
-    if resume and (resumable := _resumable(found.layouts)):
-        found.resume = resumed(shrunk.config, resumable.overrides, resumable.devices, own)
+    agreed = [each.layout for each in found.layouts if each.verdict == "agrees"]
+    if resume and agreed:
+        found.resume = resumed(shrunk.config, agreed, reference.states[-1], own)
         say(told("resume", found.resume))
     found.seconds = time.monotonic() - start
     return found
@@ -176,13 +177,6 @@ def _compared(reference: Reference, layout: Layout, own: Own) -> list[FigureApar
             _, got = stepper.take(reference.states[step], batch)
             found += differences(step, got, figures, reference.floors[step])
     return found
-
-
-def _resumable(layouts: Sequence[Examined]) -> Layout | None:
-    """Returns the layout to resume: the first that agrees, preferably one with a pipeline."""
-    agreed = [each.layout for each in layouts if each.verdict == "agrees"]
-    staged = (layout for layout in agreed if any("pipeline=" in text for text in layout.settings))
-    return next(staged, next(iter(agreed), None))
 
 
 def line_of(number: int, count: int, found: Examined) -> str:

@@ -95,6 +95,19 @@ class SavedSteps:
         found = {names[name]: cut_to(x, unpadded[name][0]) for name, x in found.items()}
         return {path: _in_order(path, x, saved) for path, x in found.items()}
 
+    def read_arrays(self, step: int) -> dict[str, np.ndarray]:
+        """Returns every array of a step by its name in the meta, whole and in the form at rest in
+        which it was saved; needs neither model nor mesh.
+        """
+        meta, _ = self._meta(step)
+        folder = self._store.folder(step)
+        there = [each.name for each in folder.iterdir() if each.is_dir() and each.name != "meta"]
+        held = [item for item in there if of_items(meta["leaves"], [item])]
+        trees = self._read(step, lambda: {item: read_plain(folder / item) for item in held})
+        found = named_leaves(trees)
+        self._verify(step, meta, {name: fingerprint(x) for name, x in found.items()})
+        return found
+
     def arrays_of(self, step: int, item: str) -> tuple[Path, dict[str, Any]]:
         """Returns the folder of an item that is a flat dict, and descriptions of its arrays."""
         folder = self._store.folder(step) / item

@@ -34,8 +34,8 @@ def tried(each: Planted) -> Line:
     with tempfile.TemporaryDirectory(prefix="certified-") as directory:
         tree = Path(directory)
         for room in ROOMS:
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / room, tree / room, ignore=ignored)
+            # With its bytecode, which copied times keep valid: else each copy compiles all of it.
+            shutil.copytree(ROOT / room, tree / room)
         file = tree / "spmdtrain" / each.breakage.file
         file.write_text(broken(file.read_text(), each.breakage.before, each.breakage.after))
         found = certified(tree, each)
@@ -59,8 +59,8 @@ def tried(each: Planted) -> Line:
 
 def certified(tree: Path, each: Planted) -> Line:
     """What the worker says with the library of `tree`."""
-    among = [f"--among={each.among}"]
-    command = [sys.executable, "-m", "tests.certified.worker", *among, *each.settings]
+    options = [f"--among={each.among}", *(["--only-resume"] if each.only_resume else [])]
+    command = [sys.executable, "-m", "tests.certified.worker", *options, *each.settings]
     environment = os.environ | {"PYTHONPATH": str(tree)}
     try:
         done = subprocess.run(

@@ -15,13 +15,14 @@ NONE = ""  # these are caught by the certificate, not by a named test
 class Planted:
     """`settings`: what the run must have to be broken at all.
 
-    `among`: a part of the names of the layouts that are compared. What is found among fewer is
-    found among all, later.
+    `among`: a part of the names of the layouts that are compared, and `only_resume`: whether they
+    are only resumed, not compared. What is found among fewer is found among all, later.
     """
 
     breakage: Breakage
     settings: tuple[str, ...] = ()
     among: str = ""
+    only_resume: bool = False
 
 
 OF_LAYOUTS = (
@@ -170,12 +171,39 @@ ANEW = (
 )
 
 
+AMONG = {
+    "a resumed run reads the data from its start": "data 3",
+    "the second resume reads other data": "data 3",
+    "the average of a resumed run begins anew": "data 3",
+    "weights are padded anew without leaving their old padding": "data 3",
+    "scatters in the order of the region's axes, not of the spec": "embed expert,fsdp",
+    "scatters a dim that an automatic axis splits too as if it did not": "vocab tensor,fsdp",
+    "a pipeline's loss leaves out the expert axis": "interleaved",
+    "layers are numbered stage by stage, not chunk by chunk": "interleaved",
+    "a cell without work adds its gradients": "interleaved",
+    "a cell without work adds its deferred weight gradients": "uneven",
+    "the gradients of a weight's copies are averaged": "zero_bubble",
+    "the pieces of a collective matmul are put down in the wrong direction": "context 2 x tensor 4",
+    "a tokens' shard's gradient of a weight is taken for the whole": "dots, collective matmul",
+    "gradients of keys are not summed over context": "dots, collective matmul",
+    "leaves the bend of a logit cap out of the gradient": "ulysses",
+    "a part of a sequence masks by places of its own": "context",
+    "what stages share is summed over all axes but theirs": "pipeline",
+    "the last microbatch has no gradient": "microbatch 1",
+}
+
+
 def planted() -> list[Planted]:
     """Returns all breakages that a certificate must find."""
     by_name = {each.what: each for each in BREAKAGES}
-    among = {"a cell without work adds its deferred weight gradients": "uneven"}
-    names = (*OF_LAYOUTS, *OF_WITNESSES)
-    listed = [Planted(by_name[name], among=among.get(name, "")) for name in names]
-    listed += [Planted(by_name[name], among="zero 1, microbatch 2") for name in OF_RESUME]
-    listed += [Planted(by_name[name], settings) for name, settings in WITH_SETTINGS.items()]
-    return listed + [Planted(each) for each in ANEW]
+    resumed = (*OF_RESUME, "stages read a checkpoint's layers by numbers of their own")
+    chosen = [by_name[name] for name in (*OF_LAYOUTS, *OF_WITNESSES, *OF_RESUME, *WITH_SETTINGS)]
+    return [
+        Planted(
+            each,
+            WITH_SETTINGS.get(each.what, ()),
+            AMONG.get(each.what, ""),
+            only_resume=each.what in resumed,
+        )
+        for each in (*chosen, *ANEW)
+    ]

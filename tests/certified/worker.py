@@ -1,9 +1,9 @@
 """Certifies tests/certified/base.toml up to the first thing that is wrong, and prints it as JSON.
 
-    python -m tests.certified.worker [--among WORDS] [KEY=VALUE ...]
+    python -m tests.certified.worker [--among WORDS] [--only-resume] [KEY=VALUE ...]
 
 The library is what PYTHONPATH names first: a broken copy. Compared are the layouts with
-WORDS in their names.
+WORDS in their names. With --only-resume they are taken to agree, and the resumed run is tried.
 """
 
 import argparse
@@ -12,9 +12,13 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from spmdtrain.certify.cover import Layout
+    from spmdtrain.config import RunConfig
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 FLAGS = (
@@ -45,6 +49,7 @@ def main(arguments: list[str]) -> None:
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--among", default="")
+    parser.add_argument("--only-resume", action="store_true")
     parser.add_argument("settings", nargs="*")
     asked = parser.parse_args(arguments)
     config = load(BASE, asked.settings)
@@ -52,12 +57,30 @@ def main(arguments: list[str]) -> None:
     layouts = [*fitted(cover(config), shrunk.config), *given(WITH_RULES)]
     layouts = [layout for layout in layouts if asked.among in layout.name]
     try:
-        found = values(certify(shrunk, layouts, steps=2, first=True))
+        if asked.only_resume:
+            found = carried_on(shrunk.config, layouts)
+        else:
+            found = values(certify(shrunk, layouts, steps=2, first=True, resume=False))
     except Exception as error:  # a breakage may end the reference itself
         said = f"{type(error).__name__}: {str(error)[:300]}"
         found = {"certified": False, "wrong": [said], "ended": traceback.format_exc()[-1500:]}
     own = {"source": spmdtrain.__file__, "cpu_seconds": round(time.process_time(), 1)}
     print(json.dumps(found | own))
+
+
+def carried_on(small: "RunConfig", layouts: "Sequence[Layout]") -> dict[str, Any]:
+    """The part of a certificate that is about resuming, from a state with moments."""
+    import jax
+
+    from spmdtrain.certify.stepper import Own, Stepper
+    from spmdtrain.certify.witnesses.resume import resumed
+
+    stepper = Stepper(small, jax.devices()[:1], Own())
+    with stepper.batches() as ahead:
+        plain, _ = stepper.take(stepper.begin(), next(ahead))
+    found = resumed(small, layouts, plain, Own())
+    wrong = [each.name for each in found if not each.holds]
+    return {"certified": not wrong, "wrong": wrong, "resume": [vars(each) for each in found]}
 
 
 def drawn(count: int, seed: int, known: Container[str] = ()) -> Iterator[dict[str, Any]]:

@@ -231,16 +231,31 @@ def _rate(reference: Reference, own: Own) -> Witness:
     if own.learning_rate is not None:
         return Witness(name, None, "the schedule is the caller's")
     config = reference.stepper.setup.config
-    want = [
-        rate_of(config.optimizer, config.train.steps, at) for at in range(len(reference.figures))
-    ]
     got = [figures.numbers["learning_rate"] for figures in reference.figures]
+    steps = max(config.train.steps, len(got))
+    want = [rate_of(config.optimizer, config.train.steps, at) for at in range(steps)]
+    # Those that are compared may all lie in the warm-up: the others are taken from the last state.
+    for at in range(len(got), len(want)):
+        _, figures = _at_step(reference, at)
+        got.append(figures.numbers["learning_rate"])
     wrong = [
         f"step {at + 1}: {ours:g}, not {theirs:g}"
         for at, (ours, theirs) in enumerate(zip(got, want, strict=True))
         if abs(ours - theirs) > RATE * theirs + 1e-12
     ]
     return Witness(name, not wrong, ", ".join(wrong))
+
+
+def _at_step(reference: Reference, number: int) -> tuple[Plain, Figures]:
+    """Returns the last state as that before the 0-based step `number`, and the figures of it.
+
+    It is a step on the first batch, at the rate of this number.
+    """
+    step = Leaf("step")
+    before = reference.states[-1]
+    at = np.full_like(before[step], number)
+    before = before | {step: at}
+    return before, reference.stepper.take(before, reference.batches[0])[1]
 
 
 def rate_of(optimizer: OptimizerConfig, steps: int, step: int) -> float:
@@ -272,12 +287,14 @@ def _update(reference: Reference, own: Own) -> Witness:
         return Witness(name, None, "in float32 alone")
     worst, where = 0.0, ""
     followed: dict[Leaf, Adam | ScheduleFree] = {}
-    for at, figures in enumerate(reference.figures):
+    # The rate of the first step comes after that of the last, so that it falls if it has risen.
+    steps = [*zip(reference.states, reference.figures, strict=False), _at_step(reference, 0)]
+    for at, (before, figures) in enumerate(steps):
         clipped, sound = _clipped(setup.config, figures)
         if not sound:
             return Witness(name, False, f"step {at + 1}: grad_norm is not that of the gradients")
         for leaf, gradient in clipped.items():
-            weight = reference.states[at][Leaf(WEIGHT, leaf.path)].astype(np.float64)
+            weight = before[Leaf(WEIGHT, leaf.path)].astype(np.float64)
             own_rate = setup.update_rules[leaf.path].rate  # 1 without model.mup_base
             dims = weight.ndim - setup.model.in_stack(leaf.path)  # of a layer
             decays = dims >= 2 and "bias" not in leaf.path.rpartition(".")[2]
