@@ -150,11 +150,14 @@ def main() -> None:
         for case in range(parsed.cases):
             cause = CAUSES[case % len(CAUSES)]
             draw = parsed.first + case // len(CAUSES)
+            before = time.process_time()
             with tempfile.TemporaryDirectory() as folder:
                 found = explained(Path(folder) / "run", draw, cause)
             right += found.cause == cause
             verdict = "right" if found.cause == cause else "WRONG"
-            print(f"{draw:3} {cause:10} {found.cause:12} {verdict} {found.seen} {found.without}")
+            spent = time.process_time() - before
+            said = f"{found.cause:12} {verdict} {found.seen} {found.without}"
+            print(f"{draw:3} {spent:5.1f} s {cause:10} {said}")
             sys.stdout.flush()
     print(f"{right} of {parsed.cases} right, {time.process_time() - start:.0f} s of CPU")
 

@@ -1,0 +1,82 @@
+"""A state that is carried through layouts stays the same, and one that does not is seen."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_certify import BASE, TINY
+
+from spmdtrain.certify.cover import Layout
+from spmdtrain.certify.shrink import shrink
+from spmdtrain.certify.stepper import Own
+from spmdtrain.certify.witnesses.followed import follow
+from spmdtrain.certify.witnesses.resume import ALONE, carried
+from spmdtrain.checkpoints.leaves import relayout
+from spmdtrain.config import load
+from spmdtrain.config.schema import ScheduleFreeAdamW
+from spmdtrain.data.source import open_data
+from spmdtrain.models.abstract import Parameter
+from spmdtrain.train.compared.in_order import STEP, Leaf, Plain, plain_state
+from spmdtrain.train.updates.shipped_optimizers import make_optimizer
+
+PADDED = Layout(("mesh.data=3", "train.zero=1"), "given")
+FEW_LEAVES = ("model.layers=2", "model.bias=false", "optimizer.name=lion", "optimizer.ema=none")
+
+
+@pytest.fixture(scope="module")
+def small():
+    return shrink(load(BASE, (*TINY, *FEW_LEAVES)), as_is=True).config
+
+
+@pytest.fixture(scope="module")
+def plain(small) -> Plain:
+    """A state of which no two elements of a leaf are the same, made without a step."""
+    setup = Own().shard(open_data(small)[0], jax.devices()[:1])
+
+    def numbered(x):
+        return np.sin(1 + np.arange(x.size)).reshape(x.shape).astype(x.dtype)
+
+    return plain_state(setup, jax.tree.map(numbered, setup.state)) | {Leaf(STEP): np.int32(7)}
+
+
+def through(small, plain: Plain) -> str:
+    return carried(small, [ALONE, PADDED, ALONE], plain, Own())
+
+
+@pytest.mark.long
+def test_a_state_is_the_same_in_every_layout(small, plain):
+    assert through(small, plain) == ""
+
+
+@pytest.mark.long
+def test_padding_that_is_not_appended_row_by_row_is_seen(small, plain, monkeypatch):
+    monkeypatch.setattr(relayout, "add_zeros", lambda x, _, larger: jnp.resize(x, larger))
+    assert through(small, plain).endswith("restored in data 3, zero 1")
+
+
+@pytest.mark.long
+def test_a_leaf_that_restoring_loses_is_seen(small, plain, monkeypatch):
+    real = relayout.lay_out_anew
+
+    def lost(setup, path, found, asked, layout):
+        return jax.tree.map(lambda x: 0 * x, real(setup, path, found, asked, layout))
+
+    monkeypatch.setattr("spmdtrain.checkpoints.checkpoints.lay_out_anew", lost)
+    assert "restored in data 3" in through(small, plain)
+
+
+def test_a_schedule_free_weight_is_followed_where_the_rate_falls():
+    config = ScheduleFreeAdamW(learning_rate=1e-2, weight_decay=0.1)
+    random = np.random.default_rng(0)
+    weight = random.standard_normal((3, 4)).astype(np.float32)
+    rule = make_optimizer(config)("w", Parameter(weight.shape, ("embed", "ffn")))
+    assert rule is not None
+    state, x = rule.transformation.init(jnp.asarray(weight)), jnp.asarray(weight)
+    followed = follow(config, weight.astype(np.float64), decays=True)
+    update = jax.jit(rule.transformation.update)
+    for rate in (1e-3, 1e-2, 2e-3, 1e-2, 1e-4):
+        gradient = random.standard_normal(weight.shape).astype(np.float32)
+        want = followed.moved(gradient.astype(np.float64), np.asarray(x, np.float64), rate)
+        moved, state = update(jnp.asarray(gradient), state, x, learning_rate=jnp.float32(rate))
+        np.testing.assert_allclose(-np.asarray(moved), want, rtol=1e-3, atol=1e-7)
+        x = x - moved
