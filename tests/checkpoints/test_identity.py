@@ -57,6 +57,7 @@ def record(directory: Path) -> dict:
     return json.loads((directory / "config.json").read_text())["model_code"]
 
 
+@pytest.mark.long
 def test_a_run_records_the_class_and_a_hash_of_its_source(doubled):
     assert record(doubled)["class"] == "test_identity.Doubled"
     sources = record(doubled)["sources"]
@@ -126,6 +127,7 @@ def test_comments_and_the_width_of_lines_are_not_source(tmp_path, monkeypatch):
     assert hashes["narrow"] == hashes["wide"] != hashes["other"]
 
 
+@pytest.mark.long
 def test_what_is_trained_otherwise_is_said_in_one_line_and_kept(tmp_path, capsys):
     st.run(settings("optimizer.warmup=0"), tmp_path, learning_rate=constant, **ONE)
     other = (

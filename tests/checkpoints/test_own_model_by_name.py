@@ -61,6 +61,7 @@ def train(run: str, *more: str) -> int:
     return main(["train", "hybrid.toml", "--run", run, *settings])
 
 
+@pytest.mark.long
 def test_it_trains_resumes_and_is_recorded_with_all_of_its_settings(here, capsys):
     del here
     saved = json.loads(Path("run/config.json").read_text())

@@ -51,6 +51,7 @@ def here(folder, monkeypatch) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_the_loss_is_that_of_the_run_and_of_any_mesh(here, capsys):
     lines = map(json.loads, (here / "run/metrics.jsonl").read_text().splitlines())
     of_run = next(line["eval_loss"] for line in lines if "eval_loss" in line)

@@ -15,6 +15,7 @@ from spmdtrain.train.gradients.further_losses import NAME, at_depth
 from spmdtrain.train.step import make_gradients, make_losses
 
 
+@pytest.mark.long
 def test_the_losses_are_those_of_the_definition():
     setup = prepared(*rich("further"))
     model = setup.config.model

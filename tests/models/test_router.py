@@ -78,6 +78,7 @@ def counts_by_numpy(numbers: tuple[str, ...]) -> np.ndarray:
     return np.stack([(gates > 0)[mask > 0].sum(0) for _, _, gates in routed])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", PLACEMENTS)
 def test_the_gradient_of_a_bias_is_the_number_of_tokens_of_each_expert(case):
     numbers, placement = PLACEMENTS[case]
@@ -113,6 +114,7 @@ def test_side_losses_are_those_of_their_definition(case):
     assert sums["router_entropy"] == pytest.approx(entropy, rel=1e-5)
 
 
+@pytest.mark.long
 def test_a_step_moves_a_bias_by_its_own_rate_and_shows_the_loads():
     """Not by the learning rate, outside of the norm and of the average of the weights."""
     numbers, placement = PLACEMENTS["over the batch"]

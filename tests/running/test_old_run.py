@@ -44,6 +44,7 @@ def test_it_goes_on_as_if_it_had_never_stopped(capsys):
     assert resumed == pytest.approx(fresh, rel=1e-5)
 
 
+@pytest.mark.long
 def test_it_gives_its_weights_to_a_pipeline():
     losses = train(
         "piped", "train.init_from=run", "mesh.pipeline=2", "mesh.data=4", "train.microbatch=1"

@@ -33,6 +33,7 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_every_mesh_feeds_a_step_the_same_and_says_so(recorded):
     first, *others = (lines(each / "steps.jsonl") for each in recorded.values())
     assert [line["samples"] for line in first] == [[0, 7], [8, 15], [16, 23]]

@@ -71,6 +71,7 @@ def opened(size: int, packing: str):
     return st.shard(config, devices=jax.devices()[:1]), data
 
 
+@pytest.mark.long
 def test_the_command_and_the_run_have_one_loss_of_a_limited_evaluation(here, capsys):
     """Whose own batches are of 6 windows, where the command computes 8 at once."""
     st.run(tiny(*SMALL, "eval.batches=3"), "run", devices=jax.devices()[:1])

@@ -67,6 +67,7 @@ def test_a_layout_begins_with_the_plain_state_of_one_device(place):
     assert any(leaf.kind == OPTIMIZER and "_row" in leaf.place for leaf in want), "factored"
 
 
+@pytest.mark.long
 def test_the_watched_step_is_the_step_and_shows_what_moves_the_weights():
     settings = ("optimizer.name=sgd", "optimizer.momentum=0", "optimizer.weight_decay=0")
     place = ("mesh.data=2", "mesh.fsdp=2", "train.zero=1", "train.clip=1e-3")

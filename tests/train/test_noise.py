@@ -31,6 +31,7 @@ def losses(layout: str, seed: int) -> list[float]:
     return [float(find(state.params, jnp.int32(step), batch)[1]["loss"]) for step in (0, 1)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_noise_differs_from_step_to_step_and_from_seed_to_seed(layout):
     assert len({*losses(layout, 0), *losses(layout, 1)}) == 4

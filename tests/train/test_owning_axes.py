@@ -174,6 +174,7 @@ def test_experts_have_the_gradients_of_one_device_on_every_mesh(layout, factor):
     assert_gradients_of_one_device(settings, factor)
 
 
+@pytest.mark.long
 def test_a_model_of_experts_is_read_with_its_tokens_whole_on_every_device():
     tokens = np.arange(2 * 5).reshape(2, 5)  # which divide over no axis
     wanted, found = [], []

@@ -186,6 +186,7 @@ def test_the_loss_and_its_gradients_are_those_of_the_answers_apart(kind):
     assert_gradients(found, want, 1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", SPLIT)
 def test_pairs_are_learned_alike_on_any_mesh(mesh, monkeypatch):
     """All losses at once, since each mesh is one more program to compile."""

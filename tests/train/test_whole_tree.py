@@ -192,6 +192,7 @@ def losses(transformation, *mesh: str) -> list[float]:
     return found
 
 
+@pytest.mark.long
 def test_it_is_the_same_on_any_mesh():
     clip = optax.chain(optax.clip_by_global_norm(0.1), optax.trace(0.9))
     want = losses(clip)

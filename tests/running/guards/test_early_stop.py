@@ -88,6 +88,7 @@ def test_it_ends_where_a_plain_search_says_and_a_resume_changes_nothing(
     assert over == want
 
 
+@pytest.mark.long
 def test_a_run_stops_after_the_patience_and_goes_on_with_more(tmp_path, evaluated, capsys):
     """It is stopped after step 7 and resumed there: the evaluation of step 6 still counts."""
     hooks = [lambda event, step, _: event == "step" and step == 6]

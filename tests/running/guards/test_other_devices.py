@@ -81,6 +81,7 @@ def batch_of(setup: Setup):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("faulty", [0, 5])
 def test_the_faulty_device_is_named(setup, begin, faulty):
     told = Told()
@@ -102,6 +103,7 @@ def test_a_fault_that_does_not_come_again_is_told_without_a_device(setup, begin)
     assert told.events == [("corrupted", 1, {"devices": []})]
 
 
+@pytest.mark.long
 def test_a_healthy_run_is_equal_to_the_bit_on_other_devices(tmp_path):
     settings = (*SETTINGS, *MESH, "train.zero=0", "guard.replay_check=2", "checkpoint.every=0")
     outcome = loop.run(tiny(*settings), tmp_path, devices=jax.devices()[: mesh_of(settings)])

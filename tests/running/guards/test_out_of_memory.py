@@ -97,6 +97,7 @@ def test_the_cheapest_change_comes_first_and_the_impossible_has_none():
     assert any(setting.startswith("train.zero=1") or "fsdp" in setting for setting in hard)
 
 
+@pytest.mark.long
 def test_a_step_that_the_host_has_no_memory_for_is_refused_before_it_runs(tmp_path, monkeypatch):
     """Simulated devices share the host; what fits is let alone, to the byte."""
     meminfo = tmp_path / "meminfo"

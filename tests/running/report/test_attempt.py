@@ -79,6 +79,7 @@ def test_the_loss_of_another_process_is_told(tmp_path, monkeypatch):
     assert ended(tmp_path) == [(8, "compile", 4, "")]
 
 
+@pytest.mark.long
 def test_settings_that_do_not_fit_what_is_there_are_told(tmp_path):
     """An error after the directory was opened, and before the first step."""
     settings = ("train.steps=1", "train.global_batch=2", "model.layers=1")

@@ -63,6 +63,7 @@ def test_one_process_of_many_speaks(environment, first):
     assert is_first(0, environment) and not is_first(2, environment)
 
 
+@pytest.mark.long
 def test_a_run_names_its_stages_in_a_log_and_a_resumed_one_too(tmp_path, monkeypatch):
     for steps, stage in (1, "making the first weights"), (2, None):
         log = io.StringIO()

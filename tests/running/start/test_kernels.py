@@ -52,6 +52,7 @@ def table(tmp_path, monkeypatch):
     return made
 
 
+@pytest.mark.long
 def test_a_resumed_run_keeps_its_kernels_or_is_refused(tmp_path, table, monkeypatch):
     run(tmp_path / "run", 1)
     first = implementations(tmp_path / "run")

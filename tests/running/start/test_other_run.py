@@ -83,6 +83,7 @@ def test_another_corpus_is_named_by_its_setting(tmp_path, monkeypatch):
     assert "try --set data.path=a.txt, or another --run" in str(raised.value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("then", "mesh"), [("float32", ()), ("bfloat16", ("mesh.pipeline=2", "train.microbatch=2"))]
 )
