@@ -78,8 +78,8 @@ bench-pipeline: $(VENV)/installed  ## memory and step time of pipelines against 
 bench-pipeline-cuda: $(VENV)/cuda-compiler  ## the pipelined step compiled for 8 H200s, without one: jax 0.11 or later (Python 3.12)
 	JAX_PLATFORMS=cpu $(BIN)/python benchmarks/pipeline_cuda.py
 
-bench-torch: $(VENV)/installed  ## our training step against the same model in PyTorch, where it is installed, on a GPU
-	mkdir -p benchmarks/results && $(BIN)/python benchmarks/compare_torch.py --json benchmarks/results/compare_torch.json
+bench-torch: $(VENV)/installed  ## our training step beside a bare jit, PyTorch and MaxText, where those are installed, on a GPU
+	mkdir -p benchmarks/results && $(BIN)/python benchmarks/beside --json benchmarks/results/beside.json
 
 bench-gpu: $(VENV)/installed  ## every kernel timed, on a GPU
 	mkdir -p benchmarks/results && $(BIN)/python -m pallas_kernels.bench --json benchmarks/results/kernels.json

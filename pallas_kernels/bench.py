@@ -1,26 +1,29 @@
 """Times every implementation that does not refuse, on every case, next to measured ceilings.
 
     python -m pallas_kernels.bench --json FILE [--ops attention norm grouped loss] [--first N]
-                                   [--dry]
+                                   [--brief] [--dry]
 
-Prints a table, and writes it as JSON. Times are those of the forward pass, and of forward with
-backward less forward. Within a case implementations take turns, round after round; each round runs
-a call several times and waits once; medians count. Columns:
+Prints a table, and writes it as JSON after each row. Times are those of the forward pass, and of
+forward with backward less forward. Within a case implementations take turns, round after round;
+each round runs a call several times and waits once; medians count. Columns:
 
     against   the time of the best other implementation over this one's: above 1 is faster
     ceiling   the share of the matmul rate, or copy bandwidth, measured in the same process
 
+--brief: of attention and norms a few telling cases in few rounds, for minutes that count.
 --dry: tiny cases, one round, interpreted kernels. It proves that the script runs; its times mean
 nothing.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -65,15 +68,26 @@ class Repeats:
     calls: int  # in a round
 
 
-def timed_cases(op: str, dry: bool) -> Iterator[TimedCase]:
+def timed_cases(op: str, size: str) -> Iterator[TimedCase]:
+    """`size`: "brief", "dry", or "" for all."""
     make, ci, timed = {
         "attention": (_attention_case, attention_cases.CI[:3], attention_cases.timed),
         "norm": (_norm_case, norm_cases.CI[:3], norm_cases.timed),
         "grouped": (_grouped_case, grouped_cases.CI[:1], grouped_cases.timed),
         "loss": (_loss_case, loss_cases.CI[:1], loss_cases.timed),
     }[op]
-    for case in ci if dry else timed():
-        yield make(case)
+    for case in ci if size == "dry" else timed():
+        if size != "brief" or _is_telling(op, case):
+            yield make(case)
+
+
+def _is_telling(op: str, case: Any) -> bool:
+    """Whether --brief times it: causal attention on 4096 tokens and more, wide norms."""
+    if op == "attention":
+        return case.causal and case.t in (4096, 8192) and case.heads[0] == case.heads[1]
+    if op == "norm":
+        return case.rows * case.width > 2**20 and case.width in (1024, 8192)
+    return True
 
 
 def _attention_case(case: attention_cases.Case) -> TimedCase:
@@ -174,13 +188,11 @@ def measure_ceilings(dry: bool, repeats: Repeats) -> dict[str, float]:
 
 
 def measure(
-    op: str, dry: bool, repeats: Repeats, ceilings: dict[str, float], first: int
+    op: str, size: str, repeats: Repeats, ceilings: dict[str, float], first: int
 ) -> Iterator[dict[str, Any]]:
     """Yields a row of the table for each of the `first` cases and each implementation."""
-    for number, program in enumerate(timed_cases(op, dry)):
-        if number >= first:
-            return
-        yield from _measure_case(op, program, dry, repeats, ceilings)
+    for program in itertools.islice(timed_cases(op, size), first):
+        yield from _measure_case(op, program, size == "dry", repeats, ceilings)
 
 
 def _measure_case(op: str, program: TimedCase, dry: bool, repeats: Repeats, ceilings):
@@ -256,29 +268,38 @@ def main() -> None:
         "--first", type=int, default=10**6, help="at most this many cases of each op"
     )
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--dry", action="store_true", help="tiny cases, one round: does it run?")
+    parser.add_argument(
+        "--brief", action="store_const", const="brief", default="", dest="size", help="a few cases"
+    )
+    parser.add_argument(
+        "--dry",
+        action="store_const",
+        const="dry",
+        dest="size",
+        help="tiny cases, one round: does it run?",
+    )
     chosen = parser.parse_args()
-    repeats = Repeats(1, 1) if chosen.dry else Repeats(chosen.rounds, 5)
-    ceilings = measure_ceilings(chosen.dry, repeats)
+    rounds = {"dry": 1, "brief": min(5, chosen.rounds)}.get(chosen.size, chosen.rounds)
+    repeats = Repeats(rounds, 1 if chosen.size == "dry" else 5)
+    ceilings = measure_ceilings(chosen.size == "dry", repeats)
     device = jax.devices()[0].device_kind
     matmul = ceilings["TFLOP/s"] / 1e12
     copy = ceilings["GB/s"] / 1e9
     print(f"{device}, jax {jax.__version__}: matmul {matmul:.1f} TFLOP/s, copy {copy:.0f} GB/s")
     rows = []
+    table = {
+        "device": device,
+        "jax": jax.__version__,
+        "dry": chosen.size == "dry",
+        "ceilings": ceilings,
+        "rows": rows,
+    }
     for op in chosen.ops:
-        for row in measure(op, chosen.dry, repeats, ceilings, chosen.first):
+        for row in measure(op, chosen.size, repeats, ceilings, chosen.first):
             rows.append(row)
             print(format_row(row), flush=True)
-    if chosen.json:
-        table = {
-            "device": device,
-            "jax": jax.__version__,
-            "dry": chosen.dry,
-            "ceilings": ceilings,
-            "rows": rows,
-        }
-        with open(chosen.json, "w", encoding="utf-8") as file:
-            json.dump(table, file)
+            if chosen.json:
+                Path(chosen.json).write_text(json.dumps(table), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,9 @@
 
 FOLDER/summary.json has a row for each part, FOLDER/NAME.log what it printed, FOLDER/README.md a
 page for people. A part that fails, or takes longer than it may, costs itself only.
+
+Parts come in the order of their value. The first ones that fit are promised the minutes that they
+need at least, and no earlier part may take those.
 """
 
 import contextlib
@@ -24,7 +27,8 @@ HEADLINE = 160  # characters
 class Part:
     """One question to the machine. `least` and `most` are the minutes that it needs and may take.
 
-    In the command FOLDER stands for the folder of the results.
+    In the command FOLDER stands for the folder of the results. `rehearsal` are the words of the
+    same on a CPU, with tiny sizes.
     """
 
     name: str
@@ -32,6 +36,7 @@ class Part:
     command: tuple[str, ...]
     least: float
     most: float
+    rehearsal: tuple[str, ...] = ()
 
 
 def run_parts(
@@ -42,19 +47,35 @@ def run_parts(
     end = time.monotonic() + 60 * minutes
     rows = [_row(part, "not begun") for part in parts]
     write(folder, rows, machine)
-    for row, part in zip(rows, parts, strict=True):
-        left = end - time.monotonic()
-        if left < 60 * part.least:
-            row["status"] = f"left out: it needs {part.least:g} minutes, {left / 60:.1f} are left"
+    for number, (row, part) in enumerate(zip(rows, parts, strict=True)):
+        left = (end - time.monotonic()) / 60
+        own = minutes_of(parts[number:], left)
+        if own is None:
+            row["status"] = f"left out: it needs {part.least:g} minutes, {left:.1f} are left"
             write(folder, rows, machine)
             continue
         row["status"] = "begun"
         write(folder, rows, machine)
         print(f"{part.name}: {part.question}", flush=True)
-        row |= _run(part, folder, min(60 * part.most, left))
+        row |= _run(part, folder, 60 * own)
         print(f"  {row['status']}, {row['seconds']:.0f} s: {row['headline']}", flush=True)
         write(folder, rows, machine)
     return rows
+
+
+def minutes_of(parts: Sequence[Part], left: float) -> float | None:
+    """Returns the minutes that the first of these parts may take; None if it does not fit.
+
+    It leaves what later ones need at least, as many of them as fit in their order.
+    """
+    first, *later = parts
+    spare = left - first.least
+    if spare < 0:
+        return None
+    for part in later:
+        if part.least <= spare:
+            spare -= part.least
+    return min(first.most, first.least + spare)
 
 
 def _row(part: Part, status: str) -> dict[str, Any]:
@@ -72,12 +93,15 @@ def _run(part: Part, folder: Path, seconds: float) -> dict[str, Any]:
     """What became of a part. Whatever ends this process ends the part as well."""
     log = folder / f"{part.name}.log"
     command = [word.replace("FOLDER", str(folder)) for word in part.command]
+    # What is measured of kernels lies among the results, and later parts use it.
+    environment = os.environ | {"PALLAS_KERNELS_CACHE": str(folder / "measured_kernels")}
     begin = time.monotonic()
     with log.open("w", encoding="utf-8") as file:
         try:
             child = subprocess.Popen(
                 command,
                 cwd=ROOT,
+                env=environment,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,

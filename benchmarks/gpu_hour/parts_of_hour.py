@@ -1,4 +1,6 @@
-"""The parts of the hour, the most telling minutes first."""
+"""The parts of the hour, the most telling minutes first: right kernels, their times, tokens a
+second beside PyTorch; then all else.
+"""
 
 import sys
 
@@ -7,27 +9,39 @@ from hour import Part
 PYTHON = sys.executable
 SPMDTRAIN = (PYTHON, "-m", "spmdtrain.cli")
 HERE = "benchmarks/gpu_hour"
-# GPT-2 124M without a file of tokens.
-GPT2 = ("configs/gpt2_124m.toml", "--set", "data.corpus=synthetic", "--set", "data.path=none")
-# As `make test-gpu` has it: the tests see no GPU otherwise.
+BESIDE = (PYTHON, "benchmarks/beside")
+BENCH = (PYTHON, "-m", "pallas_kernels.bench")
+
+
+def settings(*pairs: str) -> tuple[str, ...]:
+    return tuple(word for pair in pairs for word in ("--set", pair))
+
+
+# Without a file of tokens.
+SYNTHETIC = settings("data.corpus=synthetic", "data.path=none")
+GPT2 = ("configs/gpt2_124m.toml", *SYNTHETIC)
+LLAMA = (
+    *("configs/llama3_8b.toml", "--devices", "64", *SYNTHETIC),
+    *settings("data.packing=documents"),
+)
+# As `make test-gpu` has it: the tests see no GPU otherwise. -v names each as it ends.
 ON_GPU = ("env", "JAX_PLATFORMS=cuda", "XLA_PYTHON_CLIENT_PREALLOCATE=false")
-PYTEST = (*ON_GPU, PYTHON, "-m", "pytest", "-q", "--tb=line", "-m", "gpu")
+PYTEST = (PYTHON, "-m", "pytest", "-v", "--tb=line", "-p", "no:cacheprovider")
 KERNELS = "tests/kernels/test_on_gpu.py"
+ONE_NORM = ("tests/kernels/test_norms.py", "-k", "1x64")
+# For the rehearsal on a CPU.
+TINY = settings("model.layers=1", "model.embed=32", "model.heads=2", "model.vocab=64")
+TINY_STEPS = settings("train.sequence_length=16", "train.global_batch=2", "train.microbatch=none")
+TINY_RUN = (*settings("data.corpus=synthetic", "model.embed=32", "model.ffn=64"), *TINY_STEPS)
 
 PARTS = (
     Part(
-        "machine",
-        "what is here, and is something wrong with it?",
-        (*SPMDTRAIN, "doctor", "--measure"),
-        least=0.5,
-        most=3,
-    ),
-    Part(
-        "same_bits",
-        "do 20 runs of each kernel give the same bits?",
-        (*PYTEST, KERNELS, "-k", "twenty_runs"),
-        least=0.5,
-        most=3,
+        "right",
+        "is every kernel right, against float64, on the cases that cover each once?",
+        (*ON_GPU, *PYTEST, "-n", "4", "-m", "gpu and core", KERNELS),
+        least=1.5,
+        most=4,
+        rehearsal=(*PYTEST, *ONE_NORM),
     ),
     Part(
         "tune_gpt2",
@@ -35,29 +49,49 @@ PARTS = (
         (*SPMDTRAIN, "tune", *GPT2, "--export", "FOLDER/kernels_gpt2.json"),
         least=1,
         most=5,
+        rehearsal=(*SPMDTRAIN, "tune", *GPT2, *TINY, *TINY_STEPS)
+        + ("--export", "FOLDER/kernels_gpt2.json"),
     ),
     Part(
-        "tune_llama",
-        "and for Llama 3 8B, 8 k tokens, packed documents?",
-        (*SPMDTRAIN, "tune", "configs/llama3_8b.toml", "--devices", "64", "--set")
-        + ("data.corpus=synthetic", "--set", "data.path=none", "--set", "data.packing=documents")
-        + ("--export", "FOLDER/kernels_llama.json"),
-        least=1,
-        most=5,
+        "times",
+        "attention and norms timed, of head dims 64 to 256 and widths 1024 to 8192",
+        (*BENCH, "--brief", "--ops", "attention", "norm", "--json", "FOLDER/times.json"),
+        least=1.5,
+        most=4,
+        rehearsal=(*BENCH, "--dry", "--first", "1", "--ops", "norm")
+        + ("--json", "FOLDER/times.json"),
+    ),
+    Part(
+        "beside_gpt2",
+        "tokens a second of GPT-2 124M beside a bare jit and PyTorch",
+        (*BESIDE, "--shapes", "gpt2_124m", "--rounds", "2", "--json", "FOLDER/beside_gpt2.json"),
+        least=3,
+        most=7,
+        rehearsal=(*BESIDE, "--dry", "--shapes", "gpt2_124m", "--json", "FOLDER/beside_gpt2.json"),
     ),
     Part(
         "train_gpt2",
         "GPT-2 124M: step time, MFU, memory and stall of a save, against what was predicted?",
         (PYTHON, f"{HERE}/trained.py", "FOLDER/train_gpt2.json"),
-        least=2,
+        least=1.5,
         most=6,
+        rehearsal=(PYTHON, f"{HERE}/trained.py", "FOLDER/train_gpt2.json", *TINY, *TINY_STEPS),
     ),
     Part(
-        "user",
-        "does a new user's first run train, sample and evaluate?",
-        (PYTHON, f"{HERE}/first_run.py"),
-        least=1,
-        most=5,
+        "machine",
+        "what is here, and is something wrong with it?",
+        (*SPMDTRAIN, "doctor", "--measure"),
+        least=0.5,
+        most=3,
+        rehearsal=(*SPMDTRAIN, "doctor"),
+    ),
+    Part(
+        "same_bits",
+        "do 20 runs of each kernel give the same bits?",
+        (*ON_GPU, *PYTEST, "-m", "gpu", KERNELS, "-k", "twenty_runs"),
+        least=0.5,
+        most=3,
+        rehearsal=(*PYTEST, *ONE_NORM),
     ),
     Part(
         "resume",
@@ -65,20 +99,25 @@ PARTS = (
         (PYTHON, f"{HERE}/resume.py"),
         least=1.5,
         most=6,
+        rehearsal=(PYTHON, f"{HERE}/resume.py", "--kill-at", "15", *TINY_RUN)
+        + settings("train.steps=30"),
     ),
     Part(
-        "layouts",
-        "does each layout of these GPUs train as one does?",
-        (PYTHON, f"{HERE}/layouts.py"),
+        "beside_llama",
+        "Llama 1B at 8 k tokens, and 8B where it fits, beside a bare jit, PyTorch and MaxText",
+        (*BESIDE, "--shapes", "llama_1b", "llama_8b", "--json", "FOLDER/beside_llama.json"),
+        least=5,
+        most=18,
+        rehearsal=(*BESIDE, "--dry", "--shapes", "llama_8b", "--json", "FOLDER/beside_llama.json"),
+    ),
+    Part(
+        "tune_llama",
+        "which kernels for Llama 3 8B, 8 k tokens, packed documents?",
+        (*SPMDTRAIN, "tune", *LLAMA, "--export", "FOLDER/kernels_llama.json"),
         least=1,
-        most=8,
-    ),
-    Part(
-        "torch",
-        "how does a step compare with PyTorch's, where that is installed?",
-        (PYTHON, "benchmarks/compare_torch.py", "--json", "FOLDER/compare_torch.json"),
-        least=4,
-        most=15,
+        most=5,
+        rehearsal=(*SPMDTRAIN, "tune", *GPT2, *TINY, *TINY_STEPS)
+        + ("--set", "data.packing=documents", "--export", "FOLDER/kernels_llama.json"),
     ),
     Part(
         "calibrate",
@@ -86,6 +125,7 @@ PARTS = (
         (*SPMDTRAIN, "calibrate", "--out", "FOLDER/hardware.toml"),
         least=1,
         most=5,
+        rehearsal=(*SPMDTRAIN, "calibrate", "--out", "FOLDER/hardware.toml"),
     ),
     Part(
         "planned",
@@ -93,19 +133,48 @@ PARTS = (
         (PYTHON, f"{HERE}/planned.py", "FOLDER"),
         least=0.5,
         most=2,
+        rehearsal=(PYTHON, f"{HERE}/planned.py", "FOLDER", "--gpu", "h100"),
+    ),
+    Part(
+        "overlap",
+        "how much communication is hidden, in a profile and by the compiled text?",
+        (PYTHON, f"{HERE}/overlap.py", "FOLDER/overlap.json"),
+        least=1,
+        most=4,
+        rehearsal=(PYTHON, f"{HERE}/overlap.py", "FOLDER/overlap.json", "--simulate-devices", "2")
+        + (*TINY, *TINY_STEPS),
+    ),
+    Part(
+        "user",
+        "does a new user's first run train, sample and evaluate?",
+        (PYTHON, f"{HERE}/first_run.py"),
+        least=1,
+        most=5,
+        rehearsal=(PYTHON, f"{HERE}/first_run.py", *settings("train.steps=10")),
+    ),
+    Part(
+        "layouts",
+        "does each layout of these GPUs train as one does?",
+        (PYTHON, f"{HERE}/layouts.py"),
+        least=1,
+        most=8,
+        rehearsal=(PYTHON, f"{HERE}/layouts.py", *TINY_RUN),
     ),
     Part(
         "kernels",
         "every kernel on every case, against float64",
-        (*PYTEST, "-n", "4", KERNELS),
+        (*ON_GPU, *PYTEST, "-n", "4", "-m", "gpu", KERNELS),
         least=5,
         most=25,
+        rehearsal=(*PYTEST, *ONE_NORM),
     ),
     Part(
         "bench",
         "every kernel timed",
-        (PYTHON, "-m", "pallas_kernels.bench", "--json", "FOLDER/kernels.json"),
+        (*BENCH, "--json", "FOLDER/kernels.json"),
         least=3,
         most=20,
+        rehearsal=(*BENCH, "--dry", "--first", "1", "--ops", "grouped", "loss")
+        + ("--json", "FOLDER/kernels.json"),
     ),
 )

@@ -59,11 +59,24 @@ def main() -> None:
     parts = [f"step {1e3 * found['step_seconds']:.2f} ms"]
     parts.append(f"{found['tokens_per_second']:,.0f} tokens/s, MFU {found['mfu']:.1%}")
     parts.append(f"a save stalls {1e3 * found['stall_seconds']:.0f} ms")
-    for name in ("step_seconds", "memory_bytes"):
-        error = found["summary"][name]["error"]
-        if error is not None:
-            parts.append(f"{name} predicted {error:+.1%}")
+    parts += beside(found["summary"])
     print("; ".join(parts))
+
+
+def beside(summary: dict[str, Any]) -> list[str]:
+    """Says how far the predicted figures, and XLA's of memory, are off the measured ones."""
+    parts = []
+    for name in ("step_seconds", "memory_bytes"):
+        measured = summary[name]["measured"]
+        said = [
+            f"{each} {summary[name][each] / measured - 1:+.1%}"
+            for each in ("compiled", "predicted")
+            if measured and summary[name][each] is not None
+        ]
+        if said:
+            unit = f"{measured / 1e9:.2f} GB" if name == "memory_bytes" else "it"
+            parts.append(f"{name}: {unit} measured, {', '.join(said)}")
+    return parts
 
 
 if __name__ == "__main__":

@@ -16,9 +16,11 @@ def command(config: str, run: Path, settings: list[str]) -> list[str]:
     return line + [word for setting in settings for word in ("--set", setting)]
 
 
-def train(config: str, run: Path, settings: list[str]) -> None:
-    """Trains to the end. SystemExit where that fails."""
-    done = subprocess.run(command(config, run, settings), cwd=ROOT, check=False)
+def train(config: str, run: Path, settings: list[str], simulated: int | None = None) -> None:
+    """Trains to the end, on `simulated` devices of the CPU if any. SystemExit where that fails."""
+    line = command(config, run, settings)
+    line += ["--simulate-devices", str(simulated)] if simulated else []
+    done = subprocess.run(line, cwd=ROOT, check=False)
     if done.returncode:
         raise SystemExit(f"train ended with code {done.returncode}")
 

@@ -14,9 +14,13 @@ from pallas_kernels.grouped import cases as grouped_cases
 from pallas_kernels.norm import cases as norm_cases
 
 pytestmark = pytest.mark.gpu
-ATTENTION = tuple(dict.fromkeys([*attention_cases.CI, *attention_cases.SLOW]))
-GROUPED = tuple(dict.fromkeys([*grouped_cases.CI, *grouped_cases.SLOW]))
-NORMS = tuple(dict.fromkeys([*norm_cases.CI, *norm_cases.SLOW]))
+
+
+def of(cases):
+    """Those of CI first: `-m "gpu and core"` runs them alone."""
+    core = [pytest.param(case, id=case.name, marks=pytest.mark.core) for case in cases.CI]
+    others = [case for case in dict.fromkeys(cases.SLOW) if case not in cases.CI]
+    return [*core, *(pytest.param(case, id=case.name) for case in others)]
 
 
 def unless_refused(compare, case, implementation):
@@ -28,7 +32,7 @@ def unless_refused(compare, case, implementation):
 
 # A case's one after the other: they share its answers.
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("case", ATTENTION, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", of(attention_cases))
 def test_attention(implementation, case, monkeypatch):
     if implementation == "cudnn":  # it gives no lse: that and its gradient come from another
         monkeypatch.setattr(of_attention, "kernel", with_lse_of_xla)
@@ -46,13 +50,13 @@ def with_lse_of_xla(options, implementation):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
-@pytest.mark.parametrize("case", NORMS, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", of(norm_cases))
 def test_norms(implementation, case):
     unless_refused(of_norms.compare, case, implementation)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton", "mosaic"])
-@pytest.mark.parametrize("case", GROUPED, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", of(grouped_cases))
 def test_grouped(implementation, case):
     unless_refused(of_grouped.compare, case, implementation)
 
