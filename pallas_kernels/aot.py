@@ -77,12 +77,12 @@ def programs(op: str) -> Iterator[tuple[str, Callable, dict]]:
         from pallas_kernels.norm import cases
 
         for case in dict.fromkeys([*cases.CI, *cases.timed(), *cases.SLOW]):
-            yield case.name, _norm_program(case.op), case.abstract()
+            yield case.name, norm_program(case.op), case.abstract()
     if op == "grouped":
         from pallas_kernels.grouped import cases
 
         for case in dict.fromkeys([*cases.CI, *cases.timed(), *cases.SLOW]):
-            yield case.name, _grouped_program, case.abstract()
+            yield case.name, grouped_program, case.abstract()
 
 
 def attention_program(options):
@@ -100,7 +100,7 @@ def attention_program(options):
     return run
 
 
-def _norm_program(op):
+def norm_program(op):
     import jax
 
     from pallas_kernels import norm
@@ -118,7 +118,7 @@ def _norm_program(op):
     return run
 
 
-def _grouped_program(implementation, x, w, dy, expert_of_tile):
+def grouped_program(implementation, x, w, dy, expert_of_tile):
     import jax
 
     from pallas_kernels.grouped import grouped_matmul

@@ -69,7 +69,7 @@ class Repeats:
 
 
 def timed_cases(op: str, size: str) -> Iterator[TimedCase]:
-    """`size`: "brief", "dry", or "" for all."""
+    """Yields the cases of a size: "brief", "dry", or "" for all."""
     make, ci, timed = {
         "attention": (_attention_case, attention_cases.CI[:3], attention_cases.timed),
         "norm": (_norm_case, norm_cases.CI[:3], norm_cases.timed),
@@ -82,7 +82,7 @@ def timed_cases(op: str, size: str) -> Iterator[TimedCase]:
 
 
 def _is_telling(op: str, case: Any) -> bool:
-    """Whether --brief times it: causal attention on 4096 tokens and more, wide norms."""
+    """Tells what --brief times: causal attention on 4096 and 8192 tokens, wide norms."""
     if op == "attention":
         return case.causal and case.t in (4096, 8192) and case.heads[0] == case.heads[1]
     if op == "norm":

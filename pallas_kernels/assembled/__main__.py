@@ -1,4 +1,4 @@
-"""Assembles the attention kernels for absent GPUs and writes what bounds their time.
+"""Assembles the kernels for absent GPUs and writes what bounds their time.
 
     python -m pallas_kernels.assembled [--write docs/kernel_bounds.md]
 
@@ -7,136 +7,259 @@ Needs what aot.py needs, and nvidia-cuda-nvdisasm. Nothing runs.
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping
 from importlib.metadata import files
 from pathlib import Path
+from typing import NamedTuple
 
 from pallas_kernels.assembled.bounds import (
     MATMULS,
     Assembled,
+    Streamed,
     assembled,
     forward_and_backward,
+    streamed,
 )
 from pallas_kernels.gpus import GPUS, Gpu
 
-TARGETS = (("h100", "mosaic"), ("h100", "triton"), ("a100-80", "triton"))
+TARGETS = (
+    ("h100", "mosaic"),
+    ("h100", "triton"),
+    ("a100-80", "triton"),
+    ("b200", "triton"),
+)
 HEAD_DIMS = (64, 128, 256)
+WIDTHS = (1024, 4096, 8192)  # of norms
+EXPERTS = 16  # of the grouped matmul: Qwen3 30B's on one device, the up matmul
+GROUPED = (2048, 1536)
+ROWS = 65536
+NORMS = ("norm_forward", "norm_backward")
 LENGTH = 4096
 # TFLOP/s of cuDNN on an H100, 16k tokens in sequences of 2k to 16k, not causal, read off the charts
 # of arXiv:2407.08608: (forward, backward), by head dim.
 CUDNN = {64: ("395 to 413", "395"), 128: ("595 to 617", "465 to 518"), 256: ("580 to 581", "")}
 HEADER = """# What bounds the kernels' time
 
-The attention kernels in bfloat16, assembled for GPUs that are not there, {length} tokens, causal.
-Nothing ran: what a turn of the main loop must do bounds its time from below. A scheduler (four a
-core) issues one instruction in a cycle; cycles are those of one warp. At best matmuls, exponentials
-and all instructions overlap, and the longest of them is the turn. Memory, waiting and the tiles
-at the edges come on top, so that these figures say which kernel cannot win, and not which one
-does. Written by
+The kernels in bfloat16, assembled for GPUs that are not there; attention is causal, on {length}
+tokens. Nothing ran: what a turn of the main loop must do bounds its time from below. A scheduler
+(four a core) issues one instruction in a cycle; cycles are those of one warp. At best matmuls,
+exponentials and all instructions overlap, and the longest of them is the turn. Memory, waiting and
+the tiles at the edges come on top, so that these figures say which kernel cannot win, and not which
+one does. Written by
 
     make aot
 """
 
 
+class Work(NamedTuple):
+    """What is assembled: `size` is a head dim, a width, or the contracted dim of a matmul."""
+
+    gpu: str  # of gpus.GPUS
+    implementation: str
+    op: str
+    size: int
+
+
+class Found(NamedTuple):
+    """The figures of all kernels, by their name."""
+
+    attention: Mapping[tuple[str, str, int], Mapping[str, Assembled]]
+    grouped: Mapping[tuple[str, str, int], Mapping[str, Assembled]]
+    norms: Mapping[tuple[str, str, int], Mapping[str, Streamed]]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--write", type=Path, metavar="FILE", help="the page; default: printed")
-    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.child:
-        gpu, implementation, head_dim = chosen.child
-        return _compile(gpu, implementation, int(head_dim))
-    found = {
-        (gpu, implementation, head_dim): kernels_of(GPUS[gpu], implementation, head_dim)
-        for gpu, implementation in TARGETS
-        for head_dim in HEAD_DIMS
-    }
-    text = page(found)
+        gpu, implementation, op, size = chosen.child
+        return _compile(Work(gpu, implementation, op, int(size)))
+    text = page(_all())
     if chosen.write:
         chosen.write.write_text(text, encoding="utf-8")
     else:
         print(text)
 
 
-def page(found: dict[tuple[str, str, int], dict[str, Assembled]]) -> str:
-    """Returns the page: both passes next to cuDNN's published figures, then each kernel."""
-    lines = [HEADER.format(length=LENGTH)]
-    lines += [
+def _all() -> Found:
+    found = Found({}, {}, {})
+    for gpu, implementation in TARGETS:
+        for head_dim in HEAD_DIMS:
+            at = (gpu, implementation, head_dim)
+            found.attention[at] = kernels_of(Work(gpu, implementation, "attention", head_dim))
+        at = (gpu, implementation, GROUPED[0])
+        found.grouped[at] = kernels_of(Work(gpu, implementation, "grouped", GROUPED[0]))
+        for width in WIDTHS if implementation == "triton" else ():
+            at = (gpu, implementation, width)
+            found.norms[at] = norms_of(Work(gpu, implementation, "norm", width))
+    return found
+
+
+def page(found: Found) -> str:
+    """Returns the page: both passes of attention next to cuDNN's published figures, then each
+    kernel.
+    """
+    lines = [HEADER.format(length=LENGTH), *_passes(found), "", *_matmuls(found)]
+    if found.norms:
+        lines += ["", *_norms(found)]
+    return "\n".join(lines) + "\n"
+
+
+def _passes(found: Found) -> Iterator[str]:
+    yield from (
         "TFLOP/s at most, as papers count them: 2 matmuls forward, 5 backward. The backward pass",
         "is two kernels with 7, so that each sum has one order. cuDNN's figures are published ones",
         "of an H100 (arXiv:2407.08608), measured, and not causal.",
         "",
         "| GPU | implementation | head dim | forward | backward | cuDNN forward | cuDNN backward |",
         "|---|---|---|---|---|---|---|",
-    ]
-    for (gpu, implementation, head_dim), kernels in found.items():
+    )
+    for (gpu, implementation, head_dim), kernels in found.attention.items():
         peak = GPUS[gpu].bfloat16 / 1e12
         forward, backward = (f"{peak * share:.0f}" for share in forward_and_backward(kernels))
         cudnn = CUDNN[head_dim] if gpu == "h100" else ("", "")
-        cells = (gpu, implementation, str(head_dim), forward, backward, *cudnn)
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += [
-        "",
-        "Cycles of a warp's turn. Programs are those that a core has registers for.",
+        yield _row(gpu, implementation, head_dim, forward, backward, *cudnn)
+
+
+def _matmuls(found: Found) -> Iterator[str]:
+    yield from (
+        "Cycles of a warp's turn. Programs are those that a core has registers for. Blackwell's",
+        "matmuls do not say their shape: theirs are the cycles that the tile needs.",
         "",
         "| GPU | implementation | head dim | kernel | registers | spilled bytes | programs |"
         " matmuls | exponentials | instructions | of the peak at most | limit |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for (gpu, implementation, head_dim), kernels in found.items():
+    )
+    for (gpu, implementation, size), kernels in (found.attention | found.grouped).items():
         for name, each in kernels.items():
-            cells = (gpu, implementation, head_dim, name.removeprefix("attention_"))
+            of_head = size if name.startswith("attention") else ""
+            cells = (gpu, implementation, of_head, name.removeprefix("attention_"))
             cells += (each.registers, each.spilled, each.programs, f"{each.matmul_cycles:.0f}")
             cells += (f"{each.exponential_cycles:.0f}", f"{each.issue_cycles:.0f}")
-            cells += (f"{each.share:.0%}", each.limit)
-            lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines) + "\n"
+            yield _row(*cells, f"{each.share:.0%}", each.limit)
 
 
-def kernels_of(gpu: Gpu, implementation: str, head_dim: int) -> dict[str, Assembled]:
-    """Compiles forward and backward in a separate process and assembles its output."""
+def _norms(found: Found) -> Iterator[str]:
+    yield from (
+        "RMSNorm with a residual. Cycles of a core in a program's turn: those of the bytes that it",
+        "moves, at the data sheet's bandwidth, those of its instructions, and those of a program",
+        "alone, which waits for its bytes (600 cycles), computes and writes: meanwhile only other",
+        "programs of the core use the memory. Programs are those that a core runs at once.",
+        "",
+        "| GPU | width | kernel | registers | spilled bytes | programs | memory | instructions |"
+        " alone | of the bandwidth at most | limit |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    )
+    for (gpu, _, width), kernels in found.norms.items():
+        for name, each in kernels.items():
+            cells = (gpu, width, name.removeprefix("norm_"), each.registers, each.spilled)
+            cells += (f"{each.programs:.2g}", f"{each.memory_cycles:.0f}")
+            cells += (f"{each.issue_cycles:.0f}", f"{each.alone_cycles:.0f}")
+            yield _row(*cells, f"{each.share:.0%}", each.limit)
+
+
+def _row(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def kernels_of(work: Work) -> dict[str, Assembled]:
+    """Assembles forward and backward; of two kernels of one name, the slower one."""
+    found: dict[str, Assembled] = {}
+    gpu = GPUS[work.gpu]
+    for name, ptx, said, text in _texts(work, MATMULS):
+        needed, own_loops = _tile(work, name)
+        each = assembled(gpu, ptx, said, text, needed, own_loops)
+        if name not in found or each.share < found[name].share:
+            found[name] = each
+    return {name: found[name] for name in MATMULS if name in found}
+
+
+def norms_of(work: Work) -> dict[str, Streamed]:
+    """Assembles forward and backward of a norm."""
+    from pallas_kernels.norm.triton import block_of, programs_of
+
+    gpu = GPUS[work.gpu]
+    rows, width = block_of(ROWS, work.size, work.implementation)
+    grids = {
+        "norm_forward": ROWS / rows,
+        "norm_backward": programs_of(ROWS // rows, gpu.device_kinds[0]),
+    }
+    # Forward reads x and the residual, and writes y and the sum; backward reads the sum and both
+    # gradients, and writes one.
+    moved = 4 * 2.0 * rows * width
+    found = {}
+    for name, ptx, said, text in _texts(work, NORMS):
+        found[name] = streamed(gpu, ptx, said, text, moved, grids[name])
+    return {name: found[name] for name in NORMS}
+
+
+def _texts(work: Work, names) -> Iterator[tuple[str, str, str, str]]:
+    """Compiles in a separate process; yields (kernel, PTX, ptxas's report, its instructions)."""
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--xla_dump_to={folder} --xla_dump_emitter_re=.*"
         environment = {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_TO": folder, "XLA_FLAGS": flags}
         command = [sys.executable, "-m", "pallas_kernels.assembled", "--child"]
         subprocess.run(
-            [*command, gpu.name, implementation, str(head_dim)],
+            [*command, *map(str, work)],
             env=os.environ | environment,
             stderr=subprocess.DEVNULL,
             check=True,
         )
-        found = {}
         for path in sorted(Path(folder).glob("*.ptx")):
             ptx = path.read_text(encoding="utf-8")
-            name = next((name for name in MATMULS if f".entry {name}" in ptx), None)
-            if name is not None:
-                said, text = _assemble(path, gpu)
-                needed, own_loops = _tile(gpu, implementation, name, head_dim)
-                found[name] = assembled(gpu, ptx, said, text, needed, own_loops)
-    return {name: found[name] for name in MATMULS}
+            entries = set(re.findall(r"\.entry (\w+?)(?:_mosaic_gpu_kernel)?\(", ptx))
+            for name in names:
+                if entries & {name, f"{name}_1"}:
+                    yield name, ptx, *_assemble(path, GPUS[work.gpu])
 
 
-def _compile(gpu: str, implementation: str, head_dim: int) -> None:
+def _compile(work: Work) -> None:
     import jax
     import numpy as np
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    from pallas_kernels.aot import attention_program, described_devices
-    from pallas_kernels.attention.cases import Case
+    from pallas_kernels.aot import described_devices
 
-    mesh = Mesh(np.array(described_devices(gpu)), ("all",))
-    case = Case(b=1, t=LENGTH, d=head_dim, heads=(16, 16), causal=True)
-    run = attention_program(case.options())
+    mesh = Mesh(np.array(described_devices(work.gpu)), ("all",))
+    run, shapes = _program(work)
     placed = NamedSharding(mesh, P())
-    arrays = {
-        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed)
-        for name, x in case.abstract().items()
-    }
+    arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), shapes)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        jax.jit(lambda arrays: run(implementation, **arrays)).lower(arrays).compile()
+        jax.jit(lambda arrays: run(work.implementation, **arrays)).lower(arrays).compile()
+
+
+def _program(work: Work):
+    """Returns (`run(implementation, **arrays)`, the shapes of the arrays)."""
+    from pallas_kernels import aot
+
+    if work.op == "attention":
+        from pallas_kernels.attention import cases
+
+        case = cases.Case(b=1, t=LENGTH, d=work.size, heads=(16, 16), causal=True)
+        return aot.attention_program(case.options()), case.abstract()
+    if work.op == "norm":
+        from pallas_kernels.norm import cases
+
+        case = cases.Case(rows=ROWS, width=work.size, residual="bfloat16")
+        return aot.norm_program(case.op), case.abstract()
+    from pallas_kernels.grouped import cases
+
+    case = cases.Case(
+        tile=128,
+        width=work.size,
+        out_width=GROUPED[1],
+        experts=EXPERTS,
+        tiles=LENGTH // 128,
+        dtype="bfloat16",
+    )
+    return aot.grouped_program, case.abstract()
 
 
 def _assemble(path: Path, gpu: Gpu) -> tuple[str, str]:
@@ -159,28 +282,41 @@ def _tool(package: str, name: str) -> Path:
     raise SystemExit(f"there is no {name} in {package}")
 
 
-def _tile(gpu: Gpu, implementation: str, name: str, head_dim: int) -> tuple[float, int]:
+def _tile(work: Work, name: str) -> tuple[float, int]:
     """Returns the FLOPs of a warp's share of a tile, and the number of loops that run
     concurrently.
     """
+    if work.op == "grouped":
+        return _tile_of_grouped(work.implementation, name), 1
     from pallas_kernels.attention import tiling
 
     own_loops = 1
-    if implementation == "mosaic":
+    if work.implementation == "mosaic":
         table = {
             "attention_forward": tiling.HOPPER_FORWARD,
             "attention_dq": tiling.HOPPER_DQ,
             "attention_dkv": tiling.HOPPER_DKV,
         }[name]
-        tile = table[head_dim]
+        tile = table[work.size]
         # Two warpgroups of 4 warps compute; in the forward kernel each has its own tile.
         warps = 4 if name == "attention_forward" else 8
         if name == "attention_dkv" and tile.k < 128:  # one makes dk and one dv, of the same keys
             own_loops = 2
     else:
-        tile = tiling.triton_table(name, gpu.device_kinds[0])[2][head_dim]
+        kind = GPUS[work.gpu].device_kinds[0]
+        tile = tiling.triton_table(name, kind)[2][work.size]
         warps = tile.warps
-    return 2.0 * MATMULS[name] * tile.q * tile.k * head_dim / warps, own_loops
+    return 2.0 * MATMULS[name] * tile.q * tile.k * work.size / warps, own_loops
+
+
+def _tile_of_grouped(implementation: str, name: str) -> float:
+    """Returns the FLOPs of a warp's share of a block; both have 8 computing warps."""
+    from pallas_kernels.grouped import mosaic, triton
+
+    if implementation == "mosaic":
+        return 2.0 * mosaic.SIDE**2 * mosaic.STEP / 8
+    block = (triton.WEIGHTS if name.endswith("weights") else triton.MULTIPLY)[2]
+    return 2.0 * block.rows * block.contracted * block.columns / 8
 
 
 if __name__ == "__main__":

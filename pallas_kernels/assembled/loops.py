@@ -1,17 +1,20 @@
 """Finds the main loop of an assembled kernel, and what a warp issues in one turn of it.
 
-Text is what NVIDIA's `nvdisasm -c` prints for Ampere and Hopper. Nothing here imports jax.
+Text is what NVIDIA's `nvdisasm -c` prints for Ampere, Hopper and Blackwell. Nothing here imports
+jax.
 """
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _LABEL = re.compile(r"^(\.L_\w+):")
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(@!?U?P[T\d]+\s+)?([A-Z][\w.]*)(.*)")
 _TARGET = re.compile(r"`\((\.L_\w+)\)")
 _WARPGROUPS_MATMUL = re.compile(r"HGMMA\.(\d+)x(\d+)x(\d+)")  # of 4 warps
 _WARPS_MATMUL = re.compile(r"HMMA\.16816\.")  # 16 x 8 x 16
+_PROGRAMS_MATMUL = "UTCHMMA"  # of Blackwell: a register has its shape, and one warp issues it
+_LOAD = "LDG"
 
 
 @dataclass(frozen=True)
@@ -20,9 +23,11 @@ class Loop:
     paths.
     """
 
-    flops: int  # of its share of the matmuls
+    flops: int  # of its share of the matmuls, where instructions say their shape
     exponentials: int
     instructions: int
+    matmuls: int = 0  # Blackwell's, on any path through it
+    loads: int = 0  # from memory, into registers
 
 
 @dataclass(frozen=True)
@@ -38,10 +43,20 @@ def main_loops(text: str) -> list[Loop]:
     A kernel has several if masked tiles have a separate loop, or each warpgroup its own. Raises
     ValueError if there is none.
     """
-    found = [loop for loop in _loops(_program(text)) if loop.flops]
+    found = [loop for loop in _loops(_program(text)) if loop.flops or loop.matmuls]
     if not found:
         raise ValueError("no loop has a matmul")
-    return sorted(found, key=lambda loop: loop.instructions / loop.flops)
+    return sorted(found, key=lambda loop: loop.instructions / (loop.flops or loop.matmuls))
+
+
+def stream(text: str) -> Loop:
+    """Returns the loop that loads most, or the way through a kernel without one that loads."""
+    program = _program(text)
+    loading = [loop for loop in _loops(program) if loop.loads]
+    if loading:
+        return max(loading, key=lambda loop: loop.loads)
+    ends = [at for at, instruction in enumerate(program) if instruction.name == "EXIT"]
+    return _counted(program[place] for place in _shortest(program, 0, ends[-1]))
 
 
 def _program(text: str) -> list[_Instruction]:
@@ -71,7 +86,8 @@ def _loops(program: list[_Instruction]) -> Iterator[Loop]:
             continue
         way = _shortest(program, head, at)
         if way:
-            yield _counted(program[place] for place in way)
+            matmuls = sum(each.name == _PROGRAMS_MATMUL for each in program[head : at + 1])
+            yield replace(_counted(program[place] for place in way), matmuls=matmuls)
 
 
 def _next(program: list[_Instruction], at: int) -> list[int]:
@@ -111,13 +127,14 @@ def _shortest(program: list[_Instruction], start: int, end: int) -> list[int]:
 
 
 def _counted(instructions: Iterable[_Instruction]) -> Loop:
-    flops = exponentials = count = 0
+    flops = exponentials = count = loads = 0
     for each in instructions:
         count += 1
+        loads += each.name.partition(".")[0] == _LOAD
         exponentials += each.name.startswith("MUFU.EX2")
         if sizes := _WARPGROUPS_MATMUL.match(each.name):
             m, n, k = (int(size) for size in sizes.groups())
             flops += 2 * m * n * k // 4
         elif _WARPS_MATMUL.match(each.name):
             flops += 2 * 16 * 8 * 16
-    return Loop(flops, exponentials, count)
+    return Loop(flops, exponentials, count, loads=loads)

@@ -64,7 +64,7 @@ DKV: Table = {
 TABLES = {"attention_forward": FORWARD, "attention_dq": DQ, "attention_dkv": DKV}
 # What differs, for 16-bit elements. python -m pallas_kernels.assembled shows why: an Ampere warp
 # holds all operands of its matmuls in registers, and a thread would write up to 16 KB of them to
-# memory; 8 warps of Hopper, whose matmuls are of 64 rows, would make 64 queries' scores twice;
+# memory; 8 warps of Hopper, whose matmuls are of 64 rows, would make 64 queries' products twice;
 # Blackwell keeps accumulators in its tensor memory, 512 columns: dk and dv of 64 keys by 256 would
 # leave none for their scores.
 OWN: Mapping[str, Mapping[str, Mapping[int, Tile]]] = {
@@ -74,7 +74,8 @@ OWN: Mapping[str, Mapping[str, Mapping[int, Tile]]] = {
         "attention_dkv": {64: Tile(32, 64, 4, 2)},
     },
     "hopper": {
-        "attention_dq": {128: Tile(64, 64, 4, 2)},
+        "attention_forward": {256: Tile(128, 64, 8, 2)},
+        "attention_dq": {128: Tile(64, 64, 4, 2), 256: Tile(128, 32, 8, 1)},
         "attention_dkv": {128: Tile(64, 64, 4, 2)},
     },
     "blackwell": {"attention_dkv": {256: Tile(64, 32, 8, 1)}},

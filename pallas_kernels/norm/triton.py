@@ -16,13 +16,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.backends.triton import call, load_masked, next_power_of_two, store_masked
-from pallas_kernels.choose import INTERPRET, VARIANT, no_64_bits, no_gpu
+from pallas_kernels.choose import INTERPRET, VARIANT, device_kind, no_64_bits, no_gpu
+from pallas_kernels.gpus import find
 
 WIDEST = 16384  # a row is held in registers
 ELEMENTS = 4096  # of a block, unless one row is more
 # Other blocks, which are tried when kernels are measured: "triton/narrow".
 VARIANTS = {"narrow": ELEMENTS // 2, "wide": 2 * ELEMENTS}
-PROGRAMS = 264  # of the backward pass: two for each core of an H100
+PROGRAMS_OF_A_CORE = 2  # of the backward pass: as many as it has registers for
+CORES = 132  # of a GPU that is not listed: an H100's
 
 
 def refusal(rows: tuple[int, int], interpreted: bool) -> str:
@@ -37,7 +39,7 @@ def refusal(rows: tuple[int, int], interpreted: bool) -> str:
 def forward(x, scale, bias, residual, epsilon: float, centred: bool, name: str):
     """Does what `xla.forward` does."""
     n, d = x.shape
-    block = _block(n, d, name)
+    block = block_of(n, d, name)
     block_rows, block_width = block
     tile = pl.BlockSpec(block, lambda i: (i, 0))
     whole_vector = pl.BlockSpec((block_width,), lambda _: (0,))
@@ -104,10 +106,10 @@ def _forward_kernel(shape, epsilon, centred, *refs):
 def backward(total, scale, mean, rstd, dy, dtotal, name: str):
     """Does what `xla.backward` does; dsum is in the wider dtype of the sum and of dy."""
     n, d = total.shape
-    block = _block(n, d, name)
+    block = block_of(n, d, name)
     block_rows, block_width = block
     blocks = pl.cdiv(n, block_rows)
-    programs = min(PROGRAMS, blocks)
+    programs = programs_of(blocks, device_kind())
     whole = pl.BlockSpec((n, block_width), lambda _: (0, 0))
     whole_vector = pl.BlockSpec((block_width,), lambda _: (0,))
     statistic = pl.BlockSpec((n,), lambda _: (0,))
@@ -187,7 +189,17 @@ def _backward_kernel(shape, block, turns, *refs):
     store_masked(refs.dbias, dbias, columns)
 
 
-def _block(n: int, d: int, name: str) -> tuple[int, int]:
+def programs_of(blocks: int, kind: str) -> int:
+    """Returns how many programs share the blocks of the backward pass on this GPU, by jax's name.
+
+    On a core that runs one alone the memory would rest while it computes.
+    """
+    listed = find(kind)
+    cores = CORES if listed is None else listed.cores
+    return min(PROGRAMS_OF_A_CORE * cores, blocks)
+
+
+def block_of(n: int, d: int, name: str) -> tuple[int, int]:
     """Returns the (rows, padded width) that a program holds at a time."""
     width = next_power_of_two(d)
     variant = name.removesuffix(INTERPRET).partition(VARIANT)[2]

@@ -2,9 +2,15 @@
 
 import pytest
 
-from pallas_kernels.assembled.__main__ import page
-from pallas_kernels.assembled.bounds import assembled, forward_and_backward
-from pallas_kernels.assembled.loops import Loop, main_loops
+from pallas_kernels.assembled.__main__ import Found, page
+from pallas_kernels.assembled.bounds import (
+    LATENCY,
+    PORT,
+    assembled,
+    forward_and_backward,
+    streamed,
+)
+from pallas_kernels.assembled.loops import Loop, main_loops, stream
 from pallas_kernels.gpus import GPUS
 
 # A wait at a barrier has its slow way at the end; a masked tile has a longer way.
@@ -75,6 +81,79 @@ def test_backward_counts_five_of_seven_matmuls():
     names = ("attention_forward", "attention_dq", "attention_dkv")
     kernels = {name: kernel(name) for name in names}
     assert forward_and_backward(kernels) == pytest.approx((1, 5 / 7))
-    written = page({("h100", "mosaic", 128): kernels})
+    grouped = {("h100", "triton", 2048): {"grouped_matmul": kernel("grouped_matmul")}}
+    norms = {("h100", "triton", 4096): {"norm_forward": norm()}}
+    written = page(Found({("h100", "mosaic", 128): kernels}, grouped, norms))
+    assert "| h100 | triton |  | grouped_matmul | 168 | 0 | 1 | 64 | 0 |" not in written
+    assert "| h100 | triton |  | grouped_matmul | 168 | 0 | 1 | 64 | 8 | 6 | 100% |" in written
+    assert "| h100 | 4096 | forward | 32 | 0 | 8 |" in written
     assert "| h100 | mosaic | 128 | 989 | 707 | 595 to 617 | 465 to 518 |" in written
     assert "| h100 | mosaic | 128 | dkv | 168 | 0 | 1 | 64 | 8 | 6 | 100% | matmuls |" in written
+
+
+# Blackwell: one warp issues a matmul of the whole program, whose shape a register has.
+BLACKWELL = """
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+.L_x_1:
+        /*0010*/               @P1 BRA `(.L_x_2) ;
+        /*0020*/                   UTCHMMA gdesc[UR4], gdesc[UR6], tmem[UR8], idesc[UR11] ;
+.L_x_2:
+        /*0030*/                   MUFU.EX2 R0, R0 ;
+        /*0040*/               @P0 BRA `(.L_x_1) ;
+        /*0050*/                   EXIT ;
+"""
+
+
+def test_a_matmul_that_one_warp_issues_takes_what_its_tile_needs():
+    assert main_loops(BLACKWELL) == [Loop(flops=0, exponentials=1, instructions=3, matmuls=1)]
+    ptx, said = PTX.format("attention_dq"), SAID.format(0)
+    needed = 2048 * 100.0  # a scheduler of Blackwell does 2048 FLOPs in a cycle
+    found = assembled(GPUS["b200"], ptx, said, BLACKWELL, needed)
+    assert (found.matmul_cycles, found.share, found.limit) == (100, 1.0, "matmuls")
+
+
+NORM = """
+        /*0000*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0010*/                   FADD R4, R4, R5 ;
+        /*0020*/                   STG.E.128 desc[UR4][R2.64], R4 ;
+        /*0030*/                   EXIT ;
+.L_x_9:
+        /*0040*/                   BRA `(.L_x_9) ;
+"""
+
+
+def norm(moved=32768.0, grid=1e6, registers=32, gpu="h100", text=NORM):
+    ptx = ".visible .entry norm_forward(\n)\n.reqntid 256, 1, 1\n"
+    said = f"0 bytes spill stores\nptxas info : Used {registers} registers, used 16"
+    return streamed(GPUS[gpu], ptx, said, text, moved, grid)
+
+
+def test_a_norm_without_a_loop_is_counted_from_end_to_end_and_moves_its_bytes():
+    assert stream(NORM) == Loop(flops=0, exponentials=0, instructions=4, loads=1)
+    found = norm()
+    assert found.issue_cycles == 4 * 8 / 4 and found.programs == 8
+    clock = GPUS["h100"].bfloat16 / 132 / 4096
+    assert found.memory_cycles == pytest.approx(32768 / (3352e9 / 132 / clock))
+    assert found.share == pytest.approx(1) and found.limit == "memory"
+
+
+def test_the_loop_that_loads_is_what_a_norm_repeats():
+    text = NORM.replace(
+        "        /*0020*/", ".L_x_3:\n        /*0015*/ LDG.E R1, R2 ;\n        /*0020*/"
+    )
+    text = text.replace(
+        "        /*0030*/", "        /*0025*/ @P0 BRA `(.L_x_3) ;\n        /*0030*/"
+    )
+    assert stream(text) == Loop(flops=0, exponentials=0, instructions=3, loads=1)
+
+
+def test_a_last_wave_of_few_programs_and_one_program_alone_bound_a_norm():
+    full = norm(grid=2 * 132, registers=127)
+    assert full.programs == 2 and full.share == pytest.approx(1)
+    late = norm(grid=2.25 * 132, registers=127)
+    assert late.limit == "a last wave that leaves cores idle"
+    last = max(0.25 * late.memory_cycles, LATENCY + 32768 / PORT + late.issue_cycles)
+    wanted = 2.25 * late.memory_cycles / (2 * late.memory_cycles + last)
+    assert late.share == pytest.approx(wanted) and wanted < 0.95
+    alone = norm(moved=4096.0, grid=132.0)
+    assert alone.limit == "one program after another" and alone.share < 0.5
