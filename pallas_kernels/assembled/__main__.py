@@ -55,8 +55,11 @@ one does. Written by
 """
 
 
-class Work(NamedTuple):
-    """What is assembled: `size` is a head dim, a width, or the contracted dim of a matmul."""
+class Assembly(NamedTuple):
+    """The kernels of one call on one GPU.
+
+    `size` is a head dim, a width, or the contracted dim of a matmul.
+    """
 
     gpu: str  # of gpus.GPUS
     implementation: str
@@ -79,7 +82,7 @@ def main() -> None:
     chosen = parser.parse_args()
     if chosen.child:
         gpu, implementation, op, size = chosen.child
-        return _compile(Work(gpu, implementation, op, int(size)))
+        return _compile(Assembly(gpu, implementation, op, int(size)))
     text = page(_all())
     if chosen.write:
         chosen.write.write_text(text, encoding="utf-8")
@@ -92,12 +95,12 @@ def _all() -> Found:
     for gpu, implementation in TARGETS:
         for head_dim in HEAD_DIMS:
             at = (gpu, implementation, head_dim)
-            found.attention[at] = kernels_of(Work(gpu, implementation, "attention", head_dim))
+            found.attention[at] = kernels_of(Assembly(gpu, implementation, "attention", head_dim))
         at = (gpu, implementation, GROUPED[0])
-        found.grouped[at] = kernels_of(Work(gpu, implementation, "grouped", GROUPED[0]))
+        found.grouped[at] = kernels_of(Assembly(gpu, implementation, "grouped", GROUPED[0]))
         for width in WIDTHS if implementation == "triton" else ():
             at = (gpu, implementation, width)
-            found.norms[at] = norms_of(Work(gpu, implementation, "norm", width))
+            found.norms[at] = norms_of(Assembly(gpu, implementation, "norm", width))
     return found
 
 
@@ -168,7 +171,7 @@ def _row(*cells: object) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def kernels_of(work: Work) -> dict[str, Assembled]:
+def kernels_of(work: Assembly) -> dict[str, Assembled]:
     """Assembles forward and backward; of two kernels of one name, the slower one."""
     found: dict[str, Assembled] = {}
     gpu = GPUS[work.gpu]
@@ -180,7 +183,7 @@ def kernels_of(work: Work) -> dict[str, Assembled]:
     return {name: found[name] for name in MATMULS if name in found}
 
 
-def norms_of(work: Work) -> dict[str, Streamed]:
+def norms_of(work: Assembly) -> dict[str, Streamed]:
     """Assembles forward and backward of a norm."""
     from pallas_kernels.norm.triton import block_of, programs_of
 
@@ -199,7 +202,7 @@ def norms_of(work: Work) -> dict[str, Streamed]:
     return {name: found[name] for name in NORMS}
 
 
-def _texts(work: Work, names) -> Iterator[tuple[str, str, str, str]]:
+def _texts(work: Assembly, names) -> Iterator[tuple[str, str, str, str]]:
     """Compiles in a separate process; yields (kernel, PTX, ptxas's report, its instructions)."""
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--xla_dump_to={folder} --xla_dump_emitter_re=.*"
@@ -219,7 +222,7 @@ def _texts(work: Work, names) -> Iterator[tuple[str, str, str, str]]:
                     yield name, ptx, *_assemble(path, GPUS[work.gpu])
 
 
-def _compile(work: Work) -> None:
+def _compile(work: Assembly) -> None:
     import jax
     import numpy as np
     from jax.sharding import Mesh, NamedSharding
@@ -235,7 +238,7 @@ def _compile(work: Work) -> None:
         jax.jit(lambda arrays: run(work.implementation, **arrays)).lower(arrays).compile()
 
 
-def _program(work: Work):
+def _program(work: Assembly):
     """Returns (`run(implementation, **arrays)`, the shapes of the arrays)."""
     from pallas_kernels import aot
 
@@ -282,7 +285,7 @@ def _tool(package: str, name: str) -> Path:
     raise SystemExit(f"there is no {name} in {package}")
 
 
-def _tile(work: Work, name: str) -> tuple[float, int]:
+def _tile(work: Assembly, name: str) -> tuple[float, int]:
     """Returns the FLOPs of a warp's share of a tile, and the number of loops that run
     concurrently.
     """

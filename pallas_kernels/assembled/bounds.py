@@ -136,7 +136,7 @@ class Streamed:
 
     @property
     def limit(self) -> str:
-        """What bounds it at best."""
+        """The resource that bounds it at best."""
         if self.launched > self.programs and self.launched % self.programs:
             full_waves = self.programs * self.memory_cycles / self._cycles_of(self.programs)
             if self.share < 0.99 * full_waves:

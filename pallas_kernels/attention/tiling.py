@@ -66,7 +66,7 @@ TABLES = {"attention_forward": FORWARD, "attention_dq": DQ, "attention_dkv": DKV
 # holds all operands of its matmuls in registers, and a thread would write up to 16 KB of them to
 # memory; 8 warps of Hopper, whose matmuls are of 64 rows, would make 64 queries' products twice;
 # Blackwell keeps accumulators in its tensor memory, 512 columns: dk and dv of 64 keys by 256 would
-# leave none for their scores.
+# leave none for their scores; and it reads them back each turn, which larger tiles do less often.
 OWN: Mapping[str, Mapping[str, Mapping[int, Tile]]] = {
     "ampere": {
         "attention_forward": {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 4, 2)},
@@ -78,7 +78,11 @@ OWN: Mapping[str, Mapping[str, Mapping[int, Tile]]] = {
         "attention_dq": {128: Tile(64, 64, 4, 2), 256: Tile(128, 32, 8, 1)},
         "attention_dkv": {128: Tile(64, 64, 4, 2)},
     },
-    "blackwell": {"attention_dkv": {256: Tile(64, 32, 8, 1)}},
+    "blackwell": {
+        "attention_forward": {128: Tile(128, 128, 8, 2)},
+        "attention_dq": {128: Tile(128, 64, 8, 2)},
+        "attention_dkv": {128: Tile(64, 128, 8, 2), 256: Tile(64, 32, 8, 1)},
+    },
 }
 
 
