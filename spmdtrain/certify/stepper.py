@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -33,6 +33,10 @@ class Own:
     optimizer: Any = None
     learning_rate: Any = None
     loss: Any = None
+
+    def replaces(self, part: Literal["optimizer", "learning_rate"], config: RunConfig) -> bool:
+        """Returns True if the caller, or [own] of the config, gives this part."""
+        return getattr(self, part) is not None or getattr(config.own, part) is not None
 
     def shard(self, config: RunConfig, devices: Sequence[jax.Device]) -> Setup:
         """Returns the setup of `config` on these devices."""

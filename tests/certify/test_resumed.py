@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fuzz.campaign import ROOT
 from test_certify import BASE, TINY
 
 from spmdtrain.certify.cover import Layout
@@ -80,3 +81,10 @@ def test_a_schedule_free_weight_is_followed_where_the_rate_falls():
         moved, state = update(jnp.asarray(gradient), state, x, learning_rate=jnp.float32(rate))
         np.testing.assert_allclose(-np.asarray(moved), want, rtol=1e-3, atol=1e-7)
         x = x - moved
+
+
+def test_parts_that_the_config_names_replace_those_of_the_settings(small):
+    named = shrink(load(ROOT / "examples" / "own_parts.toml")).config
+    for part in ("optimizer", "learning_rate"):
+        assert Own().replaces(part, named)
+        assert not Own().replaces(part, small)

@@ -228,9 +228,9 @@ def _difference(
 
 def _rate(reference: Reference, own: Own) -> Witness:
     name = "the learning rate is that of the schedule"
-    if own.learning_rate is not None:
-        return Witness(name, None, "the schedule is the caller's")
     config = reference.stepper.setup.config
+    if own.replaces("learning_rate", config):
+        return Witness(name, None, "the schedule is the caller's")
     got = [figures.numbers["learning_rate"] for figures in reference.figures]
     steps = max(config.train.steps, len(got))
     want = [rate_of(config.optimizer, config.train.steps, at) for at in range(steps)]
@@ -280,7 +280,7 @@ def _update(reference: Reference, own: Own) -> Witness:
     name = "weights move as the optimizer says, from these gradients"
     setup = reference.stepper.setup
     optimizer = setup.config.optimizer
-    known = own.optimizer is None and not optimizer.groups
+    known = not own.replaces("optimizer", setup.config) and not optimizer.groups
     if not known or not isinstance(optimizer, AdamW | ScheduleFreeAdamW):
         return Witness(name, None, "known for adamw and schedule_free_adamw without groups alone")
     if setup.config.precision.params != "float32":
