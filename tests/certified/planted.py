@@ -72,7 +72,12 @@ OF_RESUME = (
     "weights are padded anew without leaving their old padding",
     "the average of a resumed run begins anew",
 )
-SCHEDULE_FREE = ("optimizer.name=schedule_free_adamw",)
+SCHEDULE_FREE = (
+    "optimizer.name=schedule_free_adamw",  # the other settings of the section begin anew
+    "optimizer.learning_rate=1e-2",
+    "optimizer.warmup=2",
+    "optimizer.weight_decay=0.1",
+)
 WITH_SETTINGS = {
     "a rule sees the layers of a stage's chunk as one tensor": ("optimizer.name=lamb",),
     "a schedule-free gradient is taken at the average": SCHEDULE_FREE,
