@@ -8,6 +8,8 @@ import json
 import os
 import runpy
 import shutil
+import sqlite3
+import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -82,6 +84,34 @@ def test_a_sink_of_ones_own_has_the_losses_of_metrics_jsonl():
     rows = [(int(step), float(loss)) for step, loss in csv.reader(text)]
     written = [(line["step"], line["loss"]) for line in lines("runs/csv/metrics.jsonl")]
     assert len(rows) == 20 and rows == written
+
+
+def test_a_sink_for_trackio_logs_every_figure_of_a_run(monkeypatch):
+    """Of a stand-in that has the calls of trackio 0.43; the next test has the real one."""
+    logged = {}
+    run = SimpleNamespace(
+        log=lambda figures, step: logged.update({step: figures}),
+        finish=lambda: logged.update(finished=True),
+    )
+
+    def init(project, name=None, config=None, resume="never"):
+        logged["run"] = project, name, config["train"]["steps"], resume
+        return run
+
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init))
+    run_as_typed("trackio_sink")
+    assert logged.pop("run") == ("spmdtrain", "trackio", 20, "allow")
+    assert logged.pop("finished") and list(logged) == list(range(1, 21))
+    assert [figures["loss"] for figures in logged.values()] == losses("runs/trackio")
+
+
+def test_trackio_itself_keeps_every_step(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
+    pytest.importorskip("trackio")
+    run_as_typed("trackio_sink")
+    (file,) = tmp_path.glob("spmdtrain*.db")
+    with contextlib.closing(sqlite3.connect(file)) as kept:
+        assert kept.execute("select min(step), max(step) from metrics").fetchone() == (1, 20)
 
 
 def test_a_hook_stops_the_run_saved_and_it_goes_on(capsys):
