@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmdtrain.cli import main
+from spmdtrain.cli.record.profile import describe
 from spmdtrain.compiled.operations import COPY, NETWORK, SORTS, KindOfWork, operations
 from spmdtrain.compiled.parts import OTHER, PARTS
 from spmdtrain.config import CheckpointError
@@ -23,7 +24,7 @@ from spmdtrain.page.cost.alarm import WINDOW, alarm
 from spmdtrain.page.cost.waterfall import by_bound, farthest_bound, waterfall
 from spmdtrain.page.heading import remarks
 from spmdtrain.page.read import RunReader
-from spmdtrain.profile.seconds import IDLE, profile_of, summed, traced_steps
+from spmdtrain.profile.seconds import IDLE, StepProfile, profile_of, summed, traced_steps
 from spmdtrain.profile.trace import Executed, shared_time
 from spmdtrain.running import loop
 from spmdtrain.running.compile_step import lower_step
@@ -63,6 +64,14 @@ def test_the_seconds_of_a_traced_step_add_up_and_have_their_parts(traced, capsys
     said = capsys.readouterr().out
     assert said.startswith("step 3: ") and "longest instructions" in said
     assert "Traced in step 3, the mean over 4 devices." in waterfall(RunReader(traced).read())
+
+
+def test_a_program_of_an_older_version_has_no_names_and_a_line_says_so():
+    def said(**parts: float) -> str:
+        return "\n".join(describe(StepProfile(3, 4, 1.0, {"matmul": 1.0}, parts, ())))
+
+    assert "no instruction names its part" in said(other=0.75, idle=0.25)
+    assert "no instruction names its part" not in said(other=0.5, mlp=0.5)
 
 
 @pytest.mark.long

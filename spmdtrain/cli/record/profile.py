@@ -82,6 +82,7 @@ def describe(found: "StepProfile") -> list[str]:
         f"{plural(found.devices, 'device')}",
         *table("by sort of work", found.sorts),
         *table("by part", found.parts),
+        *_nameless(found.parts),
         "longest instructions",
     ]
     for each in found.longest:
@@ -94,6 +95,19 @@ def describe(found: "StepProfile") -> list[str]:
             f"{each.sort}, {times}: {each.name}  {path}"
         )
     return lines
+
+
+def _nameless(parts: Mapping[str, float]) -> list[str]:
+    """Returns a line if no instruction names its part, as in a program of an older version."""
+    from spmdtrain.compiled.parts import OTHER
+    from spmdtrain.profile.seconds import IDLE
+
+    if set(parts) - {OTHER, IDLE}:
+        return []
+    return [
+        "no instruction names its part: jax's cache has this program from an older version; "
+        "JAX_COMPILATION_CACHE_DIR=FOLDER, an empty one, before the command compiles it anew"
+    ]
 
 
 def _others(found: list["StepProfile"]) -> list[str]:
