@@ -214,7 +214,7 @@ def _of_slowing(run: RunRead) -> list[str]:
     found = alarm(run)
     if found is None:
         return []
-    asked = f"<code>spmdtrain profile {safe(run.directory)} --steps 3</code> says in which part"
+    asked = f"<code>{safe(run.command('profile', '--steps 3'))}</code> says in which part"
     why = {
         "input": "the wait for batches grew, so the input holds it up",
         "step": f"the wait for batches did not grow, so it is the step itself: {asked}",
@@ -257,7 +257,7 @@ def _of_norms(run: RunRead) -> list[str]:
     return [
         f"The gradient norm stood out in {plural(len(hot), 'step')}, most in step {step:,} "
         f"({ratio[worst]:.1f} times its neighbours): "
-        f"<code>spmdtrain replay {safe(run.directory)} --step {step}</code>"
+        f"<code>{safe(run.command('explain', f'--step {step}'))}</code> asks why"
     ]
 
 

@@ -7,6 +7,7 @@ only a directory without any file of a run is refused.
 import json
 import math
 import os
+import shlex
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,19 @@ class RunRead:
         there = self.config.get(section)
         found = there.get(name) if isinstance(there, dict) else None
         return default if found is None else found
+
+    def command(self, name: str, options: str) -> str:
+        """Returns a command that repeats steps of the run, with the code that the run names, as it
+        is typed.
+        """
+        make = self.setting("model", "make")
+        parts = [
+            self.setting("own", each) for each in ("optimizer", "learning_rate", "loss", "data")
+        ]
+        homes = dict.fromkeys(each.partition(":")[0] for each in parts if isinstance(each, str))
+        code = [f"--make {shlex.quote(make)}"] if isinstance(make, str) else []
+        code += [f"--own {shlex.quote(home)}" for home in homes]
+        return " ".join(["spmdtrain", name, shlex.quote(self.directory), options, *code])
 
     def of(self, event: str) -> list[dict[str, Any]]:
         """Returns the events with this name."""

@@ -212,6 +212,15 @@ def test_collectives_are_listed_where_the_times_that_a_loop_runs_are_unknown(run
     assert "depends on the data" in words
 
 
+def test_a_command_to_type_names_the_code_of_the_run(run, tmp_path):
+    other = shutil.copytree(run, tmp_path / "a run")
+    config = json.loads((other / "config.json").read_text())
+    config["config"]["own"] = {"loss": "mine.py:focal", "data": "mine.py:sums", "sinks": ["x:y"]}
+    (other / "config.json").write_text(json.dumps(config))
+    typed = RunReader(other).read().command("explain", "--step 3")
+    assert typed == f"spmdtrain explain '{other}' --step 3 --own mine.py"
+
+
 @pytest.mark.parametrize(
     ("argv", "typed"),
     [

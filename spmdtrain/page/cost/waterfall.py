@@ -62,8 +62,8 @@ def _predicted(run: RunRead) -> str:
     hardware = safe(run.predicted.get("hardware", "?"))
     note = (
         f"Predicted for {hardware}: {seconds(sum(parts.values()))} a step. Measured here, in the "
-        f"median: {seconds(measured)}. <code>spmdtrain profile {safe(run.directory)} --steps 3"
-        "</code> measures the parts."
+        f"median: {seconds(measured)}. <code>{safe(run.command('profile', '--steps 3'))}</code> "
+        "measures the parts."
     )
     return _table(parts, "part of a step", "predicted", note)
 
