@@ -64,6 +64,7 @@ def local(texts, tmp_path_factory):
     return open_(str(folder / "*.jsonl"), folder)(np.arange(1500))["tokens"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", ["http", "s3"])
 @pytest.mark.parametrize("weather", ["fine", "slow", "cut", "refusing", "late"])
 def test_a_store_gives_the_batches_of_files_on_disk(store, local, tmp_path, weather, scheme):

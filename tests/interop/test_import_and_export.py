@@ -54,6 +54,7 @@ def setup_of(folder, *overrides):
     return published, shard(config, devices=jax.devices()[:count])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_imported_is_exported_as_it_was(family, published, tmp_path):
     """Names, shapes and bits of all tensors, from every family's table in both directions."""

@@ -60,6 +60,7 @@ def test_a_run_without_a_fault_is_one_attempt(launch, capfd):
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "line"),
     [
@@ -102,6 +103,7 @@ def test_a_new_checkpoint_starts_the_count_anew(launch):
     assert (code, launcher.attempts) == (LOST, 4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("code", [4, 5, 6, 9, 10])
 def test_what_would_only_come_again_is_not_tried_again(launch, code):
     assert launch(f"1:3:{code}")[0] == code

@@ -43,6 +43,7 @@ def apart(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_has_the_logits_of_its_definition(name):
     config, model, params = made(name)

@@ -96,6 +96,7 @@ def parted(tree: dict) -> dict:
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*OF_ONE_TENSOR, *OF_ALL])
 def test_an_optimizer_of_optax_does_what_optax_does_with_all_tensors(name):
     transformation = (OF_ONE_TENSOR | OF_ALL)[name]
