@@ -3,7 +3,8 @@
     python tests/replay/drawn.py --runs 200 [--out FILE]
 
 A draw that the trainer refuses, or that diverges, is not counted. FILE gets a JSON line for each
-draw; those that it already holds are not run again.
+draw, and one before it, which stays the last if XLA ends the process. Draws that it already holds
+are not run again.
 """
 
 import argparse
@@ -96,14 +97,20 @@ def main() -> None:
             break
         if seed in lines:
             continue
+        keep(out, {"seed": seed, "cpu_seconds": 0.0, "end": "died"})
         line = line_of(seed)
         counted += [line] if line["end"] == "replayed" else []
         print(told(line), flush=True)
-        if out is not None:
-            with out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+        keep(out, line)
     equal = sum(line["equal"] for line in counted)
     print(f"{equal} of {len(counted)} equal to the bit, {time.process_time():.0f} s of CPU")
+
+
+def keep(out: Path | None, line: Line) -> None:
+    """Adds a line to the file of the campaign."""
+    if out is not None:
+        with out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 def told(line: Line) -> str:
