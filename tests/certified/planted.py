@@ -74,9 +74,10 @@ OF_RESUME = (
 )
 SCHEDULE_FREE = (
     "optimizer.name=schedule_free_adamw",  # the other settings of the section begin anew
-    "optimizer.learning_rate=1e-2",
+    "optimizer.learning_rate=5e-2",
     "optimizer.warmup=2",
-    "optimizer.weight_decay=0.1",
+    # Where it decays matters by (1 - beta1) x decay x rate of a step: 5e-3 of it, and not 5e-5.
+    "optimizer.weight_decay=1",
 )
 WITH_SETTINGS = {
     "a rule sees the layers of a stage's chunk as one tensor": ("optimizer.name=lamb",),
