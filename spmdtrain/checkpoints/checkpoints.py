@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.tree_util import DictKey
 
-from spmdtrain.checkpoints.leaves.fingerprint import fingerprints
+from spmdtrain.checkpoints.leaves.fingerprint import Fingerprint, fingerprints
 from spmdtrain.checkpoints.leaves.items import (
     arrays_of,
     by_parameter,
@@ -59,12 +59,13 @@ from spmdtrain.train.state import TrainState
 class Checkpoints(SavedSteps):
     """The checkpoints of one run directory, which hold states of `setup`.
 
-    `keep` decides which are kept; None opens them read-only.
+    `keep` decides which are kept; None opens them read-only. See `Store` for `by_layer`.
     """
 
-    def __init__(self, run: Path, setup: Setup, keep: Retention | None):
-        super().__init__(run, keep)
+    def __init__(self, run: Path, setup: Setup, keep: Retention | None, *, by_layer: bool = False):
+        super().__init__(run, keep, by_layer=by_layer)
         self._setup = setup
+        self._by_layer = by_layer
 
     def save(self, step: int, state: TrainState, meta: Meta) -> None:
         """Starts saving; `state` may be donated as soon as this returns.
@@ -82,13 +83,19 @@ class Checkpoints(SavedSteps):
             "leaves": leaves,
             "unpadded": {name: leaf[0] for name, leaf in of_model.items() if leaf != leaves[name]},
             "layout": layout.describe(),
-            "fingerprints": fingerprints(arrays),
+            "fingerprints": self._fingerprints(arrays),
             **notes_of(state),
         } | meta
         if self.retention:
             meta |= self.retention.meta([*self._store.steps(), step])
         meta["digest"] = digest(meta)
         self._store.save(step, trees, meta, layout)
+
+    def _fingerprints(self, arrays: Mapping[str, jax.Array]) -> dict[str, Fingerprint]:
+        """Returns the fingerprints of arrays; one after another if memory is short."""
+        if not self._by_layer:
+            return fingerprints(arrays)
+        return {name: fingerprints({name: x})[name] for name, x in arrays.items()}
 
     def completed(self) -> list[int]:
         """Returns the steps whose saves have reached the disk since the last call."""

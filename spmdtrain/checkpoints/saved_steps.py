@@ -38,11 +38,14 @@ from spmdtrain.train.items import ema
 
 
 class SavedSteps:
-    """The saved steps of one run directory. `keep` decides which are kept; None: only reads."""
+    """The saved steps of one run directory. `keep` decides which are kept; None: only reads.
 
-    def __init__(self, run: Path, keep: Retention | None = None):
+    See `Store` for `by_layer`.
+    """
+
+    def __init__(self, run: Path, keep: Retention | None = None, *, by_layer: bool = False):
         self.retention = keep
-        self._store = Store(run, keep)
+        self._store = Store(run, keep, by_layer=by_layer)
 
     def newest(self) -> int | None:
         """Returns the newest complete step, if there is one."""

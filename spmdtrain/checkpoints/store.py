@@ -5,6 +5,7 @@ complete. It keeps one item of arrays, or of JSON, in a folder of its own. What 
 whether they are as they were saved is not known here: see checkpoints.py.
 """
 
+import dataclasses
 import functools
 import logging
 import shutil
@@ -20,6 +21,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import type_handlers
 
+from spmdtrain.checkpoints.files.by_layer import write_by_layer
 from spmdtrain.checkpoints.files.hostile import (
     check_chunks,
     check_description,
@@ -54,9 +56,13 @@ warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarni
 
 
 class Store:
-    """The steps of one run directory. `keep` decides which are kept; None opens them read-only."""
+    """The steps of one run directory. `keep` decides which are kept; None opens them read-only.
 
-    def __init__(self, run: Path, keep: Retention | None):
+    A save copies the arrays to the host, so that training goes on. One `by_layer` never holds more
+    than a few layers there, but the arrays must stay until it has ended; it is not compressed.
+    """
+
+    def __init__(self, run: Path, keep: Retention | None, *, by_layer: bool = False):
         _hide_stray_errors()
         options = ocp.CheckpointManagerOptions(
             preservation_policy=_Preserved(keep) if keep else None,
@@ -65,8 +71,9 @@ class Store:
             multiprocessing_options=_processes(),
         )
         arrays = ["params", "state", *(item.name for item in items.TABLE if item.note is None)]
-        handlers = {item: _array_handler() for item in arrays}
+        handlers = {item: (_ByLayer() if by_layer else _array_handler()) for item in arrays}
         handlers |= {"meta": ocp.JsonCheckpointHandler()}
+        self._arguments = _SaveByLayer if by_layer else ocp.args.PyTreeSave
         self._saving: list[int] = []
         self._without_arrays: set[str] = set()  # items without a manifest
         self._failed = False
@@ -115,7 +122,7 @@ class Store:
         saved = ocp.args.Composite(
             # A state of weights alone, such as an import makes, has no optimizer item.
             **{
-                item: ocp.args.PyTreeSave(tree, save_args=_save_args(item, tree, layout))
+                item: self._arguments(tree, save_args=_save_args(item, tree, layout))
                 for item, tree in trees.items()
                 if tree
             },
@@ -272,6 +279,44 @@ def _array_handler() -> ocp.PyTreeCheckpointHandler:
     arrays = type_handlers.ArrayHandler(use_replica_parallel=False)
     registry = type_handlers.create_type_handler_registry((jax.Array, arrays))
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+
+
+class _ByLayer(ocp.PyTreeCheckpointHandler):
+    """A handler that lets Orbax describe the arrays of an item, and writes them layer by layer."""
+
+    def __init__(self):
+        # No array has so many replicas, so that Orbax finds no part that is its to write.
+        nothing = type_handlers.ArrayHandler(use_replica_parallel=False, replica_id=sys.maxsize)
+        registry = type_handlers.create_type_handler_registry((jax.Array, nothing))
+        super().__init__(type_handler_registry=registry, use_compression=False)
+
+    async def async_save(self, directory, item=None, save_args=None, args=None):
+        """Returns what Orbax waits for: its own files, and then the arrays."""
+        begun = await super().async_save(directory, item, save_args, args)
+        return [*(begun or []), _WritesByLayer(directory, args)]
+
+
+@ocp.args.register_with_handler(_ByLayer, for_save=True, for_restore=True)
+@dataclasses.dataclass
+class _SaveByLayer(ocp.args.PyTreeSave):
+    """The arguments by which Orbax finds the handler `_ByLayer`."""
+
+
+class _WritesByLayer:
+    """The arrays of an item, behind the interface of what Orbax waits for in the background."""
+
+    def __init__(self, directory: Any, args: Any):
+        self._directory = directory
+        self._args = args
+
+    def result(self, timeout: int | None = None) -> None:
+        """Writes them; Orbax has created the folder and the arrays in it before."""
+        del timeout
+        folder = getattr(self._directory, "path", self._directory)
+        stacked = {
+            name: len(each.shard_axes) for name, each in leaves_of(self._args.save_args).items()
+        }
+        write_by_layer(Path(folder), leaves_of(self._args.item), stacked)
 
 
 def _processes() -> ocp.options.MultiprocessingOptions:

@@ -32,7 +32,7 @@ def save_step_0(
     state = TrainState(jnp.int32(0), params, {}, {})
     with contextlib.ExitStack() as held:
         held.enter_context(open_directory(run, fresh=False))
-        checkpoints = Checkpoints(run, setup, Retention(CheckpointConfig()))
+        checkpoints = Checkpoints(run, setup, Retention(CheckpointConfig()), by_layer=True)
         held.enter_context(contextlib.closing(checkpoints))
         if jax.process_index() == 0:
             keep_files(published.folder, run)
