@@ -14,6 +14,7 @@ import pytest
 from helpers import tiny
 
 from spmdtrain.checkpoints import layers, store
+from spmdtrain.checkpoints.files import by_layer
 from spmdtrain.checkpoints.restore import weights
 from spmdtrain.config import load
 from spmdtrain.config.errors import CheckpointError, ConfigError, StorageError
@@ -110,9 +111,17 @@ def test_a_run_on_a_mesh_exports_what_one_device_would(published, tmp_path):
 
 
 def test_an_export_reads_a_layer_at_a_time_where_layers_are_large(published, tmp_path, monkeypatch):
-    """Each layer is then a chunk, and what is read is verified, padding of the pipeline too."""
+    """Each layer is then a chunk, and what is read is verified, padding of the pipeline too.
+
+    An import also writes them one by one, the place that pads a stage included.
+    """
     monkeypatch.setattr(store, "LAYERS_AT_ONCE", 0)
+    written = []
+    monkeypatch.setattr(by_layer, "_layers", recorded(by_layer._layers, written))
     import_model(published / "llama", tmp_path / "run", overrides=MESHES["pipeline 2 tensor 2"])
+    stacked = [part for part in written if part.ndim > 2]
+    assert len({part.shape for part in stacked}) > 2
+    assert all(part.shape[:3] == (1, 1, 1) for part in stacked)
     blocks = []
     opened = layers._open
     monkeypatch.setattr(layers, "_open", lambda *place: blocks.append(place[1]) or opened(*place))
@@ -132,6 +141,27 @@ def test_an_export_reads_a_layer_at_a_time_where_layers_are_large(published, tmp
     with pytest.raises(CheckpointError, match="up_ef is damaged: its fingerprint differs"):
         export_run(tmp_path / "run", tmp_path / "damaged")
     assert not (tmp_path / "damaged").exists()
+
+
+def recorded(layers_of, written: list):
+    """Returns `layers_of` as it is, but what it yields is put into `written`."""
+
+    def recording(shard, stacked):
+        for index, part in layers_of(shard, stacked):
+            written.append(part)
+            yield index, part
+
+    return recording
+
+
+def test_a_disk_that_is_full_while_step_0_is_written_is_one_line(published, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store, "write_by_layer", full)
+    with pytest.raises(StorageError, match="cannot save a checkpoint: .*No space left"):
+        import_model(published / "llama", tmp_path / "run")
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
 
 
 @pytest.mark.long

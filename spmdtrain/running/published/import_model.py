@@ -70,9 +70,12 @@ def import_model(
 
 
 def _devices(config: RunConfig) -> Sequence[jax.Device] | None:
-    """Returns the first devices, as many as the mesh needs; None stands for all."""
+    """Returns the first devices, as many as the mesh needs; None stands for all.
+
+    Several processes take all: one without a device of the mesh would wait for ever.
+    """
     sizes = config.mesh.sizes.values()
-    return None if -1 in sizes else jax.devices()[: math.prod(sizes)]
+    return None if -1 in sizes or jax.process_count() > 1 else jax.devices()[: math.prod(sizes)]
 
 
 def _refuse_full(run: Path) -> None:
