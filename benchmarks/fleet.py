@@ -239,8 +239,8 @@ what a ring sends for them all, *needed* what theory asks of the layout
 (`spmdtrain/planner/traffic.py`).
 With fsdp and context and no pipeline, gradients are scattered
 over context first: more crosses context than needed, and less fsdp. Compare their sums.
-Models with experts have no rows: in how many rounds tokens travel to them is known once
-a step runs.
+Tokens travel to their experts in one round here, as balanced ones do. In how many they do is
+known once a step runs.
 """
 OVERLAP = """\
 Share of each kind of traffic that is hidden, the mean over the layouts above that have it. `plan`

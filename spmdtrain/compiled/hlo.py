@@ -14,7 +14,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
@@ -46,7 +46,8 @@ class Collective:
     inside_loop: bool
     inside_conditional: bool
     bytes_by_dtype: Mapping[str, int]  # of its output on one device
-    passes: int | None = 1  # how often a step runs it; None: inside a loop of unknown length
+    passes: int = 1  # how often a step runs it, if loops of unknown length run once
+    in_rounds: bool = False  # inside such a loop
     beside_work: bool = False  # a matmul or a loop comes between its start and its end
 
     @property
@@ -120,9 +121,8 @@ def instructions(hlo_text: str, mesh_axes: Mapping[str, int]) -> Iterator[Collec
     _check_header(hlo_text[: hlo_text.find("\n")], mesh_axes)
     visited = set()
 
-    def walk(
-        name: str, inside_loop: bool, inside_conditional: bool, passes: int | None
-    ) -> Iterator[Collective]:
+    def walk(name: str, around: Collective) -> Iterator[Collective]:
+        """`around` has the properties that a collective of this computation inherits."""
         visited.add(name)
         beside_work = _beside_work(named[name])
         type_of_start = {}  # the -done's type counts: a -start's output includes its input
@@ -136,26 +136,21 @@ def instructions(hlo_text: str, mesh_axes: Mapping[str, int]) -> Iterator[Collec
                 if kind != each.opcode:
                     assert each.name in type_of_start, f"nothing ends the collective: {each.line}"
                     output = type_of_start[each.name]
-                yield Collective(
+                yield replace(
+                    around,
                     name=each.name,
                     kind=kind,
                     axis=_axis(kind, each, mesh_axes),
-                    inside_loop=inside_loop,
-                    inside_conditional=inside_conditional,
                     bytes_by_dtype=_bytes_by_dtype(output, each.line),
-                    passes=passes,
-                    beside_work=each.name in beside_work,
+                    beside_work=around.beside_work or each.name in beside_work,
                 )
             for called in each.called:
                 assert called in named, f"no computation {called} in the text: {each.line}"
-                yield from walk(
-                    called,
-                    inside_loop or each.opcode == "while",
-                    inside_conditional or each.opcode == "conditional",
-                    _passes_inside(each, passes),
-                )
+                # XLA wraps a collective that has no -start of its own in an async-start.
+                is_beside = each.opcode == "async-start" and each.name in beside_work
+                yield from walk(called, _inside(each, replace(around, beside_work=is_beside)))
 
-    yield from walk(entry, inside_loop=False, inside_conditional=False, passes=1)
+    yield from walk(entry, Collective("", "", "", False, False, {}))
     for name in named.keys() - visited:
         for each in named[name]:
             kind = each.opcode.removesuffix("-start")
@@ -196,7 +191,8 @@ def _event(instruction: "_Instruction") -> str | None:
     if opcode == "while":
         return "loop"
     is_gemm = opcode in ("custom-call", "fusion") and "gemm" in instruction.line
-    if is_gemm or opcode == "dot":
+    is_grouped = opcode == "custom-call" and "/grouped_matmul" in instruction.line
+    if is_gemm or is_grouped or opcode == "dot":
         return "matmul"
     kind = opcode.removesuffix("-start").removesuffix("-done")
     if kind in COLLECTIVE_KINDS or opcode == "fusion":
@@ -224,7 +220,8 @@ def overlaps(hlo_text: str, mesh_axes: Mapping[str, int]) -> list[dict[str, Any]
 def traffic(hlo_text: str, mesh_axes: Mapping[str, int]) -> list[dict[str, Any]]:
     """Returns what a device sends in one step, by kind, axis and inside_loop.
 
-    A loop's body counts once for each time that it runs. `bytes` are those of the outputs, `sent`
+    A loop's body counts once for each time that it runs. The rounds in which tokens travel to their
+    experts count as one: balanced tokens need no more. `bytes` are those of the outputs, `sent`
     what a ring of that kind sends for them, and `sent_beside_work` the part of it with a matmul or
     a loop between start and end.
     """
@@ -234,7 +231,8 @@ def traffic(hlo_text: str, mesh_axes: Mapping[str, int]) -> list[dict[str, Any]]
 def _sent(listed: Iterable[Collective], mesh_axes: Mapping[str, int]) -> list[dict[str, Any]]:
     totals: dict[tuple, list[float]] = defaultdict(lambda: [0, 0, 0])
     for each in listed:
-        assert each.passes is not None, f"nothing states how often the loop around {each.name} runs"
+        known = not each.in_rounds or "expert" in each.axis.split("+")
+        assert known, f"nothing states how often the loop around {each.name} runs"
         members = math.prod(mesh_axes[axis] for axis in each.axis.split("+") if axis != "none")
         sent = each.passes * each.bytes * sent_per_output(each.kind, members)
         total = totals[each.kind, each.axis, each.inside_loop]
@@ -270,19 +268,26 @@ def _beside_work(listed: list["_Instruction"]) -> set[str]:
         event = _event(each)
         if event in ("matmul", "loop"):
             found |= under_way
-        elif event and event.endswith("-start"):
+        elif each.opcode.endswith("-start"):
             under_way.add(each.name)
-        elif event and event.endswith("-done"):
+        elif each.opcode.endswith("-done"):
             under_way -= set(each.operands.split())
     return found
 
 
-def _passes_inside(caller: "_Instruction", passes: int | None) -> int | None:
-    """Returns how often a step runs what `caller` calls, if it runs `caller` `passes` times."""
-    if caller.opcode != "while" or passes is None:
-        return passes
+def _inside(caller: "_Instruction", around: Collective) -> Collective:
+    """Returns what a collective inherits that `caller` runs, if `around` is inherited there."""
+    if caller.opcode == "conditional":
+        return replace(around, inside_conditional=True)
+    if caller.opcode != "while":
+        return around
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', caller.line)
-    return passes * int(known[1]) if known else None
+    return replace(
+        around,
+        inside_loop=True,
+        passes=around.passes * (int(known[1]) if known else 1),
+        in_rounds=around.in_rounds or not known,
+    )
 
 
 @dataclass(frozen=True)

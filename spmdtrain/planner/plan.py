@@ -351,7 +351,7 @@ def mesh_shapes(
         if model.kv_heads % tensor or not _divides_mlps(model, tensor):
             continue
         for pipeline in _divisors(devices // tensor):
-            if pipeline > model.repeats or (pipeline > 1 and model.further):
+            if pipeline > model.repeats:
                 continue
             batch_and_time = devices // tensor // pipeline
             for context in CONTEXTS:

@@ -77,7 +77,7 @@ def shard_on(
     model = build_model(config, make, stages, config.pipeline.chunks)
     model, update_rules = with_update_rules(config, model, optimizer)
     check_frozen(config, model)
-    token_loss.check_multi_token(config, model, stages)
+    token_loss.check_multi_token(config, model)
     loss = token_loss.choose(config, loss)
     specs, padding, state = lay_to_rest(config, mesh, model, update_rules, config.train.zero)
     gathered = gathered_weights(model, specs)

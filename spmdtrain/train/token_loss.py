@@ -90,13 +90,11 @@ def _check(config: TrainConfig, own: TokenLoss, vocab: int) -> None:
         ) from None
 
 
-def check_multi_token(config: RunConfig, model: AbstractModel, stages: int) -> None:
+def check_multi_token(config: RunConfig, model: AbstractModel) -> None:
     """Refuses runs in which no further tokens can be predicted."""
     if config.model.multi_token is None:
         return
-    if stages > 1:
-        why = f"on mesh.pipeline={stages}: each of its stages would run the further blocks"
-    elif config.train.learns_pairs:
+    if config.train.learns_pairs:
         why = f"with train.preference={config.train.preference!r}, a loss of whole answers"
     elif model.corrupt is not None:
         why = "with a model that restores tokens"

@@ -460,6 +460,44 @@ def test_traffic_refuses_a_loop_of_unknown_length():
         traffic(text, CUBE)
 
 
+ROUNDS = """HloModule rounds, is_scheduled=true, num_partitions=4
+
+%wrapped (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %there = f32[8]{0} all-to-all(%p), replica_groups={{0,1},{2,3}}, dimensions={0}
+}
+
+%body (q: f32[8]) -> f32[8] {
+  %q = f32[8]{0} parameter(0)
+  %one = ((f32[8]{0}), f32[8]{0}) async-start(%q), calls=%wrapped
+  %weights = f32[8]{0} custom-call(%q), custom_call_target="mosaic_gpu_v2", \
+metadata={op_name="jit(step)/grouped_matmul_weights/mpmd_map"}
+  %one.done = f32[8]{0} async-done(%one)
+  %two = ((f32[8]{0}), f32[8]{0}) async-start(%one.done), calls=%wrapped
+  %sorted = f32[8]{0} negate(%q)
+  ROOT %two.done = f32[8]{0} async-done(%two)
+}
+
+%condition (r: f32[8]) -> pred[] {
+  %r = f32[8]{0} parameter(0)
+  ROOT %yes = pred[] constant(false)
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  ROOT %loop = f32[8]{0} while(%x), condition=%condition, body=%body
+}
+"""
+
+
+def test_rounds_of_an_exchange_count_once_and_run_beside_the_matmuls_of_experts():
+    (found,) = traffic(ROUNDS, {"fsdp": 2, "expert": 2})
+    assert (found["kind"], found["axis"], found["inside_loop"]) == ("all-to-all", "expert", True)
+    assert (found["sent"], found["sent_beside_work"]) == (2 * 32 / 2, 32 / 2)
+    with pytest.raises(AssertionError, match="how often the loop around there runs"):
+        traffic(ROUNDS, {"fsdp": 2, "tensor": 2})
+
+
 def test_traffic_says_what_runs_beside_work():
     found = traffic(SCHEDULED, {"pipeline": 2, "tensor": 2})
     assert [(each["axis"], each["sent"], each["sent_beside_work"]) for each in found] == [

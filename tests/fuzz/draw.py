@@ -278,8 +278,7 @@ def _draw_mesh(random: random.Random, config: RunConfig, unchecked: bool) -> dic
             mesh[random.choice(among)] *= prime
         batch = config.train.global_batch % math.prod(mesh[axis] for axis in BATCH)
         time = config.train.sequence_length % mesh["context"]
-        staged = mesh["pipeline"] > 1 and config.model.multi_token is not None
-        if unchecked or (batch == 0 and time == 0 and not staged):
+        if unchecked or (batch == 0 and time == 0):
             return mesh
     return dict.fromkeys(AXES, 1)
 

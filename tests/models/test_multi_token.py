@@ -54,7 +54,6 @@ def test_a_target_is_of_the_same_document_and_has_a_loss_itself(ways):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (("mesh.pipeline=2",), "on mesh.pipeline=2"),
         (
             ("train.preference=orpo", "data.corpus=tokens", "data.path=pairs.bin"),
             "whole answers",

@@ -16,6 +16,7 @@ from spmdtrain.planner.cost import memory
 from spmdtrain.planner.cost.experts import ExpertShape
 from spmdtrain.planner.cost.flops import model_flops_per_token
 from spmdtrain.planner.cost.hardware import DEVICES
+from spmdtrain.planner.cost.overlap import Overlap
 from spmdtrain.planner.cost.software import Software, software
 from spmdtrain.planner.cost.step_time import step_time
 from spmdtrain.planner.cost.workload import MeshShape, ModelShape, Workload, workload_of
@@ -156,7 +157,7 @@ def test_an_uneven_load_costs_time():
 def test_a_token_crosses_the_network_once_for_its_experts_its_devices_or_its_hosts():
     even = replace(FINE, experts=ExpertShape(count=128, chosen=8, ffn=768, bucket_factor=1.0))
     found = Workload(even, 4096, 64, 1, MeshShape(expert=64))
-    ours = replace(software("spmdtrain", "h100"), expert_imbalance=1.0)
+    ours = replace(software("spmdtrain", "h100"), expert_imbalance=1.0, overlap=Overlap())
     rows, devices, hosts = (
         step_time(found, H100, replace(ours, copies_per=copies)).terms["expert_exchange"]
         for copies in ("rows", "devices", "hosts")
@@ -263,10 +264,22 @@ def test_the_line_to_paste_says_who_owns_experts():
     assert found.memory.total == pytest.approx(plans[at].memory.total, rel=0.01)
 
 
-def test_further_tokens_are_planned_without_a_pipeline():
+def test_experts_that_no_other_device_holds_are_never_gathered():
+    mesh = MeshShape(expert=8)
+    found = Workload(FINE, 4096, 64, 1, mesh, remat="full", dense_over_expert=True)
+    own = memory.own_expert_elements(found) / found.layers_per_stage
+    twice = replace(found, model=replace(FINE, experts=replace(FINE.experts, count=256)))
+    # Weights, copies, sums and moments of all layers, and one layer's gradients in its rounds.
+    grown = memory.step_memory(twice).total - memory.step_memory(found).total
+    layers = found.layers_per_stage
+    rounds = memory._round_bytes(twice) - memory._round_bytes(found)
+    assert grown == pytest.approx(layers * own * (4 + 8 + 4 + 2 + 2) + rounds, rel=0.01)
+
+
+def test_further_tokens_are_planned_with_and_without_a_pipeline():
     config = tiny(*DEEPSEEK, "train.global_batch=16")
     meshes = [found.workload.mesh for found in plan(config, 4, "h100")]
-    assert meshes and all(mesh.pipeline == 1 for mesh in meshes)
+    assert {mesh.pipeline for mesh in meshes} >= {1, 2}
     alone = estimate(tiny(*DEEPSEEK, "model.multi_token=none", "mesh.data=4"), 4, "h100")
     both = estimate(tiny(*DEEPSEEK, "mesh.data=4"), 4, "h100")
     assert both.time.terms["head"] == pytest.approx(3 * alone.time.terms["head"])

@@ -13,6 +13,7 @@ SIX, EIGHT = ("model.layers=6",), ("model.layers=8",)
 NOISY = ("model.dropout=0.1",)
 DOCUMENTS = ("data.packing=documents",)
 UNTIED = ("model.tied=false",)
+FURTHER = ("model.layers=2", "model.multi_token.depth=1", "model.multi_token.weight=0.5")
 LLAMA = (
     "model.name=llama",
     *EIGHT,
@@ -44,10 +45,13 @@ OTHERS = [
     (SIX, (4, ("data",), "interleaved", 3, 1, "full")),  # 12 places for 6 layers
     (SIX + NOISY, (8, (), "zero_bubble", 1, 4, "none")),
     (SIX + DOCUMENTS, (4, (), "interleaved", 1, 2, "dots")),
+    (FURTHER, (2, (), "zero_bubble", 1, 2, "none")),
 ]
 # Beside cases that differ in little, and in the grid of test_pipeline_grid.py.
 ALIKE = [
     (SIX, (2, (), "1f1b", 1, 1, "none")),
+    (FURTHER, (2, ("fsdp",), "1f1b", 1, 1, "full")),
+    (FURTHER, (2, ("tensor",), "interleaved", 1, 2, "dots")),
     (SIX, (2, ("data", "fsdp"), "gpipe", 1, 1, "full")),
     (SIX, (2, ("fsdp",), "zero_bubble", 2, 4, "none")),
     (EIGHT, (4, (), "interleaved", 2, 4, "full")),

@@ -366,7 +366,10 @@ def _accumulated_memory(
     gradients = size * elements * (1 - workload.trained.share_below(model))
     sums = FLOAT32 * elements if workload.accumulation > 1 else 0.0
 
+    # Experts that `fsdp` does not split are neither gathered nor scattered.
     layer = _layer_elements(workload)
+    if workload.mesh.fsdp == 1:
+        layer = _dense_layer_elements(workload)
     table = model.vocab * model.embed / tensor
     gathered = 0.0
     unscattered = 0.0

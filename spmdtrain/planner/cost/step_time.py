@@ -245,10 +245,10 @@ def _slowest_stage(
 
     There it also joins the stream with the embeddings of further tokens.
     """
-    layers = workload.layers_per_stage
+    layers = workload.layers_per_stage - workload.model.further
+    stage = {term: layers / workload.layers_per_stage * work for term, work in stage.items()}
     first_share = 1 - workload.short_ends / layers
-    # Blocks of further tokens are as much work as layers.
-    last_share = (workload.layers_of_last_stage + workload.model.further) / layers
+    last_share = workload.layers_of_last_stage / layers
     first = {term: first_share * seconds for term, seconds in stage.items()}
     first |= {"embedding": embedding}
     last = {term: last_share * seconds for term, seconds in stage.items()} | {"head": head}
@@ -331,7 +331,8 @@ def _pipeline_terms(
     ways = workload.mesh.tensor if software.sends_split else workload.stream_ways
     sent = workload.activation_bytes / ways
     one_send = send_seconds(sent, workload.mesh.stride("pipeline"), hardware)
-    layers = workload.layers_per_stage
+    # Blocks of further tokens run with the head, not in a stage's turn.
+    layers = workload.layers_per_stage - workload.model.further
     times = timing.Times(
         forward=layers * sum(work.forward for work in layer.values()),
         backward=layers * sum(work.backward for work in layer.values()),

@@ -515,22 +515,25 @@ class Workload:
     def layers_per_stage(self) -> int:
         """The number of layers of the fullest stage, including padding.
 
-        The first dense layers of a model with experts run on every stage. Without a pipeline,
-        blocks of further tokens count as layers.
+        The first dense layers of a model with experts run on every stage, and so do the blocks of
+        further tokens, which count as layers.
         """
         experts = self.model.experts
         first, every = (experts.first_dense, experts.every) if experts else (0, 1)
         chunks = self.mesh.pipeline * self.chunks * every
         layers = self.model.layers - first + 2 * self.short_ends
-        further = self.model.further if self.mesh.pipeline == 1 else 0
-        return self.chunks * every * -(-layers // chunks) + first + further
+        return self.chunks * every * -(-layers // chunks) + first + self.model.further
 
     @property
     def layers_of_last_stage(self) -> int:
-        """The number of layers of the last stage, if no stage pads: what the others leave."""
+        """The number of layers of the last stage, if no stage pads and blocks of further tokens run
+        on it alone: what the others leave, and these blocks.
+        """
+        further = self.model.further
+        full = self.layers_per_stage - further
         if self.short_ends:
-            return self.layers_per_stage - self.short_ends
-        return max(0, self.model.layers - (self.mesh.pipeline - 1) * self.layers_per_stage)
+            return full - self.short_ends + further
+        return max(0, self.model.layers - (self.mesh.pipeline - 1) * full) + further
 
     @property
     def remat_setting(self) -> str:

@@ -18,19 +18,23 @@ from spmdtrain.train.setup import Setup
 from spmdtrain.train.token_loss import Losses
 
 NAME = "multi_token_loss"
+APART = "further "  # before the names of side losses that a pipeline's head gives with its own
 
 
-def make_further_losses(setup: Setup) -> Callable[..., Losses] | None:
+def make_further_losses(
+    setup: Setup, *, table_axes: tuple[str, ...] = ()
+) -> Callable[..., Losses] | None:
     """Returns `further_losses(module, x_bte, ctx, microbatch)`, which gives side losses, sums over
     tokens.
 
     At depth k a place predicts the token k places after its target. It has a loss if that target
     has one and both belong to the same document. None if the model predicts only the next token.
+    `table_axes`: as in `make_losses_of`.
     """
     config = setup.config.model.multi_token
     if config is None:
         return None
-    losses_of = make_losses_of(setup, training=True)
+    losses_of = make_losses_of(setup, training=True, table_axes=table_axes)
     depths = range(1, config.depth + 1)
 
     def further_losses(
@@ -48,6 +52,18 @@ def make_further_losses(setup: Setup) -> Callable[..., Losses] | None:
         return losses | {NAME: config.weight * sum(found) / config.depth}
 
     return further_losses
+
+
+def set_apart(side_losses: Losses) -> Losses:
+    """Returns the side losses under names that no loss of a head has."""
+    return {APART + name: loss for name, loss in side_losses.items()}
+
+
+def take_apart(of_head: Losses) -> tuple[Losses, Losses]:
+    """Returns (losses of the head alone, side losses that `set_apart` named)."""
+    alone = {name: loss for name, loss in of_head.items() if not name.startswith(APART)}
+    further = {name.removeprefix(APART): of_head[name] for name in of_head.keys() - alone.keys()}
+    return alone, further
 
 
 def at_depth(microbatch: Batch, depth: int, ctx: ForwardContext) -> Batch:

@@ -14,12 +14,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain.models.abstract import AbstractModel
+from spmdtrain.models.stack import sum_losses
 from spmdtrain.parallel.axes import BATCH_AXES, owning_axes
 from spmdtrain.parallel.regions import MANUAL_AXES, manual_region
 from spmdtrain.parallel.specs import drop_axes, keep_axes
 from spmdtrain.pipeline.executor import gradients, losses
 from spmdtrain.pipeline.schedule import Table
 from spmdtrain.train.batch import Batch
+from spmdtrain.train.gradients.further_losses import take_apart
 from spmdtrain.train.gradients.reduction import add_copies, mean_gradients, zero_gradients
 from spmdtrain.train.gradients.stage_program import find_table_axes, make_stage_program
 from spmdtrain.train.gradients.sums import (
@@ -125,5 +127,6 @@ def _sums(
 ) -> dict[str, jax.Array]:
     """Returns losses and tokens over all shards of the batch; every stage has the same."""
     tokens = count_tokens(setup, batch, training=training)
-    sums = join_losses(of_head, of_layers) | tokens
+    of_head, further = take_apart(of_head)
+    sums = join_losses(of_head, sum_losses(of_layers, further)) | tokens
     return sum_over_shards(sums, setup.rules)

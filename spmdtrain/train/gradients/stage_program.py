@@ -11,6 +11,7 @@ from spmdtrain.parallel.specs import axes_of_dim
 from spmdtrain.pipeline.executor import StageProgram
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.gradients.forward import make_context, make_head_losses
+from spmdtrain.train.gradients.further_losses import make_further_losses, set_apart
 from spmdtrain.train.setup import Setup
 
 
@@ -69,6 +70,7 @@ def make_stage_program(
     model = setup.model
     forward_context = make_context(setup)
     head_losses = make_head_losses(setup, training=training, table_axes=table_axes)
+    further_losses = make_further_losses(setup, table_axes=table_axes) if training else None
 
     def context_of(microbatch: jax.Array):
         take = jax.lax.dynamic_index_in_dim
@@ -85,7 +87,13 @@ def make_stage_program(
 
     def head(shared, x, context):
         part, ctx = context
-        return head_losses(model.bind(fixed | shared), x, ctx, part)
+        module = model.bind(fixed | shared)
+        found = head_losses(module, x, ctx, part)
+        if further_losses is None:
+            return found
+        # All stages run these blocks on the same x: they tick together, and would wait for the last
+        # one as long.
+        return found | set_apart(further_losses(module, x, ctx, part))
 
     # With "full", the executor itself recomputes whole chunks.
     remat = "dots" if setup.config.train.remat == "dots" else "none"
