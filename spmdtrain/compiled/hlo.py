@@ -122,7 +122,7 @@ def instructions(hlo_text: str, mesh_axes: Mapping[str, int]) -> Iterator[Collec
     visited = set()
 
     def walk(name: str, around: Collective) -> Iterator[Collective]:
-        """`around` has the properties that a collective of this computation inherits."""
+        """Yields those of a computation; `around` has the properties that they inherit."""
         visited.add(name)
         beside_work = _beside_work(named[name])
         type_of_start = {}  # the -done's type counts: a -start's output includes its input

@@ -266,9 +266,10 @@ def test_the_line_to_paste_says_who_owns_experts():
 
 def test_experts_that_no_other_device_holds_are_never_gathered():
     mesh = MeshShape(expert=8)
-    found = Workload(FINE, 4096, 64, 1, mesh, remat="full", dense_over_expert=True)
+    few = replace(FINE, layers=4)
+    found = Workload(few, 4096, 64, 2, mesh, remat="full", dense_over_expert=True)
     own = memory.own_expert_elements(found) / found.layers_per_stage
-    twice = replace(found, model=replace(FINE, experts=replace(FINE.experts, count=256)))
+    twice = replace(found, model=replace(few, experts=replace(FINE.experts, count=256)))
     # Weights, copies, sums and moments of all layers, and one layer's gradients in its rounds.
     grown = memory.step_memory(twice).total - memory.step_memory(found).total
     layers = found.layers_per_stage
