@@ -80,8 +80,12 @@ OWN: Mapping[str, Mapping[str, Mapping[int, Tile]]] = {
     },
     "blackwell": {
         "attention_forward": {128: Tile(128, 128, 8, 2)},
-        "attention_dq": {128: Tile(128, 64, 8, 2)},
-        "attention_dkv": {128: Tile(64, 128, 8, 2), 256: Tile(64, 32, 8, 1)},
+        "attention_dq": {64: Tile(128, 64, 4, 2), 128: Tile(128, 64, 8, 2)},
+        "attention_dkv": {
+            64: Tile(64, 128, 4, 2),
+            128: Tile(64, 128, 8, 2),
+            256: Tile(64, 32, 8, 1),
+        },
     },
 }
 

@@ -11,10 +11,11 @@ import numpy as np
 import oracle
 import pytest
 
-from pallas_kernels.attention import attention, cases, cudnn, reference, tiling, xla
+from pallas_kernels.attention import attention, cases, cudnn, reference, tiling, triton, xla
 from pallas_kernels.attention.problem import prepare
 from pallas_kernels.attention.tiling import Tile
 from pallas_kernels.choose import Refused
+from pallas_kernels.gpus import generation
 
 pytestmark = pytest.mark.long
 
@@ -120,10 +121,26 @@ def test_xla(case):
 
 @pytest.mark.parametrize("case", INTERPRETED, ids=lambda case: case.name)
 def test_interpreted_triton(case, tiles):
-    for name in ("FORWARD", "DQ", "DKV"):  # several tiles of each kind
-        small = {limit: Tile(32, 16, 4, 1) for limit in (64, 128, 256)}
-        tiles.setattr(tiling, name, {2: small, 4: small})
+    small = {limit: Tile(32, 16, 4, 1) for limit in (64, 128, 256)}  # several tiles of each kind
+    tiles.setattr(tiling, "TABLES", dict.fromkeys(tiling.TABLES, {2: small, 4: small}))
     compare(case, "triton:interpret")
+
+
+@pytest.mark.parametrize(
+    ("kind", "head_dim", "variant"),
+    [
+        ("NVIDIA H200", 256, ""),
+        ("NVIDIA B200", 128, ""),
+        ("NVIDIA A100-SXM4-80GB", 64, "/narrow"),
+    ],
+)
+def test_the_tiles_of_each_generation_give_the_same_values(kind, head_dim, variant, tiles):
+    """Interpreted; warps and stages show on a GPU only."""
+    own = {name for name, of in tiling.OWN[generation(kind)].items() if head_dim in of}
+    assert {"attention_forward", "attention_dq"} <= own
+    tiles.setattr(triton, "device_kind", lambda: kind)
+    case = cases.Case(b=1, t=256, d=head_dim, heads=(2, 1), causal=True, segments="three")
+    compare(case, f"triton{variant}:interpret")
 
 
 @pytest.mark.slow
