@@ -1,5 +1,7 @@
 """benchmarks/beside: steps of other hands beside ours; only those of the same model count."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -94,3 +96,22 @@ def test_maxtext_is_asked_for_the_same_model_and_its_lines_are_read():
     assert in_maxtext.seconds_in(text, skipped=2) == 0.625
     with pytest.raises(SystemExit, match="printed no time"):
         in_maxtext.seconds_in("nothing", skipped=2)
+
+
+ALONE = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in sys.argv[1].split():
+            raise ImportError(name + " is not installed in the environment of PyTorch")
+sys.meta_path.insert(0, Missing())
+import shapes
+shapes.configuration("llama_1b", dry=False)
+"""
+
+
+def test_the_environment_of_pytorch_needs_no_jax():
+    """It has what rented.sh installs: numpy, pydantic and lazy-loader beside torch."""
+    missing = "jax jaxlib flax optax orbax jinja2 rich safetensors tensorstore"
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{BESIDE}"}
+    subprocess.run([sys.executable, "-c", ALONE, missing], env=environment, check=True)

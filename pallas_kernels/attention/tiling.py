@@ -79,7 +79,7 @@ OWN: Mapping[str, Mapping[str, Mapping[int, Tile]]] = {
         "attention_dkv": {128: Tile(64, 64, 4, 2)},
     },
     "blackwell": {
-        "attention_forward": {128: Tile(128, 128, 8, 2)},
+        "attention_forward": {128: Tile(128, 128, 8, 2), 256: Tile(128, 64, 8, 2)},
         "attention_dq": {64: Tile(128, 64, 4, 2), 128: Tile(128, 64, 8, 2)},
         "attention_dkv": {
             64: Tile(64, 128, 4, 2),
