@@ -17,10 +17,12 @@ from spmdtrain.cli import main
 from spmdtrain.config import RunConfig
 from spmdtrain.config.errors import CheckpointError, ConfigError, UserError
 from spmdtrain.config.published.reading import as_published, read_published, refuse_untied
+from spmdtrain.config.published.toml import model_toml
 from spmdtrain.config.published.writing import as_model
 from spmdtrain.interop.files import open_file, open_tensors
 from spmdtrain.interop.pieces import Shape
 from spmdtrain.interop.weights import Weights
+from spmdtrain.running.published.as_run import model_config
 
 LLAMA = directories.CONFIGS["llama"]
 
@@ -174,6 +176,18 @@ def test_a_longer_sequence_names_the_settings_that_stretch_a_model():
     model = {"name": "llama", "max_length": 40960, "vocab": 64}
     with pytest.raises(ConfigError, match=r"kind=yarn --set model.rope_scaling.factor=2"):
         RunConfig(model=model, train={"sequence_length": 65536})
+
+
+def test_a_longer_max_length_than_the_model_s_needs_a_scaling(folder):
+    """The settings that the line names are taken, as they are written."""
+    longest = LLAMA["max_position_embeddings"]
+    with pytest.raises(ConfigError, match=f"reads at most {longest} tokens") as refused:
+        model_toml(folder, [f"model.max_length={longest + 1}"])
+    with pytest.raises(ConfigError, match="reads at most"):
+        model_config(folder, [f"model.max_length={longest + 1}"])
+    named = str(refused.value).partition("; try ")[2].removeprefix("--set ").split(" --set ")
+    _, config = model_config(folder, [f"model.max_length={longest + 1}", *named])
+    assert config.model.rope_scaling.original_length == longest
 
 
 # --- files ----------------------------------------------------------------------------------------

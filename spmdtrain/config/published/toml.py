@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdtrain.config.load import from_resolved
+from spmdtrain.config.published.longest import check_longest
 from spmdtrain.config.published.reading import NAME, read_published
 
 
@@ -14,6 +15,7 @@ def model_toml(folder: str | Path, overrides: Sequence[str] = ()) -> str:
     published = read_published(Path(folder))
     sections = {"model": published.settings, "train": {"sequence_length": 1}}
     config = from_resolved({"config": sections, "origin": {}}, overrides)
+    check_longest(published, config)
     values = config.model.model_dump(mode="json", exclude_unset=True)
     values = {"name": values.pop("name")} | values  # the name comes first
     tables = {name: value for name, value in values.items() if isinstance(value, dict)}

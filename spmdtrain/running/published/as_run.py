@@ -9,6 +9,7 @@ from typing import Any
 from spmdtrain.config.errors import DataError
 from spmdtrain.config.given import as_path
 from spmdtrain.config.load import COMMAND_LINE, from_resolved
+from spmdtrain.config.published.longest import check_longest
 from spmdtrain.config.published.reading import Published, read_published
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.chats.template_folder import folder_template, with_tokens
@@ -49,6 +50,7 @@ def model_config(
     where = str(published.folder / "config.json")
     origin = {f"{section}.{name}": where for section, values in sections.items() for name in values}
     config = from_resolved({"config": sections, "origin": origin}, overrides)
+    check_longest(published, config)
     if config.origin.get("train.sequence_length") != COMMAND_LINE:
         length = min(LONGEST_SAMPLE, config.model.max_length)
         train = config.train.model_copy(update={"sequence_length": length})
