@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.loss import linear_cross_entropy, linear_token_loss
 from spmdtrain.compiled.parts import part
@@ -29,6 +30,7 @@ TokenLoss = Callable[[jax.Array, jax.Array], jax.Array | Mapping[str, jax.Array]
 SumLosses = Callable[..., Losses]
 
 OF_THE_STEP = {"tokens", "pairs", "grad_norm", "learning_rate", "skipped"}
+SAME_LOSS = 1e-3  # relative; rounding is far below, and a mean over the tokens of a call above
 TAKES = (
     "a function (logits [b, t, v], targets [b, t]) -> losses [b, t], or a dict of them with 'loss'"
 )
@@ -58,8 +60,8 @@ def make_sum_losses(
 def choose(config: RunConfig, own: TokenLoss | None) -> TokenLoss | None:
     """Returns `own`, or the loss that `own.loss` names; None if it is that of the settings.
 
-    Raises ConfigError if it is not a loss of tokens, or if settings would shape the loss that it
-    replaces.
+    Raises ConfigError if it is not a loss of tokens, if a token's loss depends on the others, or if
+    settings would shape the loss that it replaces.
     """
     own = own_part(config, "loss") if own is None else own
     if own is not None:
@@ -88,6 +90,30 @@ def _check(config: TrainConfig, own: TokenLoss, vocab: int) -> None:
         raise ConfigError(
             what, fix=f"only jax.numpy, and jnp.where instead of if: {TAKES}"
         ) from None
+    _check_alone(own, vocab)
+
+
+def _check_alone(own: TokenLoss, vocab: int) -> None:
+    """Raises ConfigError if a token has another loss alone than among others.
+
+    Layouts and microbatches decide which tokens a call sees, so such a loss would train something
+    else on each of them.
+    """
+    random = np.random.default_rng(0)
+    logits = random.normal(0, 2, (2, 2, vocab)).astype(np.float32)
+    targets = random.integers(0, vocab, (2, 2), np.int32)
+    of_tokens = jax.jit(partial(_by_name, own))
+    among = of_tokens(logits, targets)
+    for row, time in np.ndindex(2, 2):
+        here = np.s_[row : row + 1, time : time + 1]
+        alone = of_tokens(logits[here], targets[here])
+        for name, loss in among.items():
+            beside, by_itself = float(loss[row, time]), float(alone[name][0, 0])
+            if abs(beside - by_itself) > SAME_LOSS * max(abs(beside), abs(by_itself)):
+                raise ConfigError(
+                    f"loss= gives a token {name}={beside:.4g} among others, {by_itself:.4g} alone",
+                    fix="a loss of its own logits and target: a call sees a part of the tokens",
+                )
 
 
 def check_multi_token(config: RunConfig, model: AbstractModel) -> None:

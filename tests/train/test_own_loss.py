@@ -93,9 +93,20 @@ def called_tokens(logits, _):
     return {"loss": logits[..., 0], "tokens": logits[..., 1]}
 
 
+def relative(logits, _):
+    """A loss over the largest one of the call, which is another one on each layout."""
+    loss = logits[..., 0] ** 2
+    return loss / loss.max()
+
+
 @pytest.mark.parametrize(
     ("loss", "settings", "said"),
     [
+        (
+            relative,
+            (),
+            r"a token loss=0\.\d+ among others, 1 alone; try a loss of its own",
+        ),
         ("mse", (), "loss='mse' is not a loss; try a function"),
         (nameless, (), r"loss= gives \['cross_entropy'\] and no 'loss'"),
         (summed, (), r"loss= gives 'loss' of shape \(\) for targets \(2, 3\)"),
@@ -106,7 +117,7 @@ def called_tokens(logits, _):
             "train.z_loss=0.1 shapes the shipped loss, not loss=",
         ),
     ],
-    ids=["a name", "no loss", "a sum", "name of a figure", "settings beside"],
+    ids=["depends on others", "a name", "no loss", "a sum", "name of a figure", "settings beside"],
 )
 def test_what_is_no_loss_costs_one_line(loss, settings, said):
     with pytest.raises(ConfigError, match=said):
