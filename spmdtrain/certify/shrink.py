@@ -70,6 +70,9 @@ def shrink(config: RunConfig, *, as_is: bool = False, precision: str = "float32"
     elif config.model.vocab is None:
         values["model"]["vocab"] = UNEVEN_VOCAB
     values["train"] |= _train(config)
+    if config.train.stages:
+        values["optimizer"]["rate_by_batch"] = "none"
+        lost.append("train.stages, the smaller batches and shorter sequences of the first steps")
     values["optimizer"]["warmup"] = min(config.optimizer.warmup, 2)
     values["data"] |= _data(config, lost)
     values["own"] = _own(config, lost)
@@ -107,6 +110,7 @@ def _train(config: RunConfig) -> dict[str, Any]:
         "epochs": None,
         "global_batch": BATCH,
         "microbatch": None,
+        "stages": (),
         "remat": "none",
         "zero": 0,
         "init_from": None,

@@ -124,8 +124,9 @@ def at_width(config: RunConfig, embed: int, steps: int) -> RunConfig:
     if model["experts"]:
         ffn = _grown("model.experts.ffn", model["experts"]["ffn"], times)
         model["experts"] = model["experts"] | {"ffn": ffn}
-    values["train"] |= {"steps": steps, "epochs": None}
+    values["train"] |= {"steps": steps, "epochs": None, "stages": []}
     values["optimizer"] |= {"schedule": "constant", "warmup": 0, "decay_share": None}
+    values["optimizer"]["rate_by_batch"] = "none"
     values["log"] = {}
     return from_resolved({"config": values, "origin": {}})
 

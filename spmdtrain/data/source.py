@@ -188,7 +188,7 @@ class MixtureData:
 
     def describe(self, config: RunConfig) -> str:
         """Returns the run's description of its data: shares, and how often each source is read."""
-        drawn = config.train.steps * config.train.global_batch * config.train.sequence_length
+        drawn = config.train.samples_before(config.train.steps) * config.train.sequence_length
         parts = zip(self.names, self.mixture.shares, self.sources, strict=True)
         described = [
             f"{name} {100 * share:.3g} % ({share * drawn / source.train.size:.2g} epochs)"

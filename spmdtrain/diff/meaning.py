@@ -21,10 +21,14 @@ PLACEMENT = (
     *("train.microbatch", "train.zero", "train.remat", "model.attention"),
     "model.context_attention",
 )
-DATA = ("data.", "islands.index", "train.seed", "train.global_batch", "train.sequence_length")
+DATA = (
+    *("data.", "islands.index", "train.seed"),
+    *("train.global_batch", "train.sequence_length", "train.stages"),
+)
 RATE = (
     *("optimizer.learning_rate", "optimizer.schedule", "optimizer.warmup"),
     *("optimizer.final_learning_rate", "optimizer.decay_share", "train.steps", "train.epochs"),
+    "optimizer.rate_by_batch",
 )
 GRADIENT = ("compression.", "precision.accumulate", "precision.loss_scale")
 UPDATE = ("islands.", "optimizer.", "guard.", "train.clip", "precision.rounding")

@@ -91,8 +91,12 @@ def open_run(
     # Mesh and attention depend on the devices of the training, so they are not taken from the run.
     saved["config"]["mesh"] = MeshConfig().model_dump()
     saved["config"]["model"]["attention"] = "auto"
-    saved["config"]["train"] |= {"zero": 0, "microbatch": None}
-    dropped = ("mesh.", "model.attention", "train.zero", "train.microbatch")
+    saved["config"]["train"] |= {"zero": 0, "microbatch": None, "stages": []}
+    saved["config"]["optimizer"]["rate_by_batch"] = "none"
+    dropped = (
+        *("mesh.", "model.attention", "train.zero", "train.microbatch", "train.stages"),
+        "optimizer.rate_by_batch",
+    )
     if not with_pairs:
         of_pairs = [name for name in saved["config"]["train"] if name.startswith("preference_")]
         saved["config"]["train"] |= {"preference": "none"} | dict.fromkeys(of_pairs)

@@ -33,7 +33,7 @@ from spmdtrain.data.source import Data, open_data, recall_progress
 from spmdtrain.models.choose import MakeModel, check_make
 from spmdtrain.replay.bundle import is_bundle, read_bundle
 from spmdtrain.replay.written import WrittenRun, read_written
-from spmdtrain.running.compile_step import compile_step, lower_step
+from spmdtrain.running.compile_step import compile_step, lower_step, with_stages
 from spmdtrain.running.start import kernels
 from spmdtrain.running.start.other_run import naming_settings, recorded
 from spmdtrain.train.fresh import init_state
@@ -169,7 +169,8 @@ def _opened(source: _Source, step: int, elsewhere: bool) -> Opened:
         sample = meta["sample"]
         kept = kernels.keep(meta, setup)
     lowered = lower_step(setup)
-    compiled, _ = compile_step(setup, lowered)
+    compiled, report = compile_step(setup, lowered)
+    compiled, _ = with_stages(setup, compiled, report, start)
     kernels.check_kept(kept, f"step {start} of {source.run}")
     return Opened(
         run=source.run,
@@ -289,7 +290,8 @@ def with_changes(opened: Opened, overrides: Sequence[str], *, own_rate: bool = T
         learning_rate=before.learning_rate if own_rate else None,
         loss=before.loss,
     )
-    step, _ = compile_step(setup, lower_step(setup))
+    step, report = compile_step(setup, lower_step(setup))
+    step, _ = with_stages(setup, step, report, opened.start)
 
     def begin() -> TrainState:
         state = opened.begin()

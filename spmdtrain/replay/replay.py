@@ -24,6 +24,7 @@ from spmdtrain.replay.compare import Mismatch, different_figures, different_leav
 from spmdtrain.replay.opened import Opened, open_replay
 from spmdtrain.replay.rounding import FIGURES, figures_again, limits
 from spmdtrain.running.record.token_hash import sums_of_batch, text_of
+from spmdtrain.train.stages import setup_at
 
 LAST_STEP = 2**31 - 1
 
@@ -153,7 +154,7 @@ def _other_tokens(opened: Opened, again: Again) -> Mismatch | None:
     there = opened.written.tokens(again.step)
     if there is None:
         return None
-    first, second = np.asarray(sums_of_batch(opened.setup, again.batch))
+    first, second = np.asarray(sums_of_batch(setup_at(opened.setup, again.step), again.batch))
     here = text_of((int(first), int(second)))
     return None if here == there else Mismatch(again.step, "tokens", "tokens", here, there)
 
@@ -203,5 +204,6 @@ def _elsewhere(opened: Opened, last: int) -> Replayed:
 
 
 def _samples(opened: Opened, last: int) -> tuple[int, int]:
-    count = (last - opened.start) * opened.setup.config.train.global_batch
+    before = opened.setup.config.train.samples_before
+    count = before(last) - before(opened.start)
     return opened.sample, opened.sample + count - 1

@@ -1,8 +1,9 @@
-"""Traces and compiles the step of a run."""
+"""Traces and compiles the step of a run, one for each shape of a batch."""
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,14 +12,32 @@ import jax.monitoring
 from spmdtrain.compiled import canonical, hlo
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.running.report import stages
+from spmdtrain.train.batch import Batch
 from spmdtrain.train.setup import Setup
+from spmdtrain.train.stages import setup_of, stages_of
+from spmdtrain.train.state import TrainState
 from spmdtrain.train.step import make_step
 
 CACHE_HIT = "/jax/compilation_cache/cache_hits"  # the name that jax gives the event
 
 
+@dataclass(frozen=True)
+class StagedStep:
+    """The compiled steps of a run with `train.stages`, by the shape of their batch."""
+
+    steps: Mapping[tuple[int, ...], Callable[..., Any]]
+
+    def __call__(self, state: TrainState, batch: Batch) -> Any:
+        return self.steps[batch["tokens"].shape](state, batch)
+
+
 def lower_step(setup: Setup) -> jax.stages.Lowered:
-    """Returns the traced step. Raises UserError for what a model cannot do on this mesh."""
+    """Returns the traced step, of the last stage if there are several.
+
+    Raises UserError for what a model cannot do on this mesh, and for a stage that does not fit it.
+    """
+    for stage in stages_of(setup):
+        setup_of(setup, stage)
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         what = "jax compiles nothing, and a step is compiled"
         raise ConfigError(what, fix="unset JAX_DISABLE_JIT")
@@ -38,6 +57,29 @@ def compile_step(setup: Setup, lowered: jax.stages.Lowered) -> tuple[Callable, d
     report = hlo.report(step, setup.mesh, time.perf_counter() - start)
     program = canonical.program(step.as_text() or "")
     return step, report | {"from_cache": bool(hits), "program": program}
+
+
+def with_stages(
+    setup: Setup, step: Callable, report: dict[str, Any], done: int = 0
+) -> tuple[Callable, dict[str, Any]]:
+    """Returns what `compile_step` has returned, for the batches of all of `train.stages`.
+
+    The steps of stages that are over after `done` steps are left out. `stages` in the report has a
+    report of each program but that of the last stage.
+    """
+    before = [each for each in stages_of(setup) if each.last is not None and each.last > done]
+    if not before:
+        return step, report
+    steps = {setup.batch["tokens"].shape: step}
+    reports = []
+    for stage in before:
+        own = setup_of(setup, stage)
+        shape = own.batch["tokens"].shape
+        if shape not in steps:
+            lowered = make_step(own).lower(own.state, own.batch)
+            steps[shape], found = compile_step(own, lowered)
+            reports.append({"first": stage.first + 1, "last": stage.last} | found)
+    return StagedStep(steps), report | {"stages": reports}
 
 
 @contextlib.contextmanager

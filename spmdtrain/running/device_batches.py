@@ -5,11 +5,13 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from spmdtrain.config.given import as_whole
-from spmdtrain.data.batches import ReadAhead, batch_ids
+from spmdtrain.data.batches import ReadAhead
 from spmdtrain.data.indices import LAST_SAMPLE
+from spmdtrain.data.pieces import in_pieces, sequences_of
 from spmdtrain.data.source import Data, check_data
 from spmdtrain.train.batch import Samples
 from spmdtrain.train.setup import Setup, check_setup
+from spmdtrain.train.stages import setup_at
 
 Saw = Callable[[int, Mapping[str, np.ndarray]], None]
 
@@ -30,15 +32,20 @@ def batches(
     config = setup.config
     samples = data.train_samples(config)
 
+    first = sample - config.train.samples_before(step)
+
     def make(at: int):
-        ids = sample + batch_ids(at - step, config.train.global_batch)
+        stage = config.train.stage_of(at + 1)
+        ids = first + config.train.samples_before(at) + np.arange(stage.samples, dtype=np.int64)
         if config.islands.are_several:
             ids = ids * config.islands.count + config.islands.index
-        return setup.to_devices(samples if saw is None else seen(at, saw), ids)
+        sequences = in_pieces(samples, stage.pieces)
+        made = sequences if saw is None else seen(at, sequences, saw)
+        return setup_at(setup, at + 1).to_devices(made, sequences_of(ids, stage.pieces))
 
-    def seen(at: int, saw: Saw) -> Samples:
+    def seen(at: int, sequences: Samples, saw: Saw) -> Samples:
         def make_rows(ids: np.ndarray) -> Mapping[str, np.ndarray]:
-            rows = samples(ids)
+            rows = sequences(ids)
             saw(at, rows)
             return rows
 

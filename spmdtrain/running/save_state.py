@@ -40,7 +40,7 @@ def save(
     Args:
       data: what `run` gets as `data=`.
       sample: the global index of the first sample of the next step; default: the number of samples
-        that this many steps of `train.global_batch` read.
+        that this many steps read.
 
     Raises ConfigError if the state does not belong to this setup, and CheckpointError if the
     directory holds this step or a later one.
@@ -57,7 +57,7 @@ def save(
         )
     _, opened = open_data(setup.config, data)
     if sample is None:
-        sample = step * setup.config.train.global_batch
+        sample = setup.config.train.samples_before(step)
     meta = identity(setup, opened.fingerprint, {"loss": setup.loss, "data": data})
     meta |= {"sample": sample, "guard": BadSteps().document()}
     with contextlib.ExitStack() as held:

@@ -54,8 +54,7 @@ class Saves:
             self.checkpoints.wait()
             self.announce()
             self._exports.wait()
-        seen = (step - self._first) * self._setup.config.train.global_batch
-        where = {"sample": self._sample + seen, "guard": self.bad_steps.document()}
+        where = {"sample": self._sample_after(step), "guard": self.bad_steps.document()}
         self.checkpoints.save(step, state, where | self.early_stop.document() | self._kept())
         arrays = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         self._held[step] = {"bytes": arrays}
@@ -96,9 +95,12 @@ class Saves:
 
     def samples(self, step: int) -> list[int]:
         """Returns the global indices of the first and the last sample in the batch of `step`."""
-        size = self._setup.config.train.global_batch
-        end = self._sample + (step - self._first) * size
-        return [end - size, end - 1]
+        return [self._sample_after(step - 1), self._sample_after(step) - 1]
+
+    def _sample_after(self, step: int) -> int:
+        """Returns the global index of the first sample that is read after `step`."""
+        before = self._setup.config.train.samples_before
+        return self._sample + before(step) - before(self._first)
 
     def diverged(
         self, step: int, what: str, fix: str = "a lower optimizer.learning_rate"

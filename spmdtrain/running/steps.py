@@ -48,7 +48,8 @@ def train_with_returns(session: Session, start: StartingPoint, step: Callable) -
                 bad = error.with_traceback(None)  # the frames of the traceback hold a state
             except Leapt as leap:
                 saves.finish()
-                sample += (leap.step - done) * setup.config.train.global_batch
+                before = setup.config.train.samples_before
+                sample += before(leap.step) - before(done)
                 state, done = leap.with_traceback(None).state, leap.step
                 continue
             state, done, sample = go_back(bad, setup, saves, reporter)

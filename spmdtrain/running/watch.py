@@ -63,6 +63,7 @@ class Watch:
         self._clock = StepClock()
         self._figures_of = make_figures(setup)
         self._seconds: list[float] = []  # of the steps that were read
+        self._settled: list[float] = []  # of those that `median_seconds` counts
         self._waits: dict[int, float] = {}  # for batches, of the steps that were not
         quiet = jax.process_index() > 0
         self._progress = Progress(self._total, first, config.log.every, quiet=quiet)
@@ -142,8 +143,11 @@ class Watch:
         self._reporter.event(ending, number, seconds=pulse.phase().seconds)
 
     def median_seconds(self) -> float | None:
-        """Returns the median seconds of the steps but the first; None before the second."""
-        return statistics.median(self._seconds[1:]) if self._seconds[1:] else None
+        """Returns the median seconds of the steps but the first; None before the second.
+
+        With `train.stages`, only the steps after the last stage count.
+        """
+        return statistics.median(self._settled) if self._settled else None
 
     def _save(self, number: int, state: TrainState) -> None:
         pulse.tell(pulse.SAVE, number)
@@ -160,8 +164,10 @@ class Watch:
     def _read(self, number: int, metrics: Any, ended: float | None) -> None:
         with self._stragglers.waiting():
             metrics = jax.device_get(metrics)
-        figures = self._figures_of(metrics, self._clock.tick(ended))
+        figures = self._figures_of(number, metrics, self._clock.tick(ended))
         self._seconds.append(figures["step_seconds"])
+        if number > self._first + 1 and self._config.train.stage_of(number).last is None:
+            self._settled.append(figures["step_seconds"])
         self._reporter.step(number, **figures, input_seconds=self._waits.pop(number))
         if number == self._first + 1:
             self._reporter.event("first_step", number, seconds=pulse.phase().seconds)

@@ -90,6 +90,9 @@ def show(config: RunConfig) -> str:
     batch = (
         f"batch: {accumulation} x {sequences} sequences of {config.train.sequence_length} tokens"
     )
+    for stage in config.train.timetable[:-1]:
+        shape = f"{stage.global_batch} sequences of {stage.sequence_length} tokens"
+        batch += f"\nsteps {stage.first + 1} to {stage.last}: {shape}"
     pipeline = [f"pipeline: {values['pipeline']}"] if values["pipeline"] else []
     way = [setup.way.line] if setup.way.line else []
     model = setup.config.model

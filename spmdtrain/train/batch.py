@@ -35,16 +35,16 @@ class BatchShape(NamedTuple):
     sequences: int
 
 
-def cut_batch(config: TrainConfig, rules: Rules) -> BatchShape:
+def cut_batch(config: TrainConfig, rules: Rules, name: str = "train.global_batch") -> BatchShape:
     """Returns the shape of `train.global_batch` on this mesh.
 
-    Raises ConfigError if it does not divide.
+    Raises ConfigError if it does not divide. `name` is what the user calls it.
     """
     sizes = {axis: rules.sizes[axis] for axis in BATCH_AXES}
     batch = config.global_batch
     at_once = batch_shards(sizes) * (config.microbatch or 1)
     if batch % at_once:
-        raise _does_not_divide(config, sizes, at_once)
+        raise _does_not_divide(config, sizes, at_once, name)
     sequences = at_once if config.microbatch else batch
     # Refuses a length that does not divide, and time over a mesh axis of the batch.
     partition_spec(
@@ -58,14 +58,17 @@ def cut_batch(config: TrainConfig, rules: Rules) -> BatchShape:
     return BatchShape(batch // sequences, sequences)
 
 
-def _does_not_divide(config: TrainConfig, sizes: Mapping[str, int], at_once: int) -> ConfigError:
+def _does_not_divide(
+    config: TrainConfig, sizes: Mapping[str, int], at_once: int, name: str
+) -> ConfigError:
     split = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one shard"
     product = f"{split} x train.microbatch={config.microbatch}" if config.microbatch else split
     below = config.global_batch // at_once * at_once
     above = below + at_once
+    key = f"--set {name}" if "[" not in name else name  # a table of a list is set in a file
     return ConfigError(
-        f"train.global_batch={config.global_batch} is not divisible by {product} = {at_once}",
-        fix=f"--set train.global_batch={below or above}" + (f" or {above}" if below else ""),
+        f"{name}={config.global_batch} is not divisible by {product} = {at_once}",
+        fix=f"{key}={below or above}" + (f" or {above}" if below else ""),
     )
 
 

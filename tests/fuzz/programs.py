@@ -17,7 +17,7 @@ import jax
 from spmdtrain.config import RunConfig
 from spmdtrain.replay import opened
 from spmdtrain.running import loop
-from spmdtrain.running.compile_step import compile_step, lower_step
+from spmdtrain.running.compile_step import compile_step, lower_step, with_stages
 from spmdtrain.running.start import begin, compiling, session
 from spmdtrain.train import evaluation
 from spmdtrain.train.fresh import init_state
@@ -62,15 +62,22 @@ def shared() -> Iterator[None]:
     def compiled(setup, lowered):
         return _once("step", _key_of(setup), lambda: compile_step(setup, lowered))
 
+    def staged(setup, step, report, done=0):  # noqa: ARG001 - stages that are over are kept too
+        if not setup.config.train.stages:
+            return step, report
+        return _once("stages", _key_of(setup), lambda: with_stages(setup, step, report))
+
     replaced = [
         (loop, "shard", setup),
         (session, "lower_step", lowered),
         (compiling, "lower_step", lowered),
         (compiling, "compile_step", compiled),
+        (compiling, "with_stages", staged),
         (begin, "init_state", fresh),
         (opened, "shard", setup),
         (opened, "lower_step", lowered),
         (opened, "compile_step", compiled),
+        (opened, "with_stages", staged),
         (opened, "init_state", fresh),
     ]
 

@@ -135,10 +135,10 @@ def test_a_model_of_ones_own_counts_what_it_multiplies(monkeypatch):
     taken = {"tokens": np.float32(10), "loss": np.float32(1)}
     processed = config.train.global_batch * 16  # whatever has a loss
     want_mfu = want * processed / 0.5 / 1e12
-    assert metrics.make_figures(setup)(taken, 0.5)["mfu"] == pytest.approx(want_mfu)
+    assert metrics.make_figures(setup)(1, taken, 0.5)["mfu"] == pytest.approx(want_mfu)
     few = prepared("train.sequence_length=64", *LORA)
     want_mfu = planned(*LORA) * few.batch["tokens"].size / 0.5 / 1e12
-    assert metrics.make_figures(few)(taken, 0.5)["mfu"] == pytest.approx(want_mfu)
+    assert metrics.make_figures(few)(1, taken, 0.5)["mfu"] == pytest.approx(want_mfu)
 
 
 def test_a_convolution_a_branch_and_a_loop_of_unknown_length():

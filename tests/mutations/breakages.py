@@ -700,15 +700,15 @@ BREAKAGES = [
     Breakage(
         "the second resume reads other data",
         "running/saves.py",
-        "seen = (step - self._first) * self._setup.config.train.global_batch",
-        "seen = step * self._setup.config.train.global_batch",
+        "return self._sample + before(step) - before(self._first)",
+        "return self._sample + before(step)",
         f"{RESUME} -k twice",
     ),
     Breakage(
         "a resumed run reads the data from its start",
         "running/device_batches.py",
-        "ids = sample + batch_ids(at - step, config.train.global_batch)",
-        "ids = batch_ids(at - step, config.train.global_batch)",
+        "first = sample - config.train.samples_before(step)",
+        "first = -config.train.samples_before(step)",
         f"{RESUME} -k 'signal or twice'",
     ),
     Breakage(

@@ -181,5 +181,5 @@ def test_from_the_command_line_it_trains_goes_on_to_the_bit_and_makes_no_text(
 
 def test_speed_is_of_all_tokens_that_are_read_not_of_the_chosen():
     setup = sharded()
-    found = make_figures(setup)({"tokens": 38.0, "loss": 1.0}, 0.5)
+    found = make_figures(setup)(1, {"tokens": 38.0, "loss": 1.0}, 0.5)
     assert (found["tokens"], found["tokens_per_second"]) == (38, 16 * 16 / 0.5)

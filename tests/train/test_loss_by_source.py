@@ -112,7 +112,7 @@ def test_a_step_is_the_same_with_and_without_the_figures():
 
 
 def test_a_source_without_tokens_is_left_out_of_the_figures():
-    found = make_figures(setup_of("one device"))(trained("one device")[0], 1.0)
+    found = make_figures(setup_of("one device"))(1, trained("one device")[0], 1.0)
     assert {name for name in found if "/" in name} == {
         f"{figure}/{source}" for figure in ("loss", "tokens") for source in ("web", "books")
     }

@@ -48,9 +48,9 @@ def add_inspect(commands) -> None:
 def run_inspect(parsed: argparse.Namespace) -> int:
     """Prints the counts of the data and the first windows of a step."""
     without_devices()
-    from spmdtrain.data.batches import batch_ids
     from spmdtrain.data.inspected.counts import count_data
     from spmdtrain.data.inspected.windows import windows_of
+    from spmdtrain.data.pieces import in_pieces, sequences_of
     from spmdtrain.data.source import open_data
 
     written = None
@@ -59,12 +59,14 @@ def run_inspect(parsed: argparse.Namespace) -> int:
     else:
         config = load(parsed.path, parsed.set)
     config, data = open_data(config)
-    ids = batch_ids(parsed.step - 1, config.train.global_batch)
+    train = config.train
+    ids = np.arange(train.samples_before(parsed.step - 1), train.samples_before(parsed.step))
     line = written.steps.get(parsed.step, {}) if written else {}
     if "samples" in line:
         first, last = line["samples"]
         ids = np.arange(first, last + 1)
-    batch = data.train_samples(config)(ids)
+    pieces = train.stage_of(parsed.step).pieces
+    batch = in_pieces(data.train_samples(config), pieces)(sequences_of(ids, pieces))
     proven = written is not None and _is_as_recorded(parsed, written, batch)
     windows = windows_of(data, batch, config.data.packing)
     shown = windows[: parsed.windows]

@@ -57,6 +57,12 @@ class OptimizerConfig(Settings):
     final_learning_rate: NonNegative = Field(
         default=0.0, description="learning rate at the last step (cosine, linear, wsd)"
     )
+    rate_by_batch: Literal["none", "linear", "sqrt"] = Field(
+        default="none",
+        description="how the rate follows the tokens of a batch in train.stages, with 1 for "
+        "those after the last stage: not | their share (arXiv:1706.02677) | its square root "
+        "(arXiv:2205.10287)",
+    )
     decay_share: DerivedOrNone[Share] = Field(
         default=None, description="share of the steps in which wsd decays; default: 0.2"
     )

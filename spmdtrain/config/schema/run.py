@@ -33,6 +33,7 @@ from spmdtrain.config.schema.pipeline import PipelineConfig
 from spmdtrain.config.schema.precision import KernelsConfig, PrecisionConfig
 from spmdtrain.config.schema.train import TrainConfig
 from spmdtrain.config.settings import Settings
+from spmdtrain.config.stages import TimedStage
 
 
 class RunConfig(Settings):
@@ -159,6 +160,13 @@ class RunConfig(Settings):
             self._check_pairs()
         if self.islands.are_several:
             self._check_islands()
+        if self.train.stages:
+            self._check_stages()
+        elif self.optimizer.rate_by_batch != "none":
+            raise ValueError(
+                f"optimizer.rate_by_batch={self.optimizer.rate_by_batch!r} needs batches of "
+                "several sizes; add [[train.stages]]"
+            )
         if self.train.epochs is None:
             self._check_steps()
         if self.model.mup_base is not None and not self.optimizer.has_width_rule:
@@ -234,6 +242,31 @@ class RunConfig(Settings):
                 f"{asked}: an island that goes back would meet the others at another step; set "
                 "guard.policy='skip'"
             )
+
+    def _check_stages(self) -> None:
+        """Refuses settings that do not go with batches of several shapes."""
+        if self.islands.are_several:
+            raise ValueError(
+                f"train.stages: each of islands.count={self.islands.count} islands reads its own "
+                "share of every batch, of one size; set train.stages=[]"
+            )
+        if self.guard.replay_check:
+            raise ValueError(
+                f"guard.replay_check={self.guard.replay_check} repeats one compiled step, and "
+                "train.stages have several; set guard.replay_check=0"
+            )
+        is_short = any(stage.pieces > 1 for stage in self.train.timetable)
+        if is_short and self.data.packing == "best_fit":
+            raise ValueError(
+                "data.packing='best_fit' cuts no documents, and a stage of train.stages with its "
+                "own sequence_length would; set data.packing='documents'"
+            )
+
+    def in_stage(self, stage: TimedStage) -> "RunConfig":
+        """Returns the settings of a run whose steps are all like those of one of its stages."""
+        update = {"global_batch": stage.global_batch, "sequence_length": stage.sequence_length}
+        train = self.train.model_copy(update=update | {"stages": ()})
+        return self.model_copy(update={"train": train})
 
     def _check_pairs(self) -> None:
         """Refuses settings that do not go with pairs of answers."""

@@ -1,10 +1,11 @@
 """[train]: the length of training, the batch, the loss, and what saves memory."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_serializer, model_validator
 
 from spmdtrain.config.settings import Count, Fraction, NonNegative, Positive, Settings
+from spmdtrain.config.stages import TimedStage, timetable
 
 # The settings that each loss of pairs has, with their defaults: those of the papers.
 PREFERENCE_SETTINGS: dict[str, dict[str, float]] = {
@@ -14,6 +15,40 @@ PREFERENCE_SETTINGS: dict[str, dict[str, float]] = {
     "orpo": {"preference_lambda": 0.1},
 }
 SEEDS = 2**32  # jax makes keys of 32 bits: a larger seed would collide with a smaller one
+
+
+class BatchStage(Settings):
+    """A stage at the beginning of a run, with smaller batches or shorter sequences.
+
+    A shorter sequence is a piece of a sample of `train.sequence_length`: a stage changes neither
+    the samples of a run nor their order, only how many of them a step reads.
+    """
+
+    until: Count | None = Field(default=None, description="its last step")
+    tokens: Count | None = Field(
+        default=None,
+        description="instead of until: it ends with the step in which the run has read so many",
+    )
+    global_batch: Count | None = Field(
+        default=None, description="sequences per step; default: train.global_batch"
+    )
+    sequence_length: Count | None = Field(
+        default=None,
+        description="tokens per sequence, a divisor of train.sequence_length; default: the same",
+    )
+
+    @model_validator(mode="after")
+    def _check(self):
+        if (self.until is None) == (self.tokens is None):
+            raise ValueError("train.stages: a stage ends by one of both, until=STEP or tokens=N")
+        if self.global_batch is None and self.sequence_length is None:
+            raise ValueError(
+                "train.stages: a stage needs a global_batch or a sequence_length of its own"
+            )
+        return self
+
+
+Stages = Annotated[tuple[BatchStage, ...], Field(strict=False)]
 
 
 class TrainConfig(Settings):
@@ -33,6 +68,11 @@ class TrainConfig(Settings):
         description="sequences per batch shard at once; default: all of them, i.e. no accumulation",
     )
     sequence_length: Count = Field(default=128, description="tokens per sequence")
+    stages: Stages = Field(
+        default=(),
+        description="stages before those settings hold: smaller batches, shorter sequences "
+        "(docs/warmups.md)",
+    )
     seed: int = Field(
         default=0, ge=0, lt=SEEDS, description="seed of initialisation, data order and dropout"
     )
@@ -87,6 +127,11 @@ class TrainConfig(Settings):
                 f"train.epochs={self.epochs:g} and train.steps={self.steps} give the "
                 "length twice; leave one of them out"
             )
+        if self.stages and self.epochs is not None:
+            raise ValueError(
+                "train.stages name steps, and train.epochs counts none; set train.steps instead"
+            )
+        _ = self.timetable  # raises ValueError if the stages do not fit together
         for name in (name for name in type(self).model_fields if name.startswith("preference_")):
             theirs = [kind for kind, has in PREFERENCE_SETTINGS.items() if name in has]
             if getattr(self, name) is not None and self.preference not in theirs:
@@ -95,6 +140,20 @@ class TrainConfig(Settings):
                     f"not to train.preference={self.preference!r}; leave it out"
                 )
         return self
+
+    @property
+    def timetable(self) -> tuple[TimedStage, ...]:
+        """The stages of the run; the last has `global_batch` and `sequence_length`."""
+        return timetable(self.stages, self.global_batch, self.sequence_length)
+
+    def stage_of(self, step: int) -> TimedStage:
+        """Returns the stage of the 1-based `step`."""
+        return next(stage for stage in self.timetable if stage.has(step))
+
+    def samples_before(self, done: int) -> int:
+        """Returns how many samples the first `done` steps read."""
+        stage = self.stage_of(done + 1)
+        return stage.samples_before + (done - stage.first) * stage.samples
 
     @property
     def learns_pairs(self) -> bool:

@@ -76,7 +76,7 @@ def offers(
     prices = prices or {}
     if tokens is None:
         train = config.train
-        tokens = float(train.steps * train.global_batch * train.sequence_length)
+        tokens = float(train.samples_before(train.steps) * train.sequence_length)
     found = [
         _offer(config, kind, count, tokens, prices.get(kind.name))
         for kind in kinds

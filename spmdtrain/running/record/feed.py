@@ -25,6 +25,7 @@ from spmdtrain.running.record.token_hash import Sums, added, sums_of_batch, sums
 from spmdtrain.running.report.json_lines import JsonLines, forget_after
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.setup import Setup
+from spmdtrain.train.stages import setup_at
 from spmdtrain.train.state import TrainState
 
 Prints = dict[str, fingerprint.Fingerprint]
@@ -45,8 +46,8 @@ class Feed:
         self._records = log.record == "hashes"
         self._every = log.fingerprints
         self._setup = setup
-        self._first = sample - done * setup.config.train.global_batch  # of step 1, had it gone on
-        self._size = setup.config.train.global_batch
+        train = setup.config.train
+        self._first = sample - train.samples_before(done)  # of step 1, had it gone on
         self._alone = jax.process_count() == 1
         self._sums: dict[int, Sums] = {}
         self._last: Batch | None = None
@@ -83,7 +84,9 @@ class Feed:
         if not self._records:
             return
         self._flush()
-        sums = None if self._last is None else sums_of_batch(self._setup, self._last)
+        sums = None
+        if self._last is not None:
+            sums = sums_of_batch(setup_at(self._setup, step), self._last)
         prints = None
         if self._every and step % self._every == 0:
             prints = fingerprint.begin(named_leaves(arrays_of(state)))
@@ -106,8 +109,9 @@ class Feed:
             self._file.write(step=step, **line)
 
     def _samples(self, step: int) -> list[int]:
-        end = self._first + step * self._size
-        return [end - self._size, end - 1]
+        train = self._setup.config.train
+        ends = [self._first + train.samples_before(each) for each in (step - 1, step)]
+        return [ends[0], ends[1] - 1]
 
 
 def _as_sums(sums: jax.Array) -> Sums:

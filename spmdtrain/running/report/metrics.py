@@ -96,22 +96,25 @@ class StepClock:
         self._last += self._now() - start
 
 
-def make_figures(setup: Setup) -> Callable[[dict[str, Any], float], dict[str, Any]]:
-    """Returns `figures(metrics, seconds)`, which makes a step's line of metrics.jsonl."""
+def make_figures(setup: Setup) -> Callable[[int, dict[str, Any], float], dict[str, Any]]:
+    """Returns `figures(step, metrics, seconds)`, which makes a step's line of metrics.jsonl."""
     config = setup.config
     peak = peak_flops(setup.mesh.devices.flat[0].device_kind)
-    flops = None
+    by_length: dict[int, float | None] = {}
     parameters = setup.model.parameters.values()
     whole = all(each.is_trained for each in parameters) and not config.finetune.frozen_layers
-    if setup.make is Transformer and whole:
-        flops = train_flops_per_token(config.model, config.train.sequence_length)
-    elif peak:
-        flops = counted_flops_per_token(config, setup.model)
-    processed = config.train.global_batch * config.train.sequence_length
+    for stage in config.train.timetable:
+        length = stage.sequence_length
+        if setup.make is Transformer and whole:
+            by_length[length] = train_flops_per_token(config.model, length)
+        elif peak:
+            by_length[length] = counted_flops_per_token(config.in_stage(stage), setup.model)
 
-    def figures(metrics: dict[str, Any], seconds: float) -> dict[str, Any]:
+    def figures(step: int, metrics: dict[str, Any], seconds: float) -> dict[str, Any]:
         held = summary.peak_bytes(setup.mesh)
-        found = step_figures(metrics, seconds, processed, flops, setup.mesh.size, peak)
+        stage = config.train.stage_of(step)
+        flops = by_length.get(stage.sequence_length)
+        found = step_figures(metrics, seconds, stage.tokens, flops, setup.mesh.size, peak)
         return found | {"memory_bytes": held}
 
     return figures

@@ -41,7 +41,7 @@ def resume_or_begin(session: Session) -> StartingPoint:
     stages.enter("making the first weights")
     state = _begin(session)
     step = int(state.step)
-    sample = step * session.setup.config.train.global_batch
+    sample = session.setup.config.train.samples_before(step)
     return _start(session, state, step, sample, {})
 
 

@@ -11,7 +11,7 @@ from spmdtrain.data.source import Data, progress_of
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.pipeline.draw import describe_pipeline
 from spmdtrain.processes import pulse
-from spmdtrain.running.compile_step import compile_step, lower_step
+from spmdtrain.running.compile_step import compile_step, lower_step, with_stages
 from spmdtrain.running.guards.other_devices import OtherDevices
 from spmdtrain.running.record.start import write_start
 from spmdtrain.running.report.progress import quantity
@@ -37,6 +37,7 @@ def compiled_step(session: Session) -> tuple[Callable, dict[str, Any]]:
         kernels.check_kept(kept, f"step {session.found.step} of {prepared.directory}")
     check_program(lowered)
     step, report = compile_step(setup, lowered)
+    step, report = with_stages(setup, step, report, session.done)
     session.memory.compiled(report)
     config = prepared.adapted.as_asked(config_document(setup, prepared.data))
     implementations = kernels.document(setup)["kernels"]

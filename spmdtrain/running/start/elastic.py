@@ -102,11 +102,11 @@ def choose_layout(config: RunConfig, count: int) -> MeshSizes | None:
         return None
     rest = count // stay
     shards = rest * sizes["expert"]
-    batch = config.train.global_batch
+    batch = math.gcd(*(stage.global_batch for stage in config.train.timetable))
     if batch % shards:
         raise _does_not_divide(config, count, stay)
     before = batch_shards({axis: max(size, 1) for axis, size in sizes.items()})
-    most = config.train.microbatch or max(batch // before, 1)
+    most = config.train.microbatch or max(config.train.global_batch // before, 1)
     microbatch = max(each for each in range(1, most + 1) if batch % (shards * each) == 0)
     fsdp = max(each for each in range(1, max(sizes["fsdp"], 1) + 1) if rest % each == 0)
     chosen = {**sizes, "data": rest // fsdp, "fsdp": fsdp}
@@ -125,7 +125,7 @@ def _is_mesh_of(run: Path, config: RunConfig) -> bool:
 
 def _does_not_divide(config: RunConfig, count: int, stay: int) -> ConfigError:
     """Returns the error for `count` devices; each group of `stay` of them shares its sequences."""
-    batch = config.train.global_batch
+    batch = math.gcd(*(stage.global_batch for stage in config.train.timetable))
     expert = config.mesh.expert
     shards = count // stay * expert
     groups = [each for each in range(1, batch // expert + 1) if batch % (each * expert) == 0]

@@ -25,7 +25,10 @@ def make_learning_rate(config: RunConfig, own: LearningRate | None) -> LearningR
     if own is None:
         own = own_part(config, "learning_rate")
     if own is None:
-        return partial(learning_rate, config.optimizer, config.train.steps)
+        of_settings = partial(learning_rate, config.optimizer, config.train.steps)
+        if config.optimizer.rate_by_batch == "none":
+            return of_settings
+        return lambda step: of_settings(step) * batch_factor(config, step)
     takes = (
         "a function of the step in jax.numpy, such as optax.warmup_constant_schedule(0, 1e-3, 100)"
     )
@@ -77,6 +80,19 @@ def learning_rate(config: OptimizerConfig, steps: int, step: jax.Array) -> jax.A
         share = jnp.clip((step - begin) / max(steps - 1 - begin, 1), 0, 1)
         falling = final + (peak - final) * _height(config.schedule, share)
     return jnp.where(step < warmup, peak * (step + 1) / (warmup + 1), falling).astype(jnp.float32)
+
+
+def batch_factor(config: RunConfig, step: jax.Array) -> jax.Array:
+    """Returns the factor of the rate by which the 0-based `step` follows the size of its batch.
+
+    It is the tokens of its batch as a share of those after the last of `train.stages`, or the
+    square root of this share; a float32 scalar.
+    """
+    stages = config.train.timetable
+    power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[config.optimizer.rate_by_batch]
+    factors = jnp.array([(each.tokens / stages[-1].tokens) ** power for each in stages])
+    ends = jnp.array([each.last for each in stages[:-1]])
+    return factors.astype(jnp.float32)[jnp.searchsorted(ends, step, side="right")]
 
 
 def _height(schedule: str, share: jax.Array) -> jax.Array:

@@ -1,0 +1,43 @@
+"""Makes the setup of each stage of `train.stages`: another batch, and the same state.
+
+The weights, their shardings and the optimizer do not depend on the batch. So a step compiled for
+one stage takes the state that the step of another has returned.
+"""
+
+from dataclasses import replace
+
+from spmdtrain.config.stages import TimedStage
+from spmdtrain.pipeline.choose import pipeline_schedule
+from spmdtrain.train.batch import choose_way, cut_batch
+from spmdtrain.train.setup import Setup
+
+
+def stages_of(setup: Setup) -> tuple[TimedStage, ...]:
+    """Returns the stages of a run; one without `train.stages` has a single one."""
+    return setup.config.train.timetable
+
+
+def setup_of(setup: Setup, stage: TimedStage) -> Setup:
+    """Returns the setup whose steps are all like those of a stage: for the last, the same.
+
+    Raises ConfigError if the mesh does not divide the batch of the stage.
+    """
+    if stage.last is None:
+        return setup
+    config = setup.config.in_stage(stage)
+    number = stages_of(setup).index(stage)
+    batch_shape = cut_batch(config.train, setup.rules, f"train.stages[{number}].global_batch")
+    places = setup.mesh.shape["pipeline"]
+    table = pipeline_schedule(config, places, batch_shape.accumulation) if places > 1 else None
+    return replace(
+        setup,
+        config=config,
+        batch_shape=batch_shape,
+        way=choose_way(config, setup.rules, setup.model.keeps_order),
+        pipeline=table,
+    )
+
+
+def setup_at(setup: Setup, step: int) -> Setup:
+    """Returns the setup of the 1-based `step`."""
+    return setup_of(setup, setup.config.train.stage_of(step))
