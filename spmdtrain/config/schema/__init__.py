@@ -47,12 +47,13 @@ from spmdtrain.config.schema.optimizer import (
 from spmdtrain.config.schema.pipeline import PipelineConfig, PipelineSchedule
 from spmdtrain.config.schema.precision import KernelsConfig, PrecisionConfig
 from spmdtrain.config.schema.run import RunConfig, check_config
-from spmdtrain.config.schema.train import SEEDS, TrainConfig
+from spmdtrain.config.schema.train import SEEDS, BatchStage, TrainConfig
 from spmdtrain.config.settings import Settings
 
 __all__ = [
     "Adafactor",
     "AdamW",
+    "BatchStage",
     "CheckpointConfig",
     "DataConfig",
     "EvalConfig",
