@@ -12,13 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmdtrain.checkpoints.checkpoints import Checkpoints
-from spmdtrain.config import ConfigError, RunConfig, from_resolved
+from spmdtrain.config import ConfigError, RunConfig, UserError, from_resolved
 from spmdtrain.config.schema.train import BatchStage, TrainConfig
 from spmdtrain.config.stages import TimedStage
 from spmdtrain.data.pieces import in_pieces, sequences_of
 from spmdtrain.data.source import open_data
+from spmdtrain.interop.files import open_tensors
 from spmdtrain.replay.replay import replay
 from spmdtrain.running import loop
+from spmdtrain.running.published.export_run import export_run
 from spmdtrain.train.shard import shard
 from spmdtrain.train.stages import setup_of
 from spmdtrain.train.step import make_step
@@ -128,7 +130,7 @@ def test_a_run_with_stages_reads_each_sample_once_in_its_order(ran):
     assert [(each["first"], each["last"]) for each in compiled] == [(1, 2), (3, 4)]
 
 
-@pytest.mark.parametrize("step", [1, 2, 4, 5], ids="after step {}".format)
+@pytest.mark.parametrize("step", [1, 2, 4], ids="after step {}".format)
 def test_a_run_resumed_anywhere_is_the_run_to_the_bit(ran, tmp_path, step):
     """Within a stage, and at each edge of one."""
     copy = tmp_path / "run"
@@ -146,6 +148,28 @@ def test_a_step_of_a_stage_is_replayed_with_its_batch(ran):
     found = replay(ran, 2, to=STEPS)
     assert found.equal and found.samples == (2, 23)
     assert set(found.leaves) == set(range(2, STEPS + 1))
+
+
+def test_an_export_may_be_the_mean_of_checkpoints(ran, tmp_path):
+    def exported(out: str, **asked) -> dict[str, np.ndarray]:
+        export_run(ran, tmp_path / out, dtype="float32", **asked)
+        return {name: each.map() for name, each in open_tensors(tmp_path / out).items()}
+
+    steps = [2, 3, 6]
+    mean = exported("mean", average=steps)
+    each = [exported(f"step{step}", step=step) for step in steps]
+    for name, x in mean.items():
+        want = np.mean([one[name] for one in each], 0, dtype=np.float64)
+        assert np.array_equal(x, want.astype(np.float32)), name
+        assert not np.array_equal(x, each[-1][name]), name
+    for asked, said in (
+        ({"average": [2]}, "fewer than two"),
+        ({"average": [2, 2]}, "fewer than two"),
+        ({"average": [2, 8]}, "no checkpoint of step 8"),
+        ({"average": [2, 3], "step": 3}, "one checkpoint, --average several"),
+    ):
+        with pytest.raises(UserError, match=said):
+            export_run(ran, tmp_path / "refused", **asked)
 
 
 @pytest.mark.long

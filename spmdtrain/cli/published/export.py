@@ -29,6 +29,14 @@ def add_export(commands) -> None:
         metavar="N",
         help="step of the checkpoint (default: the newest that is not damaged)",
     )
+    parser.add_argument(
+        "--average",
+        type=whole,
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="hf: the mean of the weights after each of these steps",
+    )
     add_ema(parser)
     parser.add_argument(
         "--dtype",
@@ -87,6 +95,7 @@ def run_export(parsed: argparse.Namespace) -> int:
         part=parsed.part or PART,
         base=parsed.base,
         also=parsed.also,
+        average=parsed.average,
     )
     if not parsed.process:
         print(*lines, sep="\n")
@@ -96,6 +105,8 @@ def run_export(parsed: argparse.Namespace) -> int:
 def _export_adapters(parsed: argparse.Namespace) -> list[str]:
     if parsed.also:
         raise ConfigError(f"--with {parsed.also[0]} is for --to hf", fix="an export of each run")
+    if parsed.average:
+        raise ConfigError("--average is for --to hf", fix="--step N")
     if parsed.processes is not None:
         raise ConfigError(f"--processes {parsed.processes} is for --to hf", fix="one process")
     for option in ("dtype", "part"):

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spmdtrain.checkpoints.layers import Layers
+from spmdtrain.checkpoints.layers import Layers, MeanLayers
 from spmdtrain.checkpoints.restore import read_step, run_config
 from spmdtrain.checkpoints.saved_steps import SavedSteps
-from spmdtrain.config.errors import CheckpointError
+from spmdtrain.config.errors import CheckpointError, ConfigError
 from spmdtrain.config.given import as_flag, as_path, as_step, as_whole
 from spmdtrain.config.load import from_resolved
+from spmdtrain.config.run_files import steps_in
 from spmdtrain.config.schema import FinetuneConfig
 from spmdtrain.interop.target import Target
 from spmdtrain.interop.weights import in_words
@@ -46,6 +47,7 @@ class ExportOfRun:
     ema: bool
     part: int
     base: str | Path | None
+    average: Sequence[int]
 
 
 def export_run(  # noqa: PLR0913 - all that a directory is made of
@@ -58,6 +60,7 @@ def export_run(  # noqa: PLR0913 - all that a directory is made of
     part: int = PART,
     base: str | Path | None = None,
     also: Sequence[str | Path] = (),
+    average: Sequence[int] = (),
 ) -> list[str]:
     """Writes the weights of `run` after `step` steps (default: the newest) as the directory `out`.
 
@@ -65,7 +68,7 @@ def export_run(  # noqa: PLR0913 - all that a directory is made of
     bfloat16 or float16; by default that of the import, or else bfloat16. A file has at most `part`
     bytes. Adapters are merged with the frozen weights of the published folder `base` (default:
     those that the run holds), and so are the adapters of the runs `also`, which must have the same
-    base.
+    base. With `average` the weights are the mean of those after each of these steps.
 
     All processes call it. Returns lines that say what was written. Raises ConfigError if no family
     computes what the model does, CheckpointError if there is no such checkpoint or the base
@@ -73,16 +76,38 @@ def export_run(  # noqa: PLR0913 - all that a directory is made of
     """
     run, out = as_path(run, "run"), as_path(out, "out")
     step, ema = as_step(step), as_flag(ema, "ema")
+    average = [as_whole(each, "average", 0) for each in average]
+    check_average(run, step, average)
     part = as_whole(part, "part", 1)
     refuse_full(out)
     target, saved = target_of(run, dtype)
     others = {as_path(each, "also"): run_config(each).finetune for each in also}
     check_merge({run: target.finetune, **others}, base)
-    asked = ExportOfRun(run, out, target, saved, others, ema, part, base)
+    asked = ExportOfRun(run, out, target, saved, others, ema, part, base, average)
     with contextlib.closing(SavedSteps(run)) as checkpoints:
+        step = max(average) if average else step
         at, lines = read_step(checkpoints, run, step, lambda at: _write(checkpoints, at, asked))
     averaged = ", averaged" if ema else ""
-    return [f"step {at} of {run}{averaged}, written as {target.dtype}", *lines]
+    said = f"step {at}" if not average else f"the mean of steps {', '.join(map(str, average))}"
+    return [f"{said} of {run}{averaged}, written as {target.dtype}", *lines]
+
+
+def check_average(run: Path, step: int | None, average: Sequence[int]) -> None:
+    """Raises UserError if the checkpoints after these steps cannot be averaged."""
+    if not average:
+        return
+    listed = " ".join(map(str, average))
+    if step is not None:
+        raise ConfigError(
+            f"--step {step} names one checkpoint, --average several", fix="one of them"
+        )
+    if len(set(average)) < max(len(average), 2):
+        raise ConfigError(f"--average {listed} has fewer than two different steps", fix="two steps")
+    there = steps_in(run)
+    lacking = [each for each in average if each not in there]
+    if lacking:
+        found = ", ".join(map(str, there)) or "none"
+        raise CheckpointError(f"{run} holds no checkpoint of step {lacking[0]}", found=found)
 
 
 def _write(checkpoints: SavedSteps, step: int, asked: ExportOfRun) -> list[str]:
@@ -141,7 +166,10 @@ def _merged_layers(
 ) -> MergedLayers:
     """Returns the source of an export's weights: the checkpoints of all its runs, opened."""
     target = asked.target
-    first = OfRun(asked.run, Layers(checkpoints, step, ema=asked.ema), target.finetune)
+    layers = Layers(checkpoints, step, ema=asked.ema)
+    if asked.average:
+        layers = MeanLayers(checkpoints, asked.average, ema=asked.ema)
+    first = OfRun(asked.run, layers, target.finetune)
     others = []
     for run, finetune in asked.others.items():
         opened = held.enter_context(contextlib.closing(SavedSteps(run)))
