@@ -167,6 +167,11 @@ class RunConfig(Settings):
                 f"optimizer.rate_by_batch={self.optimizer.rate_by_batch!r} needs batches of "
                 "several sizes; add [[train.stages]]"
             )
+        if self.own.learning_rate is not None and self.optimizer.rate_by_batch != "none":
+            raise ValueError(
+                f"optimizer.rate_by_batch={self.optimizer.rate_by_batch!r} does not change the rate "
+                "of own.learning_rate; set optimizer.rate_by_batch='none'"
+            )
         if self.train.epochs is None:
             self._check_steps()
         if self.model.mup_base is not None and not self.optimizer.has_width_rule:
