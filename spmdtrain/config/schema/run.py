@@ -169,8 +169,8 @@ class RunConfig(Settings):
             )
         if self.own.learning_rate is not None and self.optimizer.rate_by_batch != "none":
             raise ValueError(
-                f"optimizer.rate_by_batch={self.optimizer.rate_by_batch!r} does not change the rate "
-                "of own.learning_rate; set optimizer.rate_by_batch='none'"
+                f"optimizer.rate_by_batch={self.optimizer.rate_by_batch!r} does not change "
+                "the rate of own.learning_rate; set optimizer.rate_by_batch='none'"
             )
         if self.train.epochs is None:
             self._check_steps()
