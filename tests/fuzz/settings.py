@@ -145,7 +145,7 @@ NOT_DRAWN = {
     ),
     "eval.patience": "rounding alone may decide it; tests/running/guards/test_early_stop.py has it",
     "eval.min_delta": "is of eval.patience",
-    "train.stages": "compiles a step for each stage; tests/running/test_stages.py has meshes",
+    "train.stages": "compiles a step for each stage; tests/running/test_batch_stages.py has meshes",
     "optimizer.rate_by_batch": "is of train.stages",
     "train.epochs": "is another word for train.steps; tests/data/test_epochs.py has it",
     "guard.expert_load": "needs experts; tests/running/guards/test_routers.py has it",
