@@ -16,6 +16,8 @@ from spmdtrain.checkpoints.leaves.fingerprint import Fingerprint, added, fingerp
 from spmdtrain.checkpoints.leaves.relayout import cut_to
 from spmdtrain.checkpoints.meta import Meta, prefix, unpadded_leaves
 from spmdtrain.checkpoints.saved_steps import SavedSteps
+from spmdtrain.config.errors import CheckpointError, ConfigError
+from spmdtrain.config.run_files import steps_in
 from spmdtrain.pipeline.stage_layout import StageLayout
 from spmdtrain.processes.processes import said_by_all
 
@@ -149,6 +151,24 @@ class MeanLayers(Layers):
         super().verify()
         for each in self._others:
             each.verify()
+
+
+def check_average(run: Path, step: int | None, average: Sequence[int]) -> None:
+    """Raises UserError if the checkpoints after these steps cannot be averaged."""
+    if not average:
+        return
+    listed = " ".join(map(str, average))
+    if step is not None:
+        raise ConfigError(
+            f"--step {step} names one checkpoint, --average several", fix="one of them"
+        )
+    if len(set(average)) < max(len(average), 2):
+        raise ConfigError(f"--average {listed} has fewer than two different steps", fix="two steps")
+    there = steps_in(run)
+    lacking = [each for each in average if each not in there]
+    if lacking:
+        found = ", ".join(map(str, there)) or "none"
+        raise CheckpointError(f"{run} holds no checkpoint of step {lacking[0]}", found=found)
 
 
 def _open(folder: Path, path: str) -> Any:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 class Warmup(Protocol):
-    """What a stage of `train.stages` says; see `BatchStage`."""
+    """The settings of a stage of `train.stages`; see `BatchStage`."""
 
     @property
     def until(self) -> int | None: ...

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spmdtrain.checkpoints.layers import Layers, MeanLayers
+from spmdtrain.checkpoints.layers import Layers, MeanLayers, check_average
 from spmdtrain.checkpoints.restore import read_step, run_config
 from spmdtrain.checkpoints.saved_steps import SavedSteps
-from spmdtrain.config.errors import CheckpointError, ConfigError
+from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.given import as_flag, as_path, as_step, as_whole
 from spmdtrain.config.load import from_resolved
-from spmdtrain.config.run_files import steps_in
 from spmdtrain.config.schema import FinetuneConfig
 from spmdtrain.interop.target import Target
 from spmdtrain.interop.weights import in_words
@@ -90,24 +89,6 @@ def export_run(  # noqa: PLR0913 - all that a directory is made of
     averaged = ", averaged" if ema else ""
     said = f"step {at}" if not average else f"the mean of steps {', '.join(map(str, average))}"
     return [f"{said} of {run}{averaged}, written as {target.dtype}", *lines]
-
-
-def check_average(run: Path, step: int | None, average: Sequence[int]) -> None:
-    """Raises UserError if the checkpoints after these steps cannot be averaged."""
-    if not average:
-        return
-    listed = " ".join(map(str, average))
-    if step is not None:
-        raise ConfigError(
-            f"--step {step} names one checkpoint, --average several", fix="one of them"
-        )
-    if len(set(average)) < max(len(average), 2):
-        raise ConfigError(f"--average {listed} has fewer than two different steps", fix="two steps")
-    there = steps_in(run)
-    lacking = [each for each in average if each not in there]
-    if lacking:
-        found = ", ".join(map(str, there)) or "none"
-        raise CheckpointError(f"{run} holds no checkpoint of step {lacking[0]}", found=found)
 
 
 def _write(checkpoints: SavedSteps, step: int, asked: ExportOfRun) -> list[str]:
