@@ -18,6 +18,7 @@ FEWEST_POINTS = 100  # of a run in a chart
 MOST_SOURCES = 6
 MOST_MARKS = 60
 BINS = 36
+OF_NO_CHART = ("_stderr", "/sample_len")  # what the harness says about its own figures
 BAD = ("skipped", "rolled_back", "diverged", "corrupted")
 
 
@@ -34,7 +35,12 @@ def curves(runs: list[RunRead]) -> str:
         _lines(runs, last, "mfu", "MFU", "mfu", from_zero=True, span=10),
         _lines(runs, last, "input", "Wait for input, seconds", "input_seconds", from_zero=True),
     ]
-    small = [_sources(runs, last).html(), *(chart.html() for chart in charts), _times(runs)]
+    small = [
+        _sources(runs, last).html(),
+        _tasks(runs, last).html(),
+        *(chart.html() for chart in charts),
+        _times(runs),
+    ]
     return _loss(runs, last).html() + f"<div class=pair>{''.join(small)}</div>"
 
 
@@ -75,6 +81,24 @@ def _sources(runs: list[RunRead], last: float) -> Chart:
             style = f"c{at} d{place % 3}" if len(runs) > 1 else f"c{place}"
             label = _named(runs, run, name.removeprefix("loss/"))
             chart.add(label, style, run.steps["step"], smoothed(run.steps[name], SPAN))
+    return chart
+
+
+def _tasks(runs: list[RunRead], last: float) -> Chart:
+    """Returns the chart of `eval.tasks`; empty if no run has them."""
+    names = [
+        name
+        for name in sorted({n for run in runs for n in run.evaluations.names})
+        if name.startswith("task/") and not name.endswith(OF_NO_CHART)
+    ]
+    note = f"{MOST_SOURCES} of {len(names)} figures" if len(names) > MOST_SOURCES else ""
+    names = names[:MOST_SOURCES]
+    chart = Chart("tasks", "Tasks", note, last, _buckets(runs))
+    for at, run in enumerate(runs):
+        for place, name in enumerate(names):
+            style = f"c{at if len(runs) > 1 else place}"
+            label = _named(runs, run, name.removeprefix("task/"))
+            chart.add(label, style, run.evaluations["step"], run.evaluations[name], "dots")
     return chart
 
 

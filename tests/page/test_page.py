@@ -191,6 +191,19 @@ def test_every_figure_of_the_head_is_that_of_the_files(run):
     assert "train.steps" in words and "--set" in words
 
 
+def test_tasks_of_an_evaluation_have_a_chart(run, tmp_path):
+    """Without what the harness says about its own figures."""
+    assert "Tasks" not in page_of(run)
+    shutil.copytree(run, tmp_path / "run")
+    figures = {"task/arc/acc": 0.25, "task/arc/acc_stderr": 0.125, "task/arc/sample_len": 8.0}
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": STEPS, "eval_loss": 2.0, **figures}) + "\n")
+    written = page_of(tmp_path / "run")
+    assert "arc/acc" in written
+    assert "acc_stderr" not in written
+    assert "sample_len" not in written
+
+
 def test_only_what_somebody_chose_is_listed_as_chosen(run, tmp_path):
     other = shutil.copytree(run, tmp_path / "run")
     config = json.loads((other / "config.json").read_text())
