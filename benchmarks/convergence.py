@@ -144,11 +144,23 @@ def _spread(losses: Sequence[float]) -> str:
     return f"{statistics.mean(losses):.4f} ± {statistics.stdev(losses):.4f}"
 
 
+def with_rows(page: str, table: Sequence[str]) -> str:
+    """Returns a page with these lines of the table: of an option measured before, instead of its
+    row. The rows of the other options stay, and all are in the order of OPTIONS.
+    """
+    head, _, rest = page.partition(START)
+    inside, _, tail = rest.partition(END)
+    heading, rows = table[:2], [*inside.strip().splitlines()[2:], *table[2:]]
+    by_name = {row.split("|")[1].strip(): row for row in rows}
+    kept = [by_name[each.name] for each in OPTIONS if each.name in by_name]
+    return "\n".join([f"{head}{START}", "", *heading, *kept, "", f"{END}{tail}"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", type=Path, required=True, help="a file of real text, 1 MB")
     parser.add_argument("--only", nargs="+", help="names of options")
-    parser.add_argument("--write", type=Path, help="the page whose table is replaced")
+    parser.add_argument("--write", type=Path, help="the page whose table gets the rows")
     given = parser.parse_args()
     options = [each for each in OPTIONS if not given.only or each.name in given.only]
     table = []
@@ -156,10 +168,7 @@ def main() -> None:
         table.append(line)
         print(line, flush=True)
     if given.write:
-        page = given.write.read_text()
-        head, _, rest = page.partition(START)
-        _, _, tail = rest.partition(END)
-        given.write.write_text("\n".join([f"{head}{START}", "", *table, "", f"{END}{tail}"]))
+        given.write.write_text(with_rows(given.write.read_text(), table))
 
 
 if __name__ == "__main__":

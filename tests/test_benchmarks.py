@@ -2,6 +2,7 @@
 timed.
 """
 
+import importlib
 import json
 import os
 import subprocess
@@ -118,3 +119,19 @@ def test_the_contenders_of_the_tokenizing_benchmark_make_the_same_tokens(tmp_pat
         "prepare, 2 workers",
     }
     assert "MB/s and core" in shown
+
+
+def test_rows_of_single_options_are_merged_into_the_table_of_convergence(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    convergence = importlib.import_module("convergence")
+    page = (ROOT / "docs/convergence.md").read_text()
+    lines = page.splitlines()
+    first = next(at for at, line in enumerate(lines) if line.startswith("| option |"))
+    heading = lines[first : first + 2]
+    assert convergence.with_rows(page, heading) == page
+    last, again = f"| {convergence.OPTIONS[-1].name} | new |", "| 8-bit moments | again |"
+    found = convergence.with_rows(page, [*heading, last, again]).splitlines()
+    assert [line for line in found if line not in lines] == [again, last]
+    assert [line for line in lines if line not in found] == [
+        line for line in lines if line.startswith("| 8-bit moments |")
+    ]
