@@ -37,7 +37,7 @@ FACTORS = (
     (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35),
     (0x7FEB352D, 0x2C1B3C6D, 0x297A2D39),
 )
-CHUNK = 1 << 22  # elements that numpy mixes per pass
+CHUNK = 1 << 16  # elements that numpy mixes per pass: they stay in the cache of a core
 BLOCK = 1 << 20  # elements that a device mixes at once: 4 MiB of words
 SMALL = 1 << 16  # elements of an array that is copied to stand beside others of its kind
 
