@@ -279,7 +279,8 @@ def main() -> None:
         help="tiny cases, one round: does it run?",
     )
     chosen = parser.parse_args()
-    rounds = {"dry": 1, "brief": min(5, chosen.rounds)}.get(chosen.size, chosen.rounds)
+    most = {"dry": 1, "brief": 5, "": chosen.rounds}[chosen.size]
+    rounds = min(most, chosen.rounds)
     repeats = Repeats(rounds, 1 if chosen.size == "dry" else 5)
     ceilings = measure_ceilings(chosen.size == "dry", repeats)
     device = jax.devices()[0].device_kind

@@ -5,7 +5,7 @@
 In a config: own.sinks = ["examples/seams/trackio_sink.py:TrackioSink"].
 """
 
-import trackio
+import trackio  # pyright: ignore[reportMissingImports]  in no extra of ours
 
 import spmdtrain as st
 

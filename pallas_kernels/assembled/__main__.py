@@ -70,9 +70,9 @@ class Assembly(NamedTuple):
 class Found(NamedTuple):
     """The figures of all kernels, by their name."""
 
-    attention: Mapping[tuple[str, str, int], Mapping[str, Assembled]]
-    grouped: Mapping[tuple[str, str, int], Mapping[str, Assembled]]
-    norms: Mapping[tuple[str, str, int], Mapping[str, Streamed]]
+    attention: dict[tuple[str, str, int], Mapping[str, Assembled]]
+    grouped: dict[tuple[str, str, int], Mapping[str, Assembled]]
+    norms: dict[tuple[str, str, int], Mapping[str, Streamed]]
 
 
 def main() -> None:

@@ -38,6 +38,7 @@ def batches(
         stage = config.train.stage_of(at + 1)
         ids = first + config.train.samples_before(at) + np.arange(stage.samples, dtype=np.int64)
         if config.islands.are_several:
+            assert config.islands.index is not None
             ids = ids * config.islands.count + config.islands.index
         sequences = in_pieces(samples, stage.pieces)
         made = sequences if saw is None else seen(at, sequences, saw)

@@ -71,7 +71,8 @@ def _open(folder: Path, name: str, x: jax.Array, stacked: int) -> Any:
     spec = {"driver": "zarr", "kvstore": kvstore}
     if process == 0:
         created = open_array(spec, open=True).result()
-        assert list(created.chunk_layout.write_chunk.shape) == chunk, (name, created.spec(), chunk)
+        written = created.chunk_layout.write_chunk.shape
+        assert written == tuple(chunk), (name, created.spec(), chunk)
         return created
     metadata = {"shape": list(x.shape), "chunks": chunk, "dtype": x.dtype.name, "compressor": None}
     return open_array(spec | {"metadata": metadata}, open=True, assume_metadata=True).result()

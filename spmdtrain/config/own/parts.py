@@ -97,7 +97,7 @@ def _in_one_line(part: str, name: str, thing: Callable[..., Any]) -> Callable[..
     if not hasattr(named, "__qualname__"):
         named = type(named)
     called.__module__, called.__qualname__ = named.__module__, named.__qualname__
-    called.__wrapped__ = named  # its source is the one to record
+    called.__dict__["__wrapped__"] = named  # its source is the one to record
     return called
 
 
