@@ -12,7 +12,7 @@ from helpers import MESHES, SPLIT, batches_of, mesh_of, tiny
 import spmdtrain as st
 from spmdtrain.cli import main
 from spmdtrain.config import ConfigError
-from spmdtrain.models.choose import import_model
+from spmdtrain.config.own.names import import_named
 from spmdtrain.models.context import sample_corruption
 from spmdtrain.models.layers import Attention
 from spmdtrain.running.report.metrics import make_figures
@@ -22,7 +22,7 @@ from spmdtrain.train.step import make_eval_step, make_step
 pytestmark = pytest.mark.long
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-Encoder = import_model(str(EXAMPLES / "encoder.py:Encoder"))
+Encoder = import_named(str(EXAMPLES / "encoder.py:Encoder"), "model.make")
 MASK = 64  # behind the 64 ids of the synthetic corpus
 UNEVEN = ("model.vocab=65", "data.packing=documents")
 DEVICES = jax.devices()
