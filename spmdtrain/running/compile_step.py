@@ -36,11 +36,11 @@ def lower_step(setup: Setup) -> jax.stages.Lowered:
 
     Raises UserError for what a model cannot do on this mesh, and for a stage that does not fit it.
     """
-    for stage in stages_of(setup):
-        setup_of(setup, stage)
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         what = "jax compiles nothing, and a step is compiled"
         raise ConfigError(what, fix="unset JAX_DISABLE_JIT")
+    for stage in stages_of(setup):
+        setup_of(setup, stage)
     stages.enter("tracing the step")
     return make_step(setup).lower(setup.state, setup.batch)
 
