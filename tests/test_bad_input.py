@@ -689,6 +689,7 @@ TABLE = {
 
 
 @pytest.mark.parametrize("name", TABLE)
+@pytest.mark.seconds
 def test_a_mistake_costs_one_line_that_says_what_and_the_documented_exit_code(capsys, name):
     code, words, arguments = TABLE[name]
     line = refusal(capsys, code, arguments)
@@ -746,6 +747,7 @@ def test_what_needs_no_device_is_refused_before_jax_is_imported_and_within_a_sec
 @pytest.mark.parametrize(
     "name", ["missing text", "sample no run", "mesh too large", "resume a cut step"]
 )
+@pytest.mark.seconds
 def test_a_program_of_its_own_gives_the_same_line_soon_after_its_libraries_are_imported(name):
     """Threads of XLA and Orbax write where this process cannot look: only a program's own stderr
     shows all of it.

@@ -83,12 +83,14 @@ def here(workplace, monkeypatch) -> Path:
 
 
 @pytest.mark.core
+@pytest.mark.seconds
 def test_train_writes_to_runs_slash_the_name_of_the_config(here):
     assert (here / "runs" / "fox" / "checkpoints" / "100").is_dir()
 
 
 @pytest.mark.core
 @pytest.mark.usefixtures("here")
+@pytest.mark.seconds
 def test_sample_says_what_was_learned_alike_on_one_device_and_on_a_mesh(capsys):
     arguments = ["sample", "runs/fox", "--prompt", "The qu", "--length", "12", "--temperature", "0"]
     texts = []
@@ -104,6 +106,7 @@ def test_sample_says_what_was_learned_alike_on_one_device_and_on_a_mesh(capsys):
 
 
 @pytest.mark.usefixtures("here")
+@pytest.mark.seconds
 def test_sample_draws_another_text_for_another_seed_and_the_same_for_the_same(capsys):
     def sample(seed: str) -> str:
         assert (
@@ -163,6 +166,7 @@ def test_show_describes_every_parameter_and_its_bytes_per_device(capsys):
     assert all(path in table for path in rows) and "data 2 x fsdp 2 x tensor 2" in table
 
 
+@pytest.mark.seconds
 def test_show_agrees_with_what_really_rests_on_a_device():
     settings = (
         "mesh.data=2",

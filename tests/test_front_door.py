@@ -75,18 +75,21 @@ def test_an_example_of_a_notebook_is_short_and_run_by_a_test(path):
     assert f'cell("{path.stem}")' in Path(__file__).read_text()
 
 
+@pytest.mark.seconds
 def test_a_config_comes_from_a_file_or_from_code(cell):
     names, _ = cell("config")
     assert names["config"].train.steps == names["same_model"].train.steps == 20
     assert names["same_model"].model == names["config"].model
 
 
+@pytest.mark.seconds
 def test_one_step_by_hand(cell):
     names, printed = cell("step")
     assert int(names["state"].step) == 1
     assert printed.startswith("loss 5.") and "after step 1" in printed
 
 
+@pytest.mark.seconds
 def test_gradients_and_a_state_changed_by_hand(cell):
     names, printed = cell("gradients")
     assert printed.startswith("loss ")
@@ -122,6 +125,7 @@ def test_weights_of_a_run_are_plain_arrays(cell):
         assert f"{path:35} {x.shape} float32" in printed
 
 
+@pytest.mark.seconds
 def test_text_and_ids_from_a_run(cell):
     names, printed = cell("text")
     assert printed.startswith("def main(")
@@ -139,6 +143,7 @@ def test_an_estimate_and_a_plan(cell):
     assert "s a step" in printed and "--set mesh.pipeline=" in printed
 
 
+@pytest.mark.seconds
 def test_weights_of_a_pipelined_run_have_their_layers_in_order(tmp_path):
     pipelined = ("mesh.pipeline=2", "model.layers=3", "train.microbatch=4")  # a place is padding
     st.run(

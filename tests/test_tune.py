@@ -54,6 +54,7 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
+@pytest.mark.seconds
 def test_the_table_is_shown_exported_and_known_from_then_on(tmp_path, capsys, monkeypatch):
     path = tmp_path / "tiny.toml"
     path.write_text(CONFIG, encoding="utf-8")

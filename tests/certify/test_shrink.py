@@ -75,6 +75,7 @@ def test_a_published_run_keeps_its_features_and_its_layouts_fit(path):
         with_settings(shrunk.config, layout.overrides)
 
 
+@pytest.mark.seconds
 def test_a_hundred_drawn_runs_keep_their_features():
     drawn = [config for group in range(120) if (config := config_of(numbers_of(group)))]
     assert len(drawn) >= 100

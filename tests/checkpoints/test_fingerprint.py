@@ -73,6 +73,7 @@ def test_large_arrays_are_read_in_pieces(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.seconds
 def test_devices_mix_large_arrays_block_by_block(dtype, monkeypatch):
     """XLA for CPU would hold twice the words of all weights at once."""
     monkeypatch.setattr(module, "BLOCK", 8)

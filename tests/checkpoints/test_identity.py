@@ -65,6 +65,7 @@ def test_a_run_records_the_class_and_a_hash_of_its_source(doubled):
     assert len(sources["test_identity.Doubled"]) == 16
 
 
+@pytest.mark.seconds
 def test_another_class_is_refused_wherever_weights_are_read(doubled, tmp_path):
     said = (
         r"belongs to another model; asked spmdtrain.Transformer; found test_identity.Doubled; "
@@ -89,6 +90,7 @@ def test_another_class_is_refused_wherever_weights_are_read(doubled, tmp_path):
     assert st.run(settings(), doubled, make=Doubled, **ONE).status == "nothing to do"
 
 
+@pytest.mark.seconds
 def test_parts_of_ones_own_make_another_model_of_the_shipped_class(tmp_path):
     make = partial(st.Transformer, mlp=NegatedMlp)
     st.run(settings(), tmp_path, make=make, **ONE)

@@ -76,6 +76,7 @@ def test_it_trains_resumes_and_is_recorded_with_all_of_its_settings(here, capsys
     assert "model.extra.remember has changed; asked 1.5; found 2.0" in capsys.readouterr().err
 
 
+@pytest.mark.seconds
 def test_a_run_directory_runs_no_code_by_itself(here, capsys):
     asked = ["sample", "run", "--prompt", "def ", "--length", "12", "--temperature", "0"]
     assert main(asked) == ConfigError.exit_code
@@ -90,6 +91,7 @@ def test_a_run_directory_runs_no_code_by_itself(here, capsys):
     assert text.startswith("def ") and len(text) == 16
 
 
+@pytest.mark.seconds
 def test_text_made_anew_from_the_window_is_what_the_logits_say(here):
     """More tokens than the model has positions for: the last ones are in sight."""
     del here
@@ -102,6 +104,7 @@ def test_text_made_anew_from_the_window_is_what_the_logits_say(here):
         assert int(logits(params, seen[None])[0, -1].argmax()) == ids[at]
 
 
+@pytest.mark.seconds
 def test_show_and_estimate_take_it_too(here, capsys):
     del here
     settings = [word for text in (*SMALL, *ONE) for word in ("--set", text)]

@@ -98,6 +98,7 @@ def test_the_loss_of_documents_is_what_the_logits_say(here):
     assert st.evaluate("run", ["nine.txt"])["loss"] == pytest.approx(float(losses.mean()), rel=1e-5)
 
 
+@pytest.mark.seconds
 def test_prompts_of_several_lengths_are_one_batch_and_each_text_is_as_if_alone(here):
     del here
     prompts = ["It was", "the", "best of"]
@@ -124,6 +125,7 @@ def test_a_text_ends_before_what_stops_it(here, capsys):
     assert main([*asked, "--prompts", "prompts.txt", "--prompt", "a"]) == ConfigError.exit_code
 
 
+@pytest.mark.seconds
 def test_the_token_that_ends_a_document_ends_a_text(here, monkeypatch, capsys):
     """With the id of a token that the model likes in its place, as it has no such token."""
     from spmdtrain.inference import sample
@@ -151,6 +153,7 @@ def test_the_token_that_ends_a_document_ends_a_text(here, monkeypatch, capsys):
     del here
 
 
+@pytest.mark.seconds
 def test_a_run_knows_what_ends_its_documents_and_is_evaluated_on_texts_that_end_so(
     tmp_path, monkeypatch
 ):

@@ -16,6 +16,7 @@ def text() -> str:
     return compiled_step(*SETTINGS).as_text()
 
 
+@pytest.mark.seconds
 def test_names_files_lines_and_channels_do_not_count(text):
     moved = text.replace("/spmdtrain/", "/elsewhere/").replace("HloModule jit_step", "HloModule x")
     moved = re.sub(r"%([a-z][\w-]*)\.(\d+)", lambda m: f"%{m[1]}.{int(m[2]) + 7}", moved)

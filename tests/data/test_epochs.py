@@ -69,6 +69,7 @@ def test_an_epoch_is_what_the_stream_of_samples_repeats(packing, shuffle):
     assert data.train.size - tokens < 2 * 4096 + len(data.corpus.document_starts)
 
 
+@pytest.mark.seconds
 def test_a_run_says_and_keeps_its_steps_and_more_epochs_go_on(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "c.toml").write_text(

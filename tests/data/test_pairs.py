@@ -98,6 +98,7 @@ def test_a_row_that_is_no_pair_is_named(row, said):
         read_pair(row, "here")
 
 
+@pytest.mark.seconds
 def test_pairs_lie_whole_in_windows_with_their_answers_apart(here):
     del here
     corpus = token_corpus(["pairs.bin"])
@@ -127,6 +128,7 @@ def test_pairs_lie_whole_in_windows_with_their_answers_apart(here):
         PackedWindows(corpus, Range(1, 6), 20)
 
 
+@pytest.mark.seconds
 def test_a_run_learns_pairs_from_its_reference(here, capsys):
     for path in reference_paths("pairs.bin"):
         path.unlink(missing_ok=True)

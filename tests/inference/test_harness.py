@@ -47,6 +47,7 @@ def expected(opened, context, continuation) -> tuple[float, bool]:
     return float(chosen.sum()), bool((logits.argmax(-1) == ids[1:])[-count:].all())
 
 
+@pytest.mark.seconds
 def test_likelihoods_are_those_of_the_logits_in_the_order_asked(opened):
     encode = opened.tokenizer.encode
     texts = [
@@ -150,6 +151,7 @@ class Harness:
 TASKS = ("eval.every=1", "eval.tasks=pairs", "eval.tasks_every=2", "eval.task_examples=3")
 
 
+@pytest.mark.seconds
 def test_tasks_are_run_while_training_on_the_mesh_that_is_there(opened, tmp_path, monkeypatch):
     """Every second evaluation and the last one; the figures are those of the saved weights."""
     Harness.install(monkeypatch)
@@ -174,6 +176,7 @@ def test_tasks_are_run_while_training_on_the_mesh_that_is_there(opened, tmp_path
     assert found[3]["task/pairs/acc"] == is_likeliest
 
 
+@pytest.mark.seconds
 def test_tasks_that_cannot_be_run_are_refused_before_the_first_step(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(ConfigError, match="lm_eval is not installed"):

@@ -62,6 +62,7 @@ def here(tmp_path_factory):
         yield st.open_run("run")
 
 
+@pytest.mark.seconds
 def test_a_question_has_the_tokens_of_training_and_the_answer_ends_where_it_closes(
     here, monkeypatch, capsys
 ):
@@ -144,6 +145,7 @@ def test_a_conversation_on_the_terminal_grows_until_it_is_too_long(with_jinja, c
 
 
 @pytest.mark.core
+@pytest.mark.seconds
 def test_a_conversation_answers_as_a_prompt_does_with_few_programs(here, monkeypatch):
     """Lengths are rounded, and the likeliest tokens are the same."""
     del here

@@ -42,6 +42,7 @@ def test_scores_of_channels_that_lie_in_pairs_are_those_of_halves():
     np.testing.assert_allclose((q * np.exp(1j * angle) * np.conj(k)).sum(-1).real, want, rtol=1e-12)
 
 
+@pytest.mark.seconds
 def test_layers_of_further_tokens_come_in_and_go_out(tmp_path):
     """With the copies of the shared table and head that published files hold, and without."""
     tensors = directories.write(tmp_path / "model", FURTHER)

@@ -73,6 +73,7 @@ def test_what_is_imported_is_exported_as_it_was(family, published, tmp_path):
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.seconds
 def test_any_mesh_holds_what_one_device_holds(family, mesh, published):
     """Padding of the vocabulary, of ZeRO and of the pipeline's layers is as a fresh model's."""
     said, setup = setup_of(published / family, *MESHES[mesh])
@@ -428,6 +429,7 @@ def load_tiny(folder, source, *overrides):
     return load(file, overrides)
 
 
+@pytest.mark.seconds
 def test_training_begins_with_the_weights_of_a_directory_and_takes_its_files_along(
     published, tmp_path
 ):
@@ -479,6 +481,7 @@ def test_a_model_of_no_family_is_not_exported_as_another():
 
 
 @pytest.mark.core
+@pytest.mark.seconds
 def test_a_run_exports_its_checkpoints_while_it_trains(tmp_path):
     """Each second one and the last, as `export` writes them, though but one checkpoint is kept."""
     every = ("checkpoint.every=2", "checkpoint.keep=1", "checkpoint.export=2", "train.steps=6")
@@ -498,6 +501,7 @@ def test_a_run_exports_its_checkpoints_while_it_trains(tmp_path):
     assert [each["step"] for each in events if each["event"] == "exported"] == [4, 6]
 
 
+@pytest.mark.seconds
 def test_a_run_of_no_family_is_not_begun_with_exports(tmp_path):
     odd = ("model.norm=rmsnorm", "checkpoint.export=1", "train.steps=1")
     with pytest.raises(ConfigError, match="belongs to no family"):

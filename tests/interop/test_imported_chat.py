@@ -33,6 +33,7 @@ def write_tokenizer(folder) -> int:
     return tokenizer.get_vocab_size()
 
 
+@pytest.mark.seconds
 def test_a_template_comes_in_is_talked_to_and_goes_out(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     model = tmp_path / "model"

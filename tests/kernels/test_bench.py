@@ -3,9 +3,12 @@
 import json
 import sys
 
+import pytest
+
 from pallas_kernels import bench
 
 
+@pytest.mark.seconds
 def test_dry_run(monkeypatch, tmp_path, capsys):
     path = tmp_path / "kernels.json"
     monkeypatch.setattr(sys, "argv", ["bench", "--dry", "--first", "1", "--json", str(path)])

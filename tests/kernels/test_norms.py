@@ -85,6 +85,7 @@ def test_xla(case):
 
 
 @pytest.mark.parametrize("case", cases.CI, ids=lambda case: case.name)
+@pytest.mark.seconds
 def test_interpreted_triton(case, tiles):
     tiles.setattr(triton, "CORES", 1)  # two programs, several turns each
     compare(case, "triton:interpret")

@@ -97,6 +97,7 @@ def survived(tmp_path_factory):
         ("is unsteady", "first", "times of second vary too much"),
     ],
 )
+@pytest.mark.seconds
 def test_each_fault_costs_a_line_and_a_right_one_is_taken(fault, taken, line, survived):
     finding, said = survived[fault]
     assert finding.chosen == taken
@@ -127,6 +128,7 @@ def test_a_gpu_that_disappears_ends_the_measuring_with_a_line(survived):
     assert said[1:] == ["kernels: the GPU cannot be measured: ended with code 1"]
 
 
+@pytest.mark.seconds
 def test_a_slow_one_is_left_out_when_the_time_is_over_and_is_no_fault(tmp_path):
     said = []
     limits = Limits(step=100.0, call=1.5)
@@ -259,6 +261,7 @@ def test_real_calls_are_tried_with_xla_and_interpreted_kernels():
         assert from_json(json.loads(json.dumps(to_json(call)))) == call
 
 
+@pytest.mark.seconds
 def test_a_grouped_matmul_is_drawn_run_and_compared():
     """Without times: a call this small takes none that can be believed."""
     machine = OnJax(interpreted=True)

@@ -92,12 +92,14 @@ def test_after_a_fault_the_run_goes_on_from_what_it_saved(launch, capfd, fault, 
         assert said.count("most recent call first") >= 2 and "worker.py" in said
 
 
+@pytest.mark.seconds
 def test_three_attempts_without_a_new_checkpoint_are_the_last(launch, capfd):
     code, launcher = launch("1:2:akill")
     assert (code, launcher.attempts) == (LOST, 3)
     assert "3 attempts without a new checkpoint: giving up" in capfd.readouterr().err
 
 
+@pytest.mark.seconds
 def test_a_new_checkpoint_starts_the_count_anew(launch):
     code, launcher = launch("0:2:kill,0:6:akill")  # the second fault comes after step 4 was saved
     assert (code, launcher.attempts) == (LOST, 4)

@@ -95,6 +95,7 @@ def test_every_setting_has_the_gradients_of_one_device(name, placement):
 
 
 @pytest.mark.parametrize("name", RICH)
+@pytest.mark.seconds
 def test_decoding_from_a_cache_has_the_logits_of_the_whole(name):
     """Six tokens at once, then one by one, beyond every window; against the definition."""
     setup = prepared(*rich(name))

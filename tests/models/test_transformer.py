@@ -229,6 +229,7 @@ def test_rotary_scores_depend_on_distance_only():
     assert score(9, 4) != pytest.approx(score(9, 5), rel=1e-2)
 
 
+@pytest.mark.seconds
 def test_bfloat16_compute_stays_near_float32_and_keeps_float32_masters():
     half, state, _ = trained("precision.compute=bfloat16", "model.vocab=64", steps=10)
     full = trained("model.vocab=64", steps=10)[0]

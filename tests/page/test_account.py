@@ -87,6 +87,7 @@ def attempts(tmp_path_factory):
     return events, goodput.report()
 
 
+@pytest.mark.seconds
 def test_the_account_that_is_read_is_the_one_that_a_launcher_keeps(attempts):
     events, heard = attempts
     assert account(events) == heard

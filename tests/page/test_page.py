@@ -331,6 +331,7 @@ NAMES = st.sampled_from(
 
 @settings(max_examples=25)
 @given(st.lists(st.dictionaries(NAMES, VALUES, max_size=6), max_size=6), st.integers(0, 9))
+@pytest.mark.seconds
 def test_values_of_any_kind_have_a_page(tmp_path_factory, values, at):
     directory = tmp_path_factory.mktemp("odd")
     odd = [{**EVENTS[(at + n) % len(EVENTS)], **value} for n, value in enumerate(values)]

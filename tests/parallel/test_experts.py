@@ -71,6 +71,7 @@ def gradients(function, ids, *given):
 @pytest.mark.parametrize(
     ("gated", "biases", "factor"), [(True, True, 0.1), (False, False, 1.25)], ids=["many", "one"]
 )
+@pytest.mark.seconds
 def test_experts_are_their_definition_in_any_number_of_rounds(gated, biases, factor):
     x, gates, ids, weights = drawn(gated, biases)
     activation = swiglu if gated else gelu
@@ -164,6 +165,7 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.seconds
 def test_experts_on_a_mesh_are_those_of_one_device_however_tokens_choose(layer):
     *_, dtype = LAYERS[layer]
     near = 3e-6 if dtype == "float32" else 3e-2

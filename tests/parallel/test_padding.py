@@ -96,6 +96,7 @@ def test_padding_stays_zero_and_is_seen_by_no_optimizer():
         assert np.array_equal(padding.to_rest(path, padding.from_rest(path, x)), x), path
 
 
+@pytest.mark.seconds
 def test_initial_values_do_not_depend_on_padding():
     """To the bit, and so are those that an optimizer copies from the weights."""
     settings = (*ODD[:2], "optimizer.name=schedule_free_adamw")
@@ -108,6 +109,7 @@ def test_initial_values_do_not_depend_on_padding():
         jax.tree.map(np.testing.assert_array_equal, kept, want.opt_state[path])
 
 
+@pytest.mark.seconds
 def test_text_and_logits_know_no_padding():
     """A padded row has the logit 0, as likely as any in a fresh model."""
     one = prepared("model.vocab=65")

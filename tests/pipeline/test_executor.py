@@ -133,6 +133,7 @@ IDLE_IN_PHASES = some_waiting_table(0)
     ],
     ids=["interleaved", "zero_bubble", "gpipe", "ragged"],
 )
+@pytest.mark.seconds
 def test_nan_of_cells_without_work_reaches_nothing(table):
     layout = lay_out(table.stages * table.chunks, table.stages, table.chunks)
     shared, stack, batch = problem(layout.layers, table.microbatches)

@@ -51,6 +51,7 @@ def close(got, want):
 
 
 @pytest.mark.parametrize("function", [layer, dots])
+@pytest.mark.seconds
 def test_whole_and_split_backward_equal_jax_vjp(function, given):
     weights, x, rest, dy, dside = given
     gradient = LayerGradient(function, weights, x, rest, split=True)

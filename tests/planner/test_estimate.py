@@ -86,6 +86,7 @@ TINY_RUN = [
 ]
 
 
+@pytest.mark.seconds
 def test_a_run_ends_with_predicted_compiled_and_measured_figures(config, tmp_path, capsys):
     run = tmp_path / "run"
     pasted = [part for setting in TINY_RUN for part in ("--set", setting)]

@@ -73,6 +73,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("overrides", LAYOUTS)
+@pytest.mark.seconds
 def test_argument_bytes_of_the_compiled_step(overrides):
     setup = prepared(*overrides)
     compiled = lower_step(setup).compile().memory_analysis()

@@ -58,6 +58,7 @@ LLAMA_8B = Workload(
 )
 
 
+@pytest.mark.seconds
 def test_plans_are_in_order_and_say_why_they_lost():
     # Too long for a mesh that splits the batch alone.
     long = replace(LLAMA_8B, sequence_length=16384)
@@ -72,6 +73,7 @@ def test_plans_are_in_order_and_say_why_they_lost():
     assert plans[-1].why.startswith("needs ")
 
 
+@pytest.mark.seconds
 def test_the_residual_stream_is_split_wherever_tensor_divides_the_tokens():
     setting = "rules.activations.stream_time=context,tensor"
     for plan in search(LLAMA_8B, 64, H100, software("spmdtrain", "h100")):
@@ -81,6 +83,7 @@ def test_the_residual_stream_is_split_wherever_tensor_divides_the_tokens():
     assert not any(setting in plan.settings for plan in plans)
 
 
+@pytest.mark.seconds
 def test_matmuls_go_in_pieces_where_that_is_faster_and_fits():
     found = {}
     for plan in search(LLAMA_8B, 64, H100, software("spmdtrain", "h100")):
@@ -136,6 +139,7 @@ def test_estimate_and_plan_agree_and_the_line_to_paste_works(config, capsys):
 
 
 @pytest.mark.parametrize("devices", [100, 96, 7])
+@pytest.mark.seconds
 def test_a_plan_uses_all_devices_and_the_estimate_takes_it(config, devices):
     """100 devices stand on 20 hosts of 5: tensor=8, which would leave 4 of them, is no plan."""
     settings = [

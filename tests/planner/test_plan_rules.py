@@ -184,6 +184,7 @@ def test_the_printed_rules_are_obeyed(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("stream", ["embed", "time"])
+@pytest.mark.seconds
 def test_training_is_the_same_with_another_stream(stream):
     way = "tokens" if stream == "time" else "split"
     assignment = Assignment(dict.fromkeys(LOGICAL_AXIS, way), (stream, stream), 0.0, 0.0)

@@ -170,6 +170,7 @@ def test_schedules_against_1f1b():
     assert 100 * abs(errors[:, 1:]).mean() < 2.5
 
 
+@pytest.mark.seconds
 def test_the_fitted_constants_are_where_a_fit_ends():
     training = [cases.cases(name) for name in fit.SPLIT["train"]]
     fitted, _ = fit.fit(training)

@@ -76,6 +76,7 @@ def started(directory: Path, program: str, *arguments: str) -> subprocess.Popen:
     )
 
 
+@pytest.mark.seconds
 def test_a_signal_before_the_loop_is_one_line_and_its_code(tmp_path):
     """At moments from the first line on: imports, devices, the model, tracing, compiling."""
     (tmp_path / "tiny.toml").write_text(TINY)
@@ -92,6 +93,7 @@ def test_a_signal_before_the_loop_is_one_line_and_its_code(tmp_path):
         assert (program.returncode, said) == (128 + number, LINE[number])
 
 
+@pytest.mark.seconds
 def test_an_interrupted_prepare_says_one_line_and_leaves_nothing(tmp_path):
     """A terminal sends the signal to the workers as well, while they start."""
     (tmp_path / "text.txt").write_text("some words " * 1_000_000)

@@ -123,6 +123,7 @@ def test_reading_on_time_would_be_noticed():
 
 
 @pytest.mark.core
+@pytest.mark.seconds
 def test_a_run_leaves_the_files_that_were_promised(finished):
     metrics = lines(finished, "metrics.jsonl")
     steps = [line for line in metrics if "loss" in line]
@@ -232,6 +233,7 @@ def test_a_side_loss_is_reported_where_there_is_one():
 
 
 @pytest.mark.parametrize("policy", ["abort", "skip"])
+@pytest.mark.seconds
 def test_a_step_without_a_token_with_a_loss_has_no_loss(tmp_path, monkeypatch, capsys, policy):
     """The whole batches of the steps 5 and 6 are masked, and half of that of step 4.
 
@@ -332,6 +334,7 @@ def test_every_step_has_its_own_time_where_the_loop_flushes(waits):
     assert seconds == [1.0] * 5
 
 
+@pytest.mark.seconds
 def test_saved_is_said_when_it_is_true(tmp_path, monkeypatch):
     """At the moment of each event the checkpoint can be restored, and the newest one is the newest
     that was said.
@@ -349,6 +352,7 @@ def test_saved_is_said_when_it_is_true(tmp_path, monkeypatch):
     assert seen == [(2, True), (4, True), (6, True), (7, True)]
 
 
+@pytest.mark.seconds
 def test_a_step_after_a_save_can_be_profiled_on_several_devices(tmp_path):
     settings = (
         "mesh.data=2",
@@ -365,6 +369,7 @@ def test_a_step_after_a_save_can_be_profiled_on_several_devices(tmp_path):
     ]
 
 
+@pytest.mark.seconds
 def test_a_save_takes_no_memory_of_the_devices(tmp_path, monkeypatch):
     """Replicated weights are not cut into slices on the devices: what just fits while training fits
     while saving.

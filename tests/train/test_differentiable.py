@@ -13,6 +13,7 @@ from spmdtrain.config import ConfigError
 
 
 @pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.seconds
 def test_the_derivative_of_the_loss_is_what_the_step_subtracts(mesh):
     """With plain gradient descent at a rate of 1."""
     plain = ("optimizer.name=sgd", "optimizer.momentum=0", "optimizer.weight_decay=0")
@@ -40,6 +41,7 @@ def changed_by_hand(setup: st.Setup) -> st.TrainState:
     return replace(state, params=params, step=jnp.int32(3))
 
 
+@pytest.mark.seconds
 def test_what_was_changed_by_hand_is_kept_and_trained(tmp_path):
     setup = prepared("train.steps=5", "eval.every=0", "model.vocab=64")
     setup = st.shard(st.open_data(setup.config)[0], devices=jax.devices()[:1])

@@ -245,6 +245,7 @@ def test_a_frozen_group_has_no_rate():
         AdamW(groups=[{"match": "*", "frozen": True, "rate": 2.0}])
 
 
+@pytest.mark.seconds
 def test_a_run_of_groups_leaves_frozen_weights_alone():
     group = {"match": "tokens.*", "frozen": True}
     config = tiny("train.steps=2")

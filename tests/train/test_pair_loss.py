@@ -176,6 +176,7 @@ def assert_gradients(found, want, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.seconds
 def test_the_loss_and_its_gradients_are_those_of_the_answers_apart(kind):
     means, want = oracle(kind)
     found, sums = learned(kind)

@@ -37,6 +37,7 @@ def matmuls(what: str, layout: str, params: str, compute: str) -> Counter:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("what", ["make_gradients", "make_losses"])
+@pytest.mark.seconds
 def test_matmuls_are_of_compute_precision_however_weights_rest(what, layout):
     narrow, wide = (
         matmuls(what, layout, "float32", compute) for compute in ("bfloat16", "float32")
@@ -77,6 +78,7 @@ SHAPED = ("train.label_smoothing=0.1", "train.z_loss=1e-4")
     ],
     ids=" ".join,
 )
+@pytest.mark.seconds
 def test_no_value_is_promoted_to_another_dtype_unasked(settings):
     """A float32 that meets a bfloat16 would widen all that follows, in silence and at twice the
     traffic.

@@ -32,6 +32,7 @@ def test_stochastic_rounding_is_right_on_average_and_keeps_what_bfloat16_has():
 
 
 @pytest.mark.parametrize(("name", "spacing"), [("mu", 1 / 127), ("nu", 0.1)])
+@pytest.mark.seconds
 def test_a_moment_in_8_bits_is_near_and_right_on_average(name, spacing):
     x = jax.random.normal(jax.random.key(0), (3, 512)).at[0, :256].set(0)
     x = jnp.square(x) if name == "nu" else x

@@ -210,6 +210,7 @@ def test_it_is_the_same_in_a_pipeline():
     assert losses(optax.trace(0.9))[-1] != pytest.approx(want[-1], rel=1e-4), "nothing was clipped"
 
 
+@pytest.mark.seconds
 def test_a_pipeline_refuses_what_it_could_not_do():
     staged = {"blocks.up": Parameter((1, 2, 1, 4), ("chunk", "stage", "layer", "ffn"))}
     layer_by_layer = optax.chain(optax.clip_by_global_norm(0.1), optax.scale_by_trust_ratio())

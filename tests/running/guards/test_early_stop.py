@@ -109,6 +109,7 @@ def test_a_run_stops_after_the_patience_and_goes_on_with_more(tmp_path, evaluate
     assert run(tmp_path, "eval.patience=6") == loop.Outcome("stopped_early", 16)
 
 
+@pytest.mark.seconds
 def test_the_evaluation_before_the_first_step_is_of_the_first_weights(tmp_path):
     """It changes nothing else, is not made by a resumed run, and stands there once."""
     with pytest.raises(KeyboardInterrupt):  # before the first save

@@ -24,6 +24,7 @@ DEVICES = jax.devices()
 ONE = {"devices": DEVICES[:1]}
 
 
+@pytest.mark.seconds
 def test_at_compile_time_the_line_names_needs_and_a_change_that_fits(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(jax, "devices", lambda *_: DEVICES[:1])

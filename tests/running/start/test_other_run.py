@@ -54,6 +54,7 @@ def trained(tmp_path_factory) -> Path:
         "optimizer.name=adafactor",
     ],
 )
+@pytest.mark.seconds
 def test_the_setting_that_has_changed_is_named(trained, change):
     settings = change.split()
     with pytest.raises(CheckpointError) as raised:
@@ -71,6 +72,7 @@ def test_an_optimizer_of_the_callers_is_named(trained):
         go(trained, "train.steps=3", optimizer=optax.scale_by_lion())
 
 
+@pytest.mark.seconds
 def test_another_corpus_is_named_by_its_setting(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, text in (("a.txt", "one and two\n"), ("b.txt", "one and more\n")):
