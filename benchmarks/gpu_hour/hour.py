@@ -90,10 +90,10 @@ def _row(part: Part, status: str) -> dict[str, Any]:
 
 
 def _run(part: Part, folder: Path, seconds: float) -> dict[str, Any]:
-    """What became of a part. Whatever ends this process ends the part as well."""
+    """Runs a part and returns its outcome. Whatever ends this process ends the part as well."""
     log = folder / f"{part.name}.log"
     command = [word.replace("FOLDER", str(folder)) for word in part.command]
-    # What is measured of kernels lies among the results, and later parts use it.
+    # Measured kernels are kept among the results, and later parts use them.
     environment = os.environ | {"PALLAS_KERNELS_CACHE": str(folder / "measured_kernels")}
     begin = time.monotonic()
     with log.open("w", encoding="utf-8") as file:

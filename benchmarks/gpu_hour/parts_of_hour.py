@@ -24,7 +24,8 @@ LLAMA = (
     *("configs/llama3_8b.toml", "--devices", "64", *SYNTHETIC),
     *settings("data.packing=documents"),
 )
-# As `make test-gpu` has it: the tests see no GPU otherwise. -v names each as it ends.
+# The environment of `make test-gpu`, without which the tests see no GPU. -v names each test as it
+# ends.
 ON_GPU = ("env", "JAX_PLATFORMS=cuda", "XLA_PYTHON_CLIENT_PREALLOCATE=false")
 PYTEST = (PYTHON, "-m", "pytest", "-v", "--tb=line", "-p", "no:cacheprovider")
 KERNELS = "tests/kernels/test_on_gpu.py"

@@ -62,11 +62,12 @@ DKV: Table = {
     },
 }
 TABLES = {"attention_forward": FORWARD, "attention_dq": DQ, "attention_dkv": DKV}
-# What differs, for 16-bit elements. python -m pallas_kernels.assembled shows why: an Ampere warp
-# holds all operands of its matmuls in registers, and a thread would write up to 16 KB of them to
-# memory; 8 warps of Hopper, whose matmuls are of 64 rows, would make 64 queries' products twice;
-# Blackwell keeps accumulators in its tensor memory, 512 columns: dk and dv of 64 keys by 256 would
-# leave none for their scores; and it reads them back each turn, which larger tiles do less often.
+# The tiles that differ, for 16-bit elements. python -m pallas_kernels.assembled shows why: an
+# Ampere warp holds all operands of its matmuls in registers, and a thread would write up to 16 KB
+# of them to memory; 8 warps of Hopper, whose matmuls are of 64 rows, would make 64 queries'
+# products twice; Blackwell keeps accumulators in its tensor memory, 512 columns: dk and dv of 64
+# keys by 256 would leave none for their scores; and it reads them back each turn, which larger
+# tiles do less often.
 OWN: Mapping[str, Mapping[str, Mapping[int, Tile]]] = {
     "ampere": {
         "attention_forward": {64: Tile(128, 64, 8, 3), 128: Tile(64, 64, 4, 2)},

@@ -11,7 +11,7 @@ from spmdtrain.data.pieces import in_pieces, sequences_of
 from spmdtrain.data.source import Data, check_data
 from spmdtrain.train.batch import Samples
 from spmdtrain.train.setup import Setup, check_setup
-from spmdtrain.train.stages import setup_at
+from spmdtrain.train.stages import setup_of, stages_of
 
 Saw = Callable[[int, Mapping[str, np.ndarray]], None]
 
@@ -31,7 +31,7 @@ def batches(
     sample = as_whole(sample, "sample", 0, LAST_SAMPLE)
     config = setup.config
     samples = data.train_samples(config)
-
+    of_stage = {stage: setup_of(setup, stage) for stage in stages_of(setup)}
     first = sample - config.train.samples_before(step)
 
     def make(at: int):
@@ -42,7 +42,7 @@ def batches(
             ids = ids * config.islands.count + config.islands.index
         sequences = in_pieces(samples, stage.pieces)
         made = sequences if saw is None else seen(at, sequences, saw)
-        return setup_at(setup, at + 1).to_devices(made, sequences_of(ids, stage.pieces))
+        return of_stage[stage].to_devices(made, sequences_of(ids, stage.pieces))
 
     def seen(at: int, sequences: Samples, saw: Saw) -> Samples:
         def make_rows(ids: np.ndarray) -> Mapping[str, np.ndarray]:

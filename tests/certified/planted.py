@@ -76,7 +76,7 @@ SCHEDULE_FREE = (
     "optimizer.name=schedule_free_adamw",  # the other settings of the section begin anew
     "optimizer.learning_rate=5e-2",
     "optimizer.warmup=2",
-    # Where it decays matters by (1 - beta1) x decay x rate of a step: 5e-3 of it, and not 5e-5.
+    # The place of the decay matters by (1 - beta1) x decay x rate of a step: 5e-3, and not 5e-5.
     "optimizer.weight_decay=1",
 )
 WITH_SETTINGS = {

@@ -119,6 +119,15 @@ def test_a_started_jax_is_refused(monkeypatch):
         st.set_xla_flags()
 
 
+def test_flags_are_tried_in_a_process_of_its_own_only_until_jax_has_started(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_no_such_flag=1")
+    monkeypatch.setattr(xla_flags, "_jax_has_started", lambda: False)
+    with pytest.raises(ConfigError, match="xla_no_such_flag"):
+        xla_flags.check_given()
+    monkeypatch.setattr(xla_flags, "_jax_has_started", lambda: True)
+    xla_flags.check_given()
+
+
 SHARE = "XLA_CLIENT_MEM_FRACTION"
 OLD_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 

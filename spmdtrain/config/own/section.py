@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from spmdtrain.config.settings import Settings, Strings
 
-# What a part is called with, in order: it must accept as many arguments.
+# The arguments with which a run calls each part, in order: it must accept as many.
 PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "optimizer": ("path", "parameter"),

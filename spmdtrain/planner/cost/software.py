@@ -52,18 +52,18 @@ class Software:
     scattered_gradient_bytes: int = 0  # the same over `fsdp`; 0: as computed
     gathered_parameter_bytes: int = 0  # of one parameter gathered after a step; 0: none (ZeRO-1)
     host_seconds: float = 0.02  # per step outside the device: data, logging
-    # Judged, and not fitted, the next two. Ours is a Triton kernel, whose public relatives reach
+    # The next two are judged, and not fitted. Ours is a Triton kernel, whose public relatives reach
     # 40 to 57 % of peak where a dense matmul has 65 %.
     grouped_share: float = 0.8  # of a dense matmul, for one by the experts of rows
     expert_imbalance: float = 1.2  # rows of the fullest device over the mean
     keeps_dispatched: bool = True  # what arrived is kept, and not sent and computed again
-    # What holds the copies of a token that travel: "rows", one for each of its experts; "devices",
-    # one for each device that has some of them; "hosts", one for each host, which passes it on.
+    # How many copies of a token travel: "rows", one for each of its experts; "devices", one for
+    # each device that has some of them; "hosts", one for each host, which passes it on.
     copies_per: str = "devices"
     narrow_experts: bool = True  # experts' matmuls are in 8 bits where others are
     narrow_head: bool = False  # and so are the head's
     narrow_attention: bool = False  # and so are attention's
-    # What a backward computes again in addition to `Workload.remat`, by Megatron's names: "norms"
+    # The parts that a backward computes again beyond `Workload.remat`, by Megatron's names: "norms"
     # (layernorm), "latents" (mla_up_proj) and "activations" of experts (moe_act).
     again: tuple[str, ...] = ()
     # Kernels of a layer with experts, forward and backward, then more for each expert that a device
