@@ -734,6 +734,7 @@ def from_anew(program: str, *arguments: str) -> tuple[subprocess.CompletedProces
     )
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", REFUSED_BEFORE_JAX)
 def test_what_needs_no_device_is_refused_before_jax_is_imported_and_within_a_second(name):
     code, _, arguments = TABLE[name]

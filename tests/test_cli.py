@@ -133,6 +133,7 @@ def test_sample_draws_another_text_for_another_seed_and_the_same_for_the_same(ca
     assert sample("0") == first != sample("1")
 
 
+@pytest.mark.seconds
 def test_a_run_of_a_kernel_that_is_not_here_is_sampled_with_one_that_is(here, capsys):
     run = here / "elsewhere"
     shutil.copytree(here / "runs" / "fox", run)

@@ -130,6 +130,7 @@ def test_jax_is_not_imported():
     assert done.stdout.startswith("1f1b: 2 stages")
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     "microbatches", ["2", "400"], ids=["all in the buffer", "more than the buffer"]
 )

@@ -81,6 +81,7 @@ def test_every_layout_is_there_once_and_every_flagship_is_compiled_as_configured
     }
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("layout", fleet.LAYOUTS, ids=lambda layout: layout.name)
 def test_a_run_would_take_the_layout(layout, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)

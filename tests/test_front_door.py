@@ -97,6 +97,7 @@ def test_gradients_and_a_state_changed_by_hand(cell):
         assert np.array_equal(x, names["params"][path])
 
 
+@pytest.mark.seconds
 def test_logits_of_a_batch_are_those_that_the_loss_is_of(cell):
     names, printed = cell("logits")
     assert printed == "(2, 64, 256)\n"
@@ -112,6 +113,7 @@ def test_logits_of_a_batch_are_those_that_the_loss_is_of(cell):
     assert losses.sum() == pytest.approx(float(total), rel=1e-5)
 
 
+@pytest.mark.seconds
 def test_weights_of_a_run_are_plain_arrays(cell):
     names, printed = cell("weights")
     config = st.run_config(

@@ -258,6 +258,7 @@ def test_numbers_of_numpy_and_jax_and_paths_are_taken_as_what_they_are():
     assert as_step(None) is None
 
 
+@pytest.mark.seconds
 def test_a_state_that_a_step_has_taken_is_named_and_what_does_not_count_may_be_anything(given):
     stepping = st.make_step(given.setup)
     ignored = given.batch | {

@@ -45,6 +45,7 @@ def summary(folder):
     return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
 
 
+@pytest.mark.seconds
 def test_parts_run_in_order_and_each_costs_itself_only(tmp_path):
     rows = run_parts(FAKE, tmp_path, 1.0, {"gpus": "Fake GPU"})
     assert [row["name"] for row in rows] == [part.name for part in FAKE]
@@ -64,6 +65,7 @@ def test_parts_run_in_order_and_each_costs_itself_only(tmp_path):
     assert "    why\n" in page and page.index("## first") < page.index("## last")
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_what_was_measured_before_the_hour_is_cut_off_is_there(number, tmp_path):
     listed = [vars(each) for each in (FAKE[0], FAKE[1], part("sleeps", SLEEPS), FAKE[-1])]

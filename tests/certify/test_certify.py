@@ -102,6 +102,7 @@ def differing() -> Examined:
     return Examined(found.layout, "differs", worse, found.first, found.worst, 1)
 
 
+@pytest.mark.seconds
 def test_a_page_stands_alone_and_says_what_it_does_not_prove():
     good, bad = certificate(examined("psum")), certificate(differing())
     assert good.is_certified and not bad.is_certified

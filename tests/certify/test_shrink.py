@@ -184,6 +184,7 @@ def test_in_the_uneven_schedule_a_stage_idles_beside_a_cotangent_that_nobody_nee
     assert (leaves & head & idle).any()
 
 
+@pytest.mark.seconds
 def test_drawn_layouts_are_the_same_for_a_seed_and_mostly_load():
     small = shrink(load(CONFIGS[0])).config
     drawn = draw_layouts(small, 200)

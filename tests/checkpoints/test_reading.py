@@ -71,6 +71,7 @@ def test_the_loss_is_that_of_the_run_and_of_any_mesh(here, capsys):
     assert f"{of_run:.4f}" not in printed
 
 
+@pytest.mark.seconds
 def test_any_files_are_evaluated_whole_with_the_runs_own_tokenizer(here):
     Path("some.jsonl").write_text(
         "".join(json.dumps({"story": TEXT[at : at + 53]}) + "\n" for at in (0, 53))
@@ -87,6 +88,7 @@ def test_any_files_are_evaluated_whole_with_the_runs_own_tokenizer(here):
     del here
 
 
+@pytest.mark.seconds
 def test_the_loss_of_documents_is_what_the_logits_say(here):
     del here
     text = TEXT[:9]
@@ -111,6 +113,7 @@ def test_prompts_of_several_lengths_are_one_batch_and_each_text_is_as_if_alone(h
     )
 
 
+@pytest.mark.seconds
 def test_a_text_ends_before_what_stops_it(here, capsys):
     del here
     whole = st.generate("run", "It was", 12, choice=st.Choice(0))

@@ -78,6 +78,7 @@ def test_a_system_without_second_names_refuses_before_the_first_step(tmp_path, m
     assert PlainPath(tmp_path / "plain").path == tmp_path / "plain"
 
 
+@pytest.mark.seconds
 def test_a_save_that_cannot_be_read_back_is_not_said_to_be_saved(tmp_path, monkeypatch):
     monkeypatch.setattr(plain_path, "PLAIN", plain_path.re.compile(".*", plain_path.re.DOTALL))
     run = tmp_path / "lr=[1]"

@@ -193,6 +193,7 @@ def test_without_the_package_there_is_one_line(monkeypatch):
         template.write(of_messages(ASKED, "here"), BYTES, "here")
 
 
+@pytest.mark.seconds
 def test_a_template_goes_on_after_it_has_failed():
     """Both after an error of its own and after the end of its process."""
     text = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"
@@ -318,6 +319,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.seconds
 def test_a_folder_has_its_template_which_is_kept_with_the_tokens(folder, capsys):
     arguments = ["data", "prepare", "a.jsonl", "--chat", "--tokenizer", "model"]
     assert main([*arguments, "--out", "out"]) == 0

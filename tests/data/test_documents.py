@@ -351,6 +351,7 @@ def test_an_interrupted_prepare_goes_on_behind_its_last_shard(
         prepare(sharded(lines, tmp_path))
 
 
+@pytest.mark.seconds
 def test_a_kill_in_the_middle_of_a_shard_costs_that_shard_alone(lines, uninterrupted, tmp_path):
     """Killed for good, with two workers, which must not outlive it."""
     code = (

@@ -87,6 +87,7 @@ def taken(folder):
     return sum(sizes)
 
 
+@pytest.mark.seconds
 def test_copies_keep_to_their_room_and_are_taken_again(store, local, tmp_path):
     """Ten times as many bytes go through the folder as it may hold."""
     most = 3 * max(map(len, store.objects.values()))

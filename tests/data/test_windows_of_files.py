@@ -5,6 +5,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,6 +38,7 @@ def documents(total: int, rng: np.random.Generator) -> list[int]:
     return np.diff([0, *cuts, total]).tolist()
 
 
+@pytest.mark.seconds
 @given(
     st.lists(SIZES, min_size=1, max_size=3),
     st.integers(1, 64),

@@ -88,6 +88,7 @@ def test_a_long_text_is_cut_as_the_harness_cuts_it(tokens, limit, wanted):
     assert [(before.tolist(), after.tolist()) for before, after in found] == wanted
 
 
+@pytest.mark.seconds
 def test_what_stands_before_a_text_is_the_end_of_another(opened):
     """Or a line break, where the documents of the run had no end; the harness takes it so too."""
     assert harness._before_a_text(opened).tolist() == [ord("\n")]

@@ -128,6 +128,7 @@ def test_a_template_of_jinja_asks_and_each_of_its_ends_ends_an_answer(with_jinja
     assert with_jinja[0][0] == "<|im_start|>user: hello<|im_end|><|im_start|>assistant: "
 
 
+@pytest.mark.seconds
 def test_a_conversation_on_the_terminal_grows_until_it_is_too_long(with_jinja, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("a\n\nb\n" + "c" * 9 + "\n"))
     assert main(["sample", "run", "--chat", "--json"]) == ConfigError.exit_code
@@ -165,6 +166,7 @@ def test_a_conversation_answers_as_a_prompt_does_with_few_programs(here, monkeyp
     assert all(start in (8, 16) and room in (16, 32) for start, room in shapes)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

@@ -81,6 +81,7 @@ def in_8_bits(tensors: dict[str, np.ndarray]) -> tuple[dict, dict]:
     return packed, wanted
 
 
+@pytest.mark.seconds
 def test_eight_bits_and_their_scales_are_read(tmp_path):
     config = CONFIG | {"num_hidden_layers": 2, "intermediate_size": 200, "hidden_size": 136}
     packed, wanted = in_8_bits(directories.drawn(directories.tensors_of(config)))

@@ -104,6 +104,7 @@ def layer_shapes_on_one_device(folder):
     return layer_shapes(setup_of(folder)[1]).items()
 
 
+@pytest.mark.seconds
 def test_a_run_on_a_mesh_exports_what_one_device_would(published, tmp_path):
     import_model(published / "llama", tmp_path / "run", overrides=MESHES["pipeline 2 tensor 2"])
     export_run(tmp_path / "run", tmp_path / "out")
@@ -155,6 +156,7 @@ def recorded(layers_of, written: list):
     return recording
 
 
+@pytest.mark.seconds
 def test_a_disk_that_is_full_while_step_0_is_written_is_one_line(published, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -340,6 +342,7 @@ def test_no_setting_of_experts_is_lost_on_the_way_out():
         assert function_of(as_model(plain | other)) != before, name
 
 
+@pytest.mark.seconds
 def test_what_was_changed_on_top_is_in_the_exported_config(published, tmp_path):
     overrides = ["model.vocab=160", "model.max_length=32", "model.tied=false"]
     import_model(published / "gpt2", tmp_path / "run", overrides=overrides)
@@ -357,6 +360,7 @@ def test_what_was_changed_on_top_is_in_the_exported_config(published, tmp_path):
     assert np.array_equal(tensors["lm_head.weight"].map(), grown)
 
 
+@pytest.mark.seconds
 def test_experts_of_four_bits_are_read(tmp_path):
     """A byte holds two numbers, the first in its low half; 32 of a row share a power of 2."""
     config = directories.CONFIGS["gpt_oss"] | {"num_hidden_layers": 1, "hidden_size": 96}

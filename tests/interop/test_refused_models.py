@@ -358,6 +358,7 @@ def test_older_spellings_are_read(tmp_path):
 # --- the command ----------------------------------------------------------------------------------
 
 
+@pytest.mark.seconds
 def test_the_command_ends_with_the_code_of_what_is_wrong(folder, tmp_path, capsys):
     run = str(tmp_path / "run")
 

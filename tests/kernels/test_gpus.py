@@ -59,6 +59,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.seconds
 def test_a_new_chip_is_one_entry():
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(

@@ -55,6 +55,7 @@ def compare(case, implementation):
     assert not np.any(np.asarray(got[2], np.float32)[unused])
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("implementation", BOTH)
 @pytest.mark.parametrize("case", cases.CI, ids=lambda case: case.name)
 def test_grouped(case, implementation):
@@ -100,6 +101,7 @@ def padded(x_rk, w_xkn, dy_rn, sizes_x):
     return y, *pull(dy_rn)
 
 
+@pytest.mark.seconds
 def test_tiles_always_suffice_and_are_of_one_expert():
     random = np.random.default_rng(0)
     for rows, experts, tile in ((7, 3, 4), (2, 5, 4), (64, 4, 16), (1, 1, 16)):

@@ -79,6 +79,7 @@ def compare(case, implementation):
         oracle.check(f"d{name}", *three, str(three[0].dtype), limits)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("case", cases.CI, ids=lambda case: case.name)
 def test_xla(case):
     compare(case, "xla")

@@ -177,6 +177,7 @@ def test_a_single_wrong_tile_of_a_large_array_is_found():
 # The table
 
 
+@pytest.mark.seconds
 def test_what_is_known_is_not_measured_again(tmp_path):
     (tmp_path / "gpu").mkdir()
     table = Table(tmp_path)
@@ -225,6 +226,7 @@ def test_a_table_of_another_driver_or_version_does_not_count(tmp_path, monkeypat
     assert Table(tmp_path).chosen("G") == {}
 
 
+@pytest.mark.seconds
 def test_a_folder_that_cannot_be_written_costs_a_line(tmp_path):
     (tmp_path / "gpu").mkdir()
     (tmp_path / "file").touch()
@@ -280,6 +282,7 @@ def test_a_grouped_matmul_is_drawn_run_and_compared():
     assert listed == pytest.approx(6 * 64 * 16 * 32 / 1e-6 / gpus.GPUS["h100"].bfloat16)
 
 
+@pytest.mark.seconds
 def test_the_chunks_of_a_loss_are_drawn_run_and_compared(monkeypatch):
     monkeypatch.setattr(loss_api, "CHUNK_LOGITS", 2 * 16 * 24 // 2)
     machine = OnJax(interpreted=True)

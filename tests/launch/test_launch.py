@@ -50,6 +50,7 @@ def assert_accounted(launcher: module.Launcher, wall: float) -> None:
     assert all(seconds >= 0 for seconds in report["seconds"].values())
 
 
+@pytest.mark.seconds
 def test_a_run_without_a_fault_is_one_attempt(launch, capfd):
     start = time.monotonic()
     code, launcher = launch("")
@@ -120,6 +121,7 @@ def wait_for(condition) -> None:
     assert condition()
 
 
+@pytest.mark.seconds
 def test_a_signal_is_handed_on_and_the_run_saves(launch, tmp_path, monkeypatch):
     monkeypatch.setenv("WORKER_STEPS", "1000")
 
@@ -161,6 +163,7 @@ def test_a_second_signal_is_handed_on_when_it_cannot_be_the_first_once_more(monk
     assert heard[1] - heard[0] > 0.1
 
 
+@pytest.mark.seconds
 def test_no_process_outlives_its_launcher(tmp_path):
     program = f"""
 import sys; sys.path.insert(0, {str(Path(module.__file__).parents[2])!r})

@@ -181,6 +181,7 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("name", "change"), MISTAKES, ids=lambda each: str(each)[:60])
 def test_a_mistake_in_one_setting_shows_in_the_logits(name, change):
     """Or the comparison above would hold with the mistake in it too."""

@@ -71,6 +71,7 @@ def of_gradients(*settings: str) -> tuple[Any, tuple, float, float]:
     return jax.jit(make_gradients(setup)), arguments, counted * tokens, tokens
 
 
+@pytest.mark.seconds
 def test_a_frozen_weight_has_no_gradient_in_the_compiled_step():
     """XLA counts the body of a loop once: there is one layer. It counts more than matmuls: 3 %."""
     (full, of_full, all_counted, tokens), (lora, of_lora, counted, _) = (

@@ -16,6 +16,7 @@ def normal(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).standard_normal(shape, np.float32)
 
 
+@pytest.mark.seconds
 def test_the_levels_of_nf4_are_quantiles_as_published():
     """arXiv:2305.14314, section 3: 8 above zero, 7 below, and zero; the largest is one."""
     tail = 0.9677083
@@ -25,6 +26,7 @@ def test_the_levels_of_nf4_are_quantiles_as_published():
     assert np.allclose(levels, NF4, atol=1e-6)
 
 
+@pytest.mark.seconds
 def test_nf4_has_the_nearest_level_of_each_block_of_the_input():
     """One block after another, in numpy, with the scales as they are kept."""
     w = normal(2, 128, 3, 512) * np.float32(0.02)  # two layers, and scales of two groups

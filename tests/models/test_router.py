@@ -91,6 +91,7 @@ def test_the_gradient_of_a_bias_is_the_number_of_tokens_of_each_expert(case):
     assert sums["expert_load"] == 0
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("case", PLACEMENTS)
 def test_side_losses_are_those_of_their_definition(case):
     """X sum(f P) of each sequence, or of all, and the square of the logarithm of the sum."""

@@ -176,6 +176,7 @@ def flips(found: Run, wanted: Run) -> str:
     return "no choice flipped: something else is wrong"
 
 
+@pytest.mark.seconds
 def test_a_flip_is_named():
     weights = initial_weights(*TINY)
     other = weights | {ROUTER: weights[ROUTER].copy()}

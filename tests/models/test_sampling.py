@@ -5,6 +5,7 @@ inside.
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from spmdtrain.models.sampling import choose
 
@@ -41,6 +42,7 @@ def test_a_low_temperature_sharpens():
     assert np.mean(np.asarray(cold) == 1) > 0.75
 
 
+@pytest.mark.seconds
 def test_top_k_and_top_p_take_no_more_of_equally_likely_tokens_than_asked():
     """The first ones, as the likeliest is the first: top_k=1 is greedy."""
     ties = jnp.log(jnp.array([[0.1, 0.3, 0.3, 0.3]]))

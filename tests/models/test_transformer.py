@@ -81,6 +81,7 @@ def draw(batch: int = 1, seed: int = 0):
     return jax.random.randint(jax.random.key(seed), (batch, T), 0, 50)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("family", [GPT, LLAMA], ids=["gpt", "llama"])
 def test_no_token_sees_a_later_one(family):
     before, after = (logits(family, tokens) for tokens in (draw(), draw().at[0, 7].add(1) % 50))
@@ -117,6 +118,7 @@ def test_the_size_formula_counts_the_real_matrices(family):
     assert train_flops_per_token(config.model, T) == 6 * matrices + attention
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("remat", ["dots", "full"])
 def test_remat_changes_no_gradient(remat):
     _, blueprint, params = build(*GPT)
@@ -171,6 +173,7 @@ def test_evaluation_has_no_dropout():
     assert context(dropout_rate=0.5).dropout(x, 0) is x
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("family", "parts"),
     [(GPT, {}), (LLAMA, {}), (GPT, {"mlp": Layered})],

@@ -149,6 +149,7 @@ def test_the_events_tell_of_a_launch_and_an_end(attempts):
     assert all(each["seconds"] == 3.0 and each["bytes"] > 0 for each in saved)
 
 
+@pytest.mark.seconds
 def test_figures_have_the_time_and_the_wait_for_input(tmp_path):
     st.run(tiny(*SETTINGS, "train.steps=3"), tmp_path, devices=jax.devices()[:1])
     lines = [json.loads(line) for line in Path(tmp_path, "metrics.jsonl").read_text().splitlines()]

@@ -32,6 +32,7 @@ onmessage = (event) => { seen.push(event.data); document.title = JSON.stringify(
 <iframe src="page.html" width="1400" height="900" frameborder="0"></iframe>"""
 
 
+@pytest.mark.seconds
 @pytest.mark.skipif(BROWSER is None, reason="needs a Chromium")
 def test_a_browser_shows_the_page_without_an_error_or_a_request(tmp_path):
     assert BROWSER

@@ -374,6 +374,7 @@ def test_lines_that_are_added_are_read_and_no_line_twice(tmp_path):
     assert len(file.read().steps) == 10
 
 
+@pytest.mark.seconds
 def test_a_page_of_many_steps_is_small(run, tmp_path):
     long = tmp_path / "long"
     shutil.copytree(run, long)

@@ -28,6 +28,7 @@ SEQUENCE_PARALLEL = ("mesh.tensor=4", "rules.activations.stream_time=context,ten
 COLLECTIVE = (*SEQUENCE_PARALLEL, "mesh.collective_matmul=true")
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("context", [1, 2])
 @pytest.mark.parametrize("tensor", [2, 3, 4])
 @pytest.mark.parametrize("way", ["gather", "scatter"])

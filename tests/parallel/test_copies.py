@@ -16,6 +16,7 @@ from spmdtrain.parallel.reduce import Reduction
 FOUR = Copies(("context",), 4, 1)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("x_shape", "weight_shape", "contracted"),
     [((3, 8, 5), (5, 2, 7), 1), ((3, 8, 2, 7), (2, 7, 5), 2)],

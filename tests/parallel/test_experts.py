@@ -94,6 +94,7 @@ def test_nothing_is_added_at_an_index():
     assert "gather" in traced and "scatter-add" not in traced
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("factor", [0.05, 0.6, 8.0])
 @pytest.mark.parametrize("routing", ["even", "one device", "nobody"])
 def test_each_row_goes_once_and_each_message_once_in_a_round(routing, factor):

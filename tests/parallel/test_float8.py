@@ -37,6 +37,7 @@ def off(got, want):
     return np.linalg.norm(got - want) / np.linalg.norm(want)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
 def test_products_of_few_integers_are_exact(shapes):
     x, w = operands(shapes, few_integers)
@@ -44,6 +45,7 @@ def test_products_of_few_integers_are_exact(shapes):
     np.testing.assert_allclose(got, jnp.tensordot(x, w, shapes[2]), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
 def test_products_and_gradients_are_as_close_as_the_formats(shapes):
     """Half a unit in the last place is 1/16 of a number in e4m3, and 1/8 in e5m2."""

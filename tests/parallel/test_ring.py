@@ -89,6 +89,7 @@ GRID = [*itertools.product((2, 4, 8), WINDOWS, (False, True))]
 CASES = [(4, None, True), (8, 3, False)]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("ways", "window", "packed"), CASES)
 def test_a_ring_is_attention(ways, window, packed):
     check(ways, window, packed)
@@ -100,6 +101,7 @@ def test_every_ring_is_attention(ways, window, packed):
     check(ways, window, packed)
 
 
+@pytest.mark.seconds
 def test_a_chunk_may_be_one_token():
     check(4, None, False, tokens=8)
 

@@ -82,6 +82,7 @@ def test_what_does_not_follow_from_x_is_not_kept(given):
     assert small < sum(np.prod(shape) for shape in shapes)
 
 
+@pytest.mark.seconds
 def test_the_split_puts_matmuls_of_weights_last_and_no_others(given):
     """Of the six matmuls of the backward, two make weight gradients; the split defers three
     cotangents for them.

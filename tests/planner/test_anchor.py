@@ -32,6 +32,7 @@ def test_a_measured_run_anchors_the_estimate(config, measured, capsys):
     assert json.loads(capsys.readouterr().out)["step_seconds"] == pytest.approx(4)
 
 
+@pytest.mark.seconds
 def test_what_a_compiled_step_hides_moves_the_estimate_but_not_an_anchored_one(
     config, measured, capsys, monkeypatch
 ):
@@ -64,6 +65,7 @@ DAMAGED = {
 }
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("damaged", "text"), [(name, text) for name, texts in DAMAGED.items() for text in texts]
 )

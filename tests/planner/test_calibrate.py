@@ -10,6 +10,7 @@ from spmdtrain.planner.cost.hardware import hardware
 from spmdtrain.planner.cost.software import LINK_SHARE, MEMORY_SHARE
 
 
+@pytest.mark.seconds
 def test_calibrate_writes_a_file_that_estimate_reads(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(calibrate, "LONGEST", 1e-9)  # the smallest sizes alone
     path = str(tmp_path / "mine.toml")

@@ -58,6 +58,7 @@ def test_decoding_reads_all_weights_for_every_token(capsys, monkeypatch):
     assert many["tokens_per_second"] > 20 * one["tokens_per_second"]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("command", [("estimate",), ("plan", "--devices", "8", "--rules")])
 def test_a_gpu_that_is_there_is_left_alone(config, command):
     """jax reads which platforms it may start when it is imported."""

@@ -206,6 +206,7 @@ def test_our_experts_multiply_wide_numbers_whatever_the_other_matmuls_do():
     assert 0 < saved(ours) < saved(replace(ours, narrow_experts=True)) / 2
 
 
+@pytest.mark.seconds
 def test_a_plan_says_why_it_has_its_size_of_expert():
     found = Workload(FINE, 4096, 128, 2, MeshShape(), stored_bytes=4)
     plans = search(found, 16, H100, software("spmdtrain", "h100"))
@@ -253,6 +254,7 @@ def test_few_tokens_a_device_favour_tokens_that_travel():
     assert plans[0].workload.mesh.expert > 1
 
 
+@pytest.mark.seconds
 def test_the_line_to_paste_says_who_owns_experts():
     config = Path(__file__).parents[2] / "configs" / "qwen3_30b_a3b.toml"
     plans = plan(load(config), 16, "h100")

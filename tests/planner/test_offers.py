@@ -61,6 +61,7 @@ def test_tokens_are_those_of_the_steps_unless_given(config):
     assert offer.steps == config.train.steps
 
 
+@pytest.mark.seconds
 def test_what_does_not_fit_is_last_and_says_so():
     large = load("configs/llama3_8b.toml", ["model.vocab=128256"])
     found = offers(large, KINDS[:1], [1, 16], 1e9)

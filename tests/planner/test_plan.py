@@ -114,6 +114,7 @@ def test_a_batch_that_nothing_divides_is_one_line_with_what_would_help():
         search(one_sequence, 11, H100, software("spmdtrain", "h100"))
 
 
+@pytest.mark.seconds
 def test_estimate_and_plan_agree_and_the_line_to_paste_works(config, capsys):
     assert (
         main(["plan", config, "--devices", "8", "--hardware", "h100", "--top", "3", "--json"]) == 0
@@ -179,6 +180,7 @@ def test_a_plan_counts_the_weights_and_moments_of_an_own_model_exactly(monkeypat
     assert unsplit.parameters == 4 * size
 
 
+@pytest.mark.seconds
 def test_a_plan_of_an_own_model_says_what_of_it_is_its_own(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     assert main(["plan", "examples/hybrid.toml", "--devices", "2", "--hardware", "h100"]) == 0

@@ -159,6 +159,7 @@ def test_all_kinds_split_cost_what_the_estimate_says(remat):
     assert sum(seconds for seconds, _ in costs) == pytest.approx(expected)
 
 
+@pytest.mark.seconds
 def test_the_printed_rules_are_obeyed(tmp_path, capsys):
     path = tmp_path / "tiny.toml"
     slow = tmp_path / "slow.toml"

@@ -133,6 +133,7 @@ def test_code_that_is_deaf_to_signals_is_ended_all_the_same(program, times, tmp_
     assert (busy.returncode, said) == (130, LINE[signal.SIGINT])
 
 
+@pytest.mark.seconds
 def test_a_command_that_is_over_keeps_its_code(tmp_path):
     (tmp_path / "tiny.toml").write_text(TINY)
     program = started(tmp_path, ENDS_SLOWLY, "train", "tiny.toml", "--print-config")

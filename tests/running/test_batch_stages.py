@@ -103,6 +103,7 @@ def test_the_pieces_of_samples_are_the_samples():
     assert (positions[:, 1:][~inside] == 0).all()
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("mesh", [(), MESH, ("mesh.pipeline=2", "train.microbatch=1")], ids=str)
 def test_a_stage_runs_the_program_of_a_run_with_its_batch(mesh):
     numbers = ("model.embed=16", "train.global_batch=8", *mesh)
@@ -130,6 +131,7 @@ def test_a_run_with_stages_reads_each_sample_once_in_its_order(ran):
     assert [(each["first"], each["last"]) for each in compiled] == [(1, 2), (3, 4)]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("step", [1, 2, 4], ids="after step {}".format)
 def test_a_run_resumed_anywhere_is_the_run_to_the_bit(ran, tmp_path, step):
     """Within a stage, and at each edge of one."""

@@ -54,6 +54,7 @@ def test_it_gives_its_weights_to_a_pipeline():
     assert losses[0] < before - 0.02
 
 
+@pytest.mark.seconds
 def test_it_is_sampled_from(capsys):
     assert main(["sample", "run", "--prompt", "The ", "--length", "6", "--temperature", "0"]) == 0
     text = capsys.readouterr().out.removesuffix("\n")

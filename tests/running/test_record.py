@@ -41,6 +41,7 @@ def test_every_mesh_feeds_a_step_the_same_and_says_so(recorded):
     assert all(other == first for other in others)
 
 
+@pytest.mark.seconds
 def test_a_start_is_written_with_what_a_replay_needs(recorded):
     directory = recorded[MESHES[1]]
     loop.run(tiny(*SETTINGS, *MESHES[1], "train.steps=4"), directory, devices=jax.devices()[:4])
@@ -53,6 +54,7 @@ def test_a_start_is_written_with_what_a_replay_needs(recorded):
     assert "all-reduce" in first["program"]["opcodes"]
 
 
+@pytest.mark.seconds
 def test_no_record_is_kept_where_none_is_asked_for_and_no_loss_moves(recorded, tmp_path):
     loop.run(tiny(*SETTINGS, "log.record=none"), tmp_path, devices=jax.devices()[:1])
     assert not (tmp_path / "steps.jsonl").exists()

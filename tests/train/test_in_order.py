@@ -46,6 +46,7 @@ def uneven(*place: str) -> Setup:
     return shard(tiny(*UNEVEN, *place), devices=jax.devices()[: mesh_of(place)])
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("place", PLACES)
 def test_a_state_goes_through_another_layout_and_comes_back(place):
     one, other = uneven(), uneven(*PLACES[place])
@@ -59,6 +60,7 @@ def test_a_state_goes_through_another_layout_and_comes_back(place):
     assert_same_bits(plain_state(one, placed_state(one, drawn)), drawn)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("place", PLACES)
 def test_a_layout_begins_with_the_plain_state_of_one_device(place):
     one, other = uneven(), uneven(*PLACES[place])

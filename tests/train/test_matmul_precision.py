@@ -31,6 +31,7 @@ def precisions(text: str) -> set[str]:
     return {found[1] if found else "none" for found in said}
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("compute", "wanted"), MEANINGS)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_matmul_of_a_step_says_what_compute_means(mesh, compute, wanted):

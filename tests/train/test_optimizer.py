@@ -54,6 +54,7 @@ RULES = [
 ]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("config", RULES, ids=repr)
 def test_directions_equal_optax_on_the_whole_tree_with_a_decay_mask(config):
     params, mask = draw(0), {path: path in DECAYED for path in SHAPES}
@@ -95,6 +96,7 @@ def updates_of(config, steps: int = 3) -> dict[str, jax.Array]:
     return found
 
 
+@pytest.mark.seconds
 def test_adafactor_is_that_of_optax_layer_by_layer():
     """With the learning rate and the sign left out, and no factors: its tensors are small."""
     reference = lambda _: optax.adafactor(1.0, weight_decay_rate=0.3)  # noqa: E731
@@ -113,6 +115,7 @@ def test_adafactor_keeps_a_row_and_a_column_of_a_large_matrix():
     assert sizes[-2:] == [2 * 256, 2 * 384] and sum(sizes[:-2]) <= 8
 
 
+@pytest.mark.seconds
 def test_lamb_is_that_of_optax_for_matrices_layer_by_layer_and_adamw_for_the_rest():
     config = Lamb(weight_decay=0.3)
     got = updates_of(config)
@@ -186,6 +189,7 @@ def test_muon_is_that_of_its_author_but_for_the_weights_of_the_first_steps():
     assert off[0] < 2e-4 and off[1] > 1e-2 and off[-1] < 2e-2
 
 
+@pytest.mark.seconds
 def test_muon_takes_a_tensor_of_more_dims_as_the_matrix_from_the_stream_to_the_rest():
     axes = ("layer", "kv_heads", None, "embed")
     tensor = {"out": Parameter((2, 2, 3, 4), axes)}
@@ -262,6 +266,7 @@ def test_a_run_of_groups_leaves_frozen_weights_alone():
     assert unchanged == {"tokens.table_ve"} == before.keys() - state.opt_state.keys()
 
 
+@pytest.mark.seconds
 def test_a_layerwise_rule_sees_one_layers_tensor():
     """A trust ratio on the stack would mix the norms of the layers; per layer it must equal layer
     by layer.
@@ -389,6 +394,7 @@ def test_the_settings_say_how_many_moments_there_are(config):
     assert sum(leaf.size for leaf in jax.tree.leaves(state)) // 1000**2 == config.moments
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     "layout", [(), ("mesh.pipeline=2", "mesh.data=2", "train.zero=1", "train.microbatch=2")]
 )

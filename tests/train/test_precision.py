@@ -50,6 +50,7 @@ def test_matmuls_are_of_compute_precision_however_weights_rest(what, layout):
     )
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("accumulate", "compute"), list(itertools.product(DTYPES, DTYPES)))
 def test_gradients_add_up_in_the_precision_of_accumulation(layout, accumulate, compute):

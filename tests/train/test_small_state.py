@@ -51,6 +51,7 @@ def test_a_moment_in_8_bits_is_near_and_right_on_average(name, spacing):
     assert np.all(np.abs(many.mean(0) - x) < 6 * error + bias)
 
 
+@pytest.mark.seconds
 def test_squares_too_small_for_a_block_are_not_zero():
     """Zero would make the update as large as its momentum over epsilon."""
     x = jnp.float32([1.0, 1e-20])
@@ -66,6 +67,7 @@ def test_a_number_that_is_not_finite_is_seen():
             )
 
 
+@pytest.mark.seconds
 def test_a_weight_without_a_gradient_stays_for_a_thousand_steps():
     """Beside others that have one, and after a first step in which it had one."""
     rule = in_8_bits(optax.scale_by_adam(0.9, 0.95), 7)

@@ -93,6 +93,7 @@ def test_the_faulty_device_is_named(setup, begin, faulty):
     assert told.events == [("corrupted", 2, {"devices": [faulty]})]
 
 
+@pytest.mark.seconds
 def test_a_fault_that_does_not_come_again_is_told_without_a_device(setup, begin):
     told = Told()
     once = [True]

@@ -55,6 +55,7 @@ def test_at_compile_time_the_line_names_needs_and_a_change_that_fits(tmp_path, m
     assert needs[0] <= limit
 
 
+@pytest.mark.seconds
 def test_what_jax_raises_at_run_time_is_the_same_line(tmp_path, monkeypatch):
     def exhausted(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 123 bytes.")

@@ -44,6 +44,7 @@ class WandbByHand:
         pass
 
 
+@pytest.mark.seconds
 @settings(max_examples=60, deadline=None)
 @given(hs.lists(DEED, max_size=12))
 def test_weights_and_biases_keeps_the_figures_of_steps_as_they_were_taken_last(deeds):

@@ -80,6 +80,7 @@ def taken(*settings):
         return setup, set(kernels.document(setup)["kernels"]["calls"].values())
 
 
+@pytest.mark.seconds
 def test_off_knows_no_table_and_a_damaged_one_is_named(table):
     assert taken()[1] == {"xla", OURS}
     assert taken("kernels.tune=off")[1] == {"xla"}
