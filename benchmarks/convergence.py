@@ -60,6 +60,18 @@ OPTIONS = (
     Option("8-bit matmuls", (*BFLOAT16, "precision.matmul=float8"), 0.005, BFLOAT16),
     Option("gradients in int8", (*DATA, "compression.codec=int8"), 0.005, DATA),
     Option("gradients in float8", (*DATA, "compression.codec=float8"), 0.005, DATA),
+    # The gradual share rises from a quarter of the run to three quarters of it.
+    Option("2 of 4 weights from a quarter on", ("sparsity.pattern=2:4", "sparsity.since=75"), 0.05),
+    Option(
+        "half of the weights, gradually",
+        (
+            "sparsity.pattern=magnitude",
+            "sparsity.since=75",
+            "sparsity.every=15",
+            "sparsity.until=225",
+        ),
+        0.03,
+    ),
     Option("4 islands, the first third in step", ISLANDS, 0.05, islands=4),
     Option("4 islands in int8, likewise", (*ISLANDS, "islands.codec=int8"), 0.05, islands=4),
 )

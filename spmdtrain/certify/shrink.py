@@ -82,6 +82,9 @@ def shrink(config: RunConfig, *, as_is: bool = False, precision: str = "float32"
     values["compression"] = {}
     if config.compression.codec != "none":
         lost.append(f"gradients that cross `data` in {config.compression.codec}: in float32")
+    values["sparsity"] = {}
+    if config.sparsity.pattern != "none":
+        lost.append(f"weights that {config.sparsity.pattern} sets to zero: rounding may choose")
     values["islands"] = {}
     if config.islands.are_several:
         lost.append("meetings with other islands, between the steps")

@@ -241,7 +241,7 @@ def _changeable(config: RunConfig, seams: Mapping[str, Any]) -> dict[str, Any]:
 
     A part that the caller replaced is listed under its keyword, by its qualified name.
     """
-    compression = config.compression
+    compression, sparsity = config.compression, config.sparsity
     sections = {
         "optimizer": config.optimizer.as_given(),
         "precision": config.precision.as_given(),
@@ -250,6 +250,7 @@ def _changeable(config: RunConfig, seams: Mapping[str, Any]) -> dict[str, Any]:
         "compression": compression.as_given() if compression.codec != "none" else {},
         "finetune": {"dropout": config.finetune.dropout} if config.finetune.dropout else {},
         "guard": config.guard.as_given() if config.guard.in_step else {},
+        "sparsity": sparsity.as_given() if sparsity.pattern != "none" else {},
     }
     settings = {
         f"{section}.{name}": value

@@ -31,7 +31,7 @@ RATE = (
     "optimizer.rate_by_batch",
 )
 GRADIENT = ("compression.", "precision.accumulate", "precision.loss_scale")
-UPDATE = ("islands.", "optimizer.", "guard.", "train.clip", "precision.rounding")
+UPDATE = ("islands.", "optimizer.", "sparsity.", "guard.", "train.clip", "precision.rounding")
 # The first entry whose beginning fits a setting decides.
 DECIDED: tuple[tuple[tuple[str, ...], Kind], ...] = (
     (NO_STEP, "none"),

@@ -10,6 +10,7 @@ from spmdtrain.models.context import random_key
 from spmdtrain.train.items import items
 from spmdtrain.train.items.item import Start
 from spmdtrain.train.setup import Setup, check_setup
+from spmdtrain.train.sparsity.chosen import sparse_paths
 from spmdtrain.train.state import TrainState, fresh_state
 from spmdtrain.train.updates import optimizers
 
@@ -66,7 +67,8 @@ def with_items_begun(setup: Setup, state: TrainState, names: Collection[str]) ->
 
     def begin(params: dict[str, jax.Array]) -> items.Values:
         learned = optimizers.learned(setup.update_rules)
-        start = Start(setup.config, params, learned, setup.specs, setup.mesh.shape)
+        sparse = sparse_paths(setup.config, setup.model)
+        start = Start(setup.config, params, learned, setup.specs, setup.mesh.shape, sparse)
         begun = items.begin(start)
         return {name: begun[name] for name in asked}
 

@@ -20,6 +20,7 @@ from spmdtrain.parallel.padding import Padding, Shape, add_zeros_apart
 from spmdtrain.train.items import items
 from spmdtrain.train.items.item import Specs, Start
 from spmdtrain.train.items.items import Values, at_rest
+from spmdtrain.train.sparsity.chosen import sparse_paths
 from spmdtrain.train.updates import optimizers
 
 
@@ -90,7 +91,7 @@ def abstract_state(  # noqa: PLR0913 - all that a state hangs on
         step=at_rest(jax.ShapeDtypeStruct((), jnp.int32), mesh, P()),
         params=params,
         opt_state={path: leaves(path, tree) for path, tree in of_optimizer.items()},
-        items=items.abstract(_start(config, params, update_rules, specs, mesh), mesh),
+        items=items.abstract(_start(model, config, params, update_rules, specs, mesh), mesh),
     )
 
 
@@ -135,18 +136,20 @@ def fresh_state(  # noqa: PLR0913 - all that a state hangs on
         opt_state={
             path: jax.tree.map(partial(to_rest, path), tree) for path, tree in opt_state.items()
         },
-        items=items.begin(_start(config, resting, update_rules, specs, mesh)),
+        items=items.begin(_start(model, config, resting, update_rules, specs, mesh)),
     )
 
 
-def _start(
+def _start(  # noqa: PLR0913 - all that items begin from
+    model: AbstractModel,
     config: RunConfig,
     params: dict[str, Any],
     update_rules: optimizers.UpdateRules,
     specs: Specs,
     mesh: Mesh,
 ) -> Start:
-    return Start(config, params, optimizers.learned(update_rules), specs, mesh.shape)
+    sparse = sparse_paths(config, model)
+    return Start(config, params, optimizers.learned(update_rules), specs, mesh.shape, sparse)
 
 
 def _fresh(

@@ -20,7 +20,7 @@ from spmdtrain.train.given.arrays import Checked, check_batch, check_params, che
 from spmdtrain.train.gradients import grad_accumulation, grad_pipeline
 from spmdtrain.train.gradients.sums import means, number_of
 from spmdtrain.train.items import items, loss_scale, spikes
-from spmdtrain.train.items.item import Metrics, Taken
+from spmdtrain.train.items.item import Metrics, Moved, Taken
 from spmdtrain.train.setup import Setup, check_setup
 from spmdtrain.train.state import TrainState
 from spmdtrain.train.updates import optimizers
@@ -40,7 +40,7 @@ def make_step(setup: Setup) -> Checked:
     if a bad step does not change the state, and loss_limit and grad_norm_limit if it is judged by
     earlier steps (spikes.py). With float16 loss_scale, and overflow (0 or 1) if the scale was too
     large, in which case the state does not change either. With experts router_entropy, and the
-    figures of router_load.py.
+    figures of router_load.py. With [sparsity] zeros, the share of its weights that are zero.
 
     Raises ConfigError if state or batch does not fit this setup; the state then still exists.
     """
@@ -74,11 +74,15 @@ def traced_step(setup: Setup, see: See | None = None) -> Callable[..., Any]:
             see(found_gradients, updates)
         key = optimizers.rounding_key(config, state.step)
         params = optimizers.apply(setup.update_rules, state.params, updates, rate, key)
+        moved = Moved(config, setup.model, setup.padding, state.step + 1, params)
+        params, projected = items.project(state.items, moved)
         found = means(setup, sums, gradients)
+        number = number_of(found)
         metrics = found | {"grad_norm": norm, "learning_rate": rate}
         loss = found["loss"]
         limits, good = _judge(config, state, loss, norm) if config.judges_steps else (None, None)
-        taken = Taken(config, params, gradients, batch, loss, norm, number_of(found), limits, good)
+        judged = (limits, good)
+        taken = Taken(config, params, gradients, batch, loss, norm, number, *judged, projected)
         if good is not None:
             metrics["skipped"] = 1.0 - good.astype(jnp.float32)
             params, opt_state = items.unless_skipped(

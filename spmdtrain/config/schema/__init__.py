@@ -1,7 +1,7 @@
 """Every setting of a run: typed, frozen, each with its unit and meaning.
 
 Each section has a file with its name in TOML: train.py has [train]; [rules] and [islands] are in
-mesh.py, [kernels] is in precision.py, [own] in ../own/section.py. run.py
+mesh.py, [kernels] is in precision.py, [sparsity] in finetune.py, [own] in ../own/section.py. run.py
 has `RunConfig`, all sections together. A class checks what can be known from its own section, and
 `RunConfig` what needs several sections. What depends on the machine (devices, files) is checked
 where the config meets it. Nothing here imports jax, so `--help` and a typo cost milliseconds.
@@ -13,7 +13,7 @@ from spmdtrain.config.own.section import OwnConfig
 from spmdtrain.config.schema.checkpoint import CheckpointConfig
 from spmdtrain.config.schema.data import DataConfig, MixSource
 from spmdtrain.config.schema.eval import EvalConfig
-from spmdtrain.config.schema.finetune import FinetuneConfig
+from spmdtrain.config.schema.finetune import FinetuneConfig, SparsityConfig
 from spmdtrain.config.schema.guard import GuardConfig
 from spmdtrain.config.schema.log import LogConfig
 from spmdtrain.config.schema.mesh import (
@@ -88,6 +88,7 @@ __all__ = [
     "ScheduleFreeAdamW",
     "Settings",
     "Sgd",
+    "SparsityConfig",
     "TrainConfig",
     "TransformerConfig",
     "check_config",

@@ -158,7 +158,9 @@ class IslandsConfig(Settings):
                 f"{self.count - 1}; set islands.count={self.index + 1}"
             )
         for name in ("rate", "momentum"):
-            if self.outer == "average" and self.is_given(name):
+            # Not `is_given`: config.json gives the defaults too.
+            default = type(self).model_fields[name].default
+            if self.outer == "average" and getattr(self, name) != default:
                 raise ValueError(
                     f"islands.{name}={getattr(self, name):g} belongs to nesterov, not to "
                     "islands.outer='average'; leave it out"

@@ -10,7 +10,7 @@ from spmdtrain.config.own.section import OwnConfig
 from spmdtrain.config.schema.checkpoint import CheckpointConfig
 from spmdtrain.config.schema.data import DataConfig
 from spmdtrain.config.schema.eval import EvalConfig
-from spmdtrain.config.schema.finetune import FinetuneConfig
+from spmdtrain.config.schema.finetune import FinetuneConfig, SparsityConfig
 from spmdtrain.config.schema.guard import GuardConfig
 from spmdtrain.config.schema.log import LogConfig
 from spmdtrain.config.schema.mesh import (
@@ -48,6 +48,7 @@ class RunConfig(Settings):
         Field(discriminator="name"),
     ] = AdamW()
     finetune: FinetuneConfig = FinetuneConfig()
+    sparsity: SparsityConfig = SparsityConfig()
     precision: PrecisionConfig = PrecisionConfig()
     compression: CompressionConfig = CompressionConfig()
     islands: IslandsConfig = IslandsConfig()
@@ -156,6 +157,8 @@ class RunConfig(Settings):
             )
         if self.finetune.frozen_layers:
             self._check_frozen_layers()
+        if self.sparsity.pattern != "none":
+            self._check_sparsity()
         if self.train.learns_pairs:
             self._check_pairs()
         if self.islands.are_several:
@@ -217,6 +220,25 @@ class RunConfig(Settings):
             raise ValueError(
                 f"{asked}: the first stage of mesh.pipeline={self.mesh.pipeline} would wait for "
                 "the others; set mesh.pipeline=1"
+            )
+
+    def _check_sparsity(self) -> None:
+        """Refuses settings under which weights would not stay zero, or are not chosen at all."""
+        asked = f"sparsity.pattern={self.sparsity.pattern!r}"
+        if self.finetune.has_adapters:
+            raise ValueError(
+                f"{asked}: an adapter adds a dense product to a frozen weight; set "
+                "finetune.kind='full'"
+            )
+        if self.finetune.frozen_layers:
+            raise ValueError(
+                f"{asked}: the frozen layers would lose weights and never make up for them; set "
+                "finetune.frozen_layers=0"
+            )
+        if self.islands.are_several:
+            raise ValueError(
+                f"{asked}: each island would choose other weights, and a meeting averages them; "
+                "set islands.count=1"
             )
 
     def _check_islands(self) -> None:
@@ -308,6 +330,12 @@ class RunConfig(Settings):
             )
         if self.islands.are_several:
             self._check_last_meeting()
+        last_choice = self.sparsity.until
+        if last_choice is not None and last_choice > self.train.steps:
+            raise ValueError(
+                f"sparsity.until={last_choice} is beyond train.steps={self.train.steps}; "
+                f"set sparsity.until={self.train.steps} or earlier"
+            )
         late = [step for step in self.log.profile if step > self.train.steps]
         if late:
             raise ValueError(f"log.profile={late} is beyond train.steps={self.train.steps}")

@@ -730,6 +730,7 @@ def _item_bytes(config: RunConfig) -> int:
 
     weight: dict[str, Any] = {"weight": jax.ShapeDtypeStruct((1,), config.precision.params)}
     where = {"weight": PartitionSpec()}
-    start = Start(config, weight, weight, where, dict.fromkeys(AXES, 1))
+    sparse = () if config.sparsity.pattern == "none" else weight
+    start = Start(config, weight, weight, where, dict.fromkeys(AXES, 1), sparse)
     of_weight = [tree["weight"] for tree in items.by_parameter(items.shapes(start))]
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(of_weight))

@@ -5,6 +5,8 @@ It starts at the weights, and each step moves it (1 - d) of the way to them, d b
 start still has weight d^n. It is float32 whatever the weights are: with 0.999 it moves by a
 thousandth of the distance, less than a bfloat16 can resolve.
 
+With [sparsity] an element that is zero has no average: it is zero too.
+
 Each element has its own average, so an average is sharded like its weight, including padding, and
 an update needs no communication.
 """
@@ -15,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from spmdtrain.config.errors import CheckpointError
+from spmdtrain.train.items import masks
 from spmdtrain.train.items.item import Item, Start, Taken, as_parameters
 
 Ema = dict[str, jax.Array]  # by dotted path of the parameters that are trained, as they rest
@@ -44,7 +47,11 @@ def _begin(start: Start) -> Ema | None:
 def _update(ema: Ema, taken: Taken) -> Ema:
     decay = taken.config.optimizer.ema
     assert decay is not None, "a state has an average where the settings ask for one"
-    return update(ema, decay, taken.params)
+    moved = update(ema, decay, taken.params)
+    if masks.ITEM.name not in taken.projected:
+        return moved
+    stay = taken.projected[masks.ITEM.name].value
+    return moved | {path: masks.masked(moved[path], mask) for path, mask in stay.items()}
 
 
 def none_saved(where: str) -> CheckpointError:

@@ -8,13 +8,15 @@ over the table of items (items.py) and know none of them by name.
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.schema import RunConfig
+from spmdtrain.models.abstract import AbstractModel
+from spmdtrain.parallel.padding import Padding
 from spmdtrain.parallel.specs import drop_axes
 from spmdtrain.train.batch import Batch
 
@@ -30,6 +32,7 @@ class Start:
 
     `params`: the weights at rest, traced or abstract, and `specs`, their specs. `learned`: the
     paths of those that follow the slope of the loss. `sizes`: devices along each axis of the mesh.
+    `sparse`: the paths of the matrices that [sparsity] makes sparse.
     """
 
     config: RunConfig
@@ -37,6 +40,29 @@ class Start:
     learned: Collection[str]
     specs: Specs
     sizes: Mapping[str, int]
+    sparse: Collection[str] = ()
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Weights that a step has moved, as an item sees them that changes them once more; for tracing.
+
+    `params`: the weights, at rest. `step`: the 1-based number of the step, an int32 scalar.
+    """
+
+    config: RunConfig
+    model: AbstractModel
+    padding: Padding
+    step: jax.Array
+    params: Mapping[str, jax.Array]
+
+
+class Projected(NamedTuple):
+    """An item with the weights that it has changed, and figures about both."""
+
+    value: Value
+    params: Mapping[str, jax.Array]
+    figures: Metrics
 
 
 @dataclass(frozen=True)
@@ -47,7 +73,7 @@ class Taken:
     clipped. `loss`, `grad_norm` (before clipping) and `number` (of what the loss is a mean over):
     float32 scalars. `limits`: the largest loss and gradient norm of a good step, float32 [2].
     `good`: a bool; if it is false, the step did not change the weights. Both are None if nothing
-    judges steps.
+    judges steps. `projected`: what items made of weights that had been moved, by the item's name.
     """
 
     config: RunConfig
@@ -59,6 +85,7 @@ class Taken:
     number: jax.Array
     limits: jax.Array | None = None
     good: jax.Array | None = None
+    projected: Mapping[str, Projected] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -81,6 +108,8 @@ class Item:
     ask for it. `rests(start, value)` returns the spec of each leaf: `as_parameters`, `whole` or
     `per_data_shard`. `update(value, taken)` is its value after a step. `figures` are what the step
     reports about it, by name: each is a function of the value before the step and the step.
+    `project(value, moved)` changes the weights behind their update, before the step is judged;
+    None: it leaves them alone.
 
     `name` is its key in `TrainState.items`, and its name in a checkpoint: an identifier.
     """
@@ -89,6 +118,7 @@ class Item:
     begin: Callable[[Start], Value | None]
     rests: Callable[[Start, Value], Value]
     update: Callable[[Value, Taken], Value]
+    project: Callable[[Value, Moved], Projected] | None = None
     figures: Mapping[str, Callable[[Value, Taken], jax.Array]] = field(default_factory=dict)
     # Whether a step that does not change the weights keeps the item too, or updates it.
     when_skipped: Literal["keep", "update"] = "keep"

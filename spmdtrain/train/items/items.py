@@ -12,8 +12,17 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmdtrain.train.items import ema, loss_scale, outer, spikes
-from spmdtrain.train.items.item import Item, Metrics, Start, Taken, Value, as_parameters
+from spmdtrain.train.items import ema, loss_scale, masks, outer, spikes
+from spmdtrain.train.items.item import (
+    Item,
+    Metrics,
+    Moved,
+    Projected,
+    Start,
+    Taken,
+    Value,
+    as_parameters,
+)
 
 TABLE: tuple[Item, ...] = (
     ema.ITEM,
@@ -21,9 +30,11 @@ TABLE: tuple[Item, ...] = (
     loss_scale.ITEM,
     outer.OUTER,
     outer.MOMENTUM,
+    masks.ITEM,
 )
 
 Values = dict[str, Value]  # by the name of the item
+Params = dict[str, jax.Array]  # by dotted path, at rest
 
 
 def of(values: Mapping[str, Value]) -> Iterator[tuple[Item, Value]]:
@@ -55,6 +66,18 @@ def abstract(start: Start, mesh: Mesh) -> Values:
 def at_rest(x: Any, mesh: Mesh, spec: P) -> Any:
     """Returns a ShapeDtypeStruct with the shape and dtype of `x`, sharded by `spec`."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+
+def project(values: Mapping[str, Value], moved: Moved) -> tuple[Params, dict[str, Projected]]:
+    """Returns the weights as items leave them behind their update, and what the items made; for
+    tracing.
+    """
+    found = {}
+    for item, value in of(values):
+        if item.project:
+            found[item.name] = item.project(value, moved)
+            moved = replace(moved, params=found[item.name].params)
+    return dict(moved.params), found
 
 
 def after_step(values: Values, taken: Taken) -> tuple[Values, Metrics]:

@@ -35,6 +35,8 @@ def with_update_rules(
     else:
         update_rules = optimizers.choose_update_rules(optimizer, trained, model.stage_layout)
     update_rules = {**update_rules, **of_loads}
+    if config.sparsity.pattern != "none":
+        _refuse_copies(config, update_rules)
     if config.frozen_in_stack:
         below = _below_the_stack(config, model)
         update_rules = {path: rule for path, rule in update_rules.items() if path not in below}
@@ -49,6 +51,18 @@ def check_frozen(config: RunConfig, model: AbstractModel) -> None:
         raise ConfigError(
             f"precision.frozen={dtype!r}: no weight of this run is frozen",
             fix="--set finetune.kind=lora, or --set precision.frozen=none",
+        )
+
+
+def _refuse_copies(config: RunConfig, update_rules: optimizers.UpdateRules) -> None:
+    """Refuses an optimizer whose state holds a second copy of weights, which would stay dense."""
+    copied = [path for path, rule in update_rules.items() if rule.gradient_point is not None]
+    if copied:
+        raise ConfigError(
+            f"sparsity.pattern={config.sparsity.pattern!r}: the optimizer takes gradients at a "
+            f"second copy of the weights, which would stay dense, as of {copied[0]}",
+            found=f"optimizer.name={config.optimizer.name!r}",
+            fix="--set optimizer.name=adamw",
         )
 
 
