@@ -629,10 +629,21 @@ def test_no_number_is_taken_that_devices_cannot_count_or_hold(key, kind):
             from_resolved(resolved(RunConfig()), [*OWNERS.get(key, []), f"{key}={value}"])
 
 
-@pytest.mark.parametrize("overrides", [(), ("model.head_dim=32",), ("guard.policy=skip",)])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("model.head_dim=32",),
+        ("guard.policy=skip",),
+        ("islands.outer=average",),
+        ("sparsity.pattern=kept",),
+        ("sparsity.pattern=magnitude", "sparsity.until=30"),
+    ],
+)
 def test_what_a_run_records_compares_with_its_settings(overrides):
     """Also where a version that derived nothing recorded it: it wrote null."""
     config = load(CONFIGS / "quickstart.toml", overrides)
     then, now = flat(given_in(json.loads(json.dumps(resolved(config))))), settings_of(config)
     assert set(then) < set(now)
     assert {name: then.get(name) for name in now} == now
+    assert from_resolved(resolved(config)) == config

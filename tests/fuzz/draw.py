@@ -204,7 +204,17 @@ def _of_a_kind(random: random.Random, drawn: Values) -> Values:
         drawn["eval.every"] = 0
     if not drawn["eval.every"] and random.random() > UNCHECKED:
         drawn.pop("eval.at_start", None)
-    return drawn
+    return _with_sparsity(random, drawn)
+
+
+def _with_sparsity(random: random.Random, drawn: Values) -> Values:
+    """Nothing but its pattern where a run chooses no weights, and no share without magnitude."""
+    if random.random() < UNCHECKED:
+        return drawn
+    pattern = drawn.get("sparsity.pattern", "none")
+    idle = [] if pattern == "magnitude" else ["share"]
+    idle += ["since", "until", "every"] if pattern == "none" else []
+    return {key: x for key, x in drawn.items() if key.removeprefix("sparsity.") not in idle}
 
 
 def config_of(values: Values) -> RunConfig | None:
