@@ -45,7 +45,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Moved:
-    """Weights that a step has moved, as an item sees them that changes them once more; for tracing.
+    """The weights that a step has moved, for items that change them once more; for tracing.
 
     `params`: the weights, at rest. `step`: the 1-based number of the step, an int32 scalar.
     """
