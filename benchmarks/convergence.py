@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,12 +33,31 @@ class Option:
     margin: float
     baseline: tuple[str, ...] = ()
     islands: int = 1  # runs that meet; the loss is that of the first, after the last meeting
+    tables: str = ""  # TOML behind that of every run: lists of tables are no settings
 
 
 BFLOAT16 = ("precision.compute=bfloat16",)
 DATA = ("mesh.data=4",)  # simulated; four shards are summed
 # Together the 32 sequences of the baseline; all are evaluated on the same windows.
 ISLANDS = ("train.global_batch=8", "eval.batches=256", "islands.every=20", "islands.after=100")
+# The tokens of the baseline in 400 steps: a sixth of them in smaller batches, or shorter sequences.
+STAGED = ("train.steps=400", "eval.every=400")
+SMALLER = """
+[[train.stages]]
+until = 100
+global_batch = 8
+[[train.stages]]
+until = 150
+global_batch = 16
+"""
+SHORTER = """
+[[train.stages]]
+until = 100
+sequence_length = 16
+[[train.stages]]
+until = 150
+sequence_length = 32
+"""
 OPTIONS = (
     Option("bfloat16 matmuls", BFLOAT16, 0.005),
     Option("bfloat16 moments", ("optimizer.moment_dtype=bfloat16",), 0.002),
@@ -74,6 +94,14 @@ OPTIONS = (
     ),
     Option("4 islands, the first third in step", ISLANDS, 0.05, islands=4),
     Option("4 islands in int8, likewise", (*ISLANDS, "islands.codec=int8"), 0.05, islands=4),
+    Option("batches of 8, 16, then 32", STAGED, 0.005, tables=SMALLER),
+    Option(
+        "batches likewise, rate by their root",
+        (*STAGED, "optimizer.rate_by_batch=sqrt"),
+        0.005,
+        tables=SMALLER,
+    ),
+    Option("sequences of 16, 32, then 64 tokens", STAGED, 0.005, tables=SHORTER),
 )
 
 RUN = """
@@ -103,24 +131,24 @@ every = 0
 """
 
 
-def held_out_loss(text: Path, settings: Sequence[str], seed: int, islands: int) -> float:
+def held_out_loss(text: Path, option: Option, seed: int) -> float:
     """Returns the loss of the last evaluation of one run, in a process of its own.
 
     If there are several islands, each is one, and they meet in a folder.
     """
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder, "run.toml")
-        config.write_text(RUN.format(text=text))
-        runs = [Path(folder, f"run{index}") for index in range(islands)]
+        config.write_text(RUN.format(text=text) + option.tables)
+        runs = [Path(folder, f"run{index}") for index in range(option.islands)]
         started = []
         for index, run in enumerate(runs):
-            more = [*settings, f"train.seed={seed}"]
-            if islands > 1:
-                more += [f"islands.count={islands}", f"islands.index={index}"]
+            more = [*option.settings, f"train.seed={seed}"]
+            if option.islands > 1:
+                more += [f"islands.count={option.islands}", f"islands.index={index}"]
                 more += [f"islands.directory={folder}/meetings"]
             started.append(subprocess.Popen(command(config, run, more), cwd=ROOT, stdout=QUIET))
         if any([each.wait() for each in started]):
-            sys.exit(f"a run of {', '.join(settings)} failed")
+            sys.exit(f"a run of {option.name} failed")
         return [line["eval_loss"] for line in RunFiles(runs[0]).metrics if "eval_loss" in line][-1]
 
 
@@ -134,22 +162,31 @@ def command(config: Path, run: Path, settings: Sequence[str]) -> list[str]:
 
 def rows(text: Path, options: Sequence[Option]) -> Iterator[str]:
     """Yields the lines of the table; a baseline that several options share runs once."""
-    found: dict[tuple[str, ...], list[float]] = {}
+    found: dict[tuple[tuple[str, ...], str], list[float]] = {}
 
-    def losses(settings: tuple[str, ...], islands: int = 1) -> list[float]:
-        if settings not in found:
-            found[settings] = [held_out_loss(text, settings, seed, islands) for seed in SEEDS]
-        return found[settings]
+    def losses(option: Option) -> list[float]:
+        key = option.settings, option.tables
+        if key not in found:
+            found[key] = [held_out_loss(text, option, seed) for seed in SEEDS]
+        return found[key]
 
     yield "| option | settings | loss | baseline | difference | margin | holds |"
     yield "|---|---|---|---|---|---|---|"
     for each in options:
-        own, base = losses(each.settings, each.islands), losses(each.baseline)
+        own, base = losses(each), losses(Option("the baseline", each.baseline, 0.0))
         share = statistics.mean(own) / statistics.mean(base) - 1
-        said = ", ".join(f"`{one}`" for one in each.settings)
+        said = ", ".join(f"`{one}`" for one in (*each.settings, *_stages(each.tables)))
         holds = "yes" if share <= each.margin else "**no**"
         figures = (_spread(own), _spread(base), f"{share:+.2%}", f"{each.margin:.1%}", holds)
         yield " | ".join([f"| {each.name}", said, *figures]) + " |"
+
+
+def _stages(tables: str) -> list[str]:
+    """Returns the stages of a run as one would write them in a line."""
+    return [
+        f"train.stages: {', '.join(f'{key}={value}' for key, value in stage.items())}"
+        for stage in tomllib.loads(tables).get("train", {}).get("stages", [])
+    ]
 
 
 def _spread(losses: Sequence[float]) -> str:
