@@ -32,7 +32,7 @@ FLOORS = [
         "spmdtrain.launch",
     ],
     ["spmdtrain.replay", "spmdtrain.certify"],
-    ["spmdtrain.diff", "spmdtrain.profile"],
+    ["spmdtrain.diff", "spmdtrain.profile", "spmdtrain.strategies"],
     ["spmdtrain.cli"],
     ["spmdtrain.__main__"],
 ]

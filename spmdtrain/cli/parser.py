@@ -11,6 +11,7 @@ from spmdtrain.cli.data.train_tokenizer import add_train_tokenizer
 from spmdtrain.cli.machine.doctor import add_doctor
 from spmdtrain.cli.machine.tune import add_tune
 from spmdtrain.cli.planning.calibrate import add_calibrate
+from spmdtrain.cli.planning.compare import add_compare
 from spmdtrain.cli.planning.estimate import add_estimate
 from spmdtrain.cli.planning.plan import add_plan
 from spmdtrain.cli.planning.schedule import add_schedule
@@ -108,6 +109,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_schedule(commands)
     add_estimate(commands)
     add_plan(commands)
+    add_compare(commands)
     add_calibrate(commands)
     add_doctor(commands)
     add_tune(commands)

@@ -20,7 +20,7 @@ from spmdtrain.diff import FEW
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.replay.compare import different_figures
 from spmdtrain.replay.opened import open_replay
-from spmdtrain.replay.rounding import FIGURES, limits
+from spmdtrain.replay.rounding import FIGURES, limits, limits_apart
 from spmdtrain.replay.written import WrittenRun
 
 OF_THE_CLOCK = (
@@ -154,10 +154,7 @@ def _judged(
             if then is None and now is None:
                 continue
             limit = CLEAR * abs(then or 0.0) if allowed is None else allowed[step].get(name, 0.0)
-            if then is None or now is None or not limit:
-                times = 0.0 if then == now else math.inf
-            else:
-                times = abs(now - then) / limit
+            times = limits_apart(then, now, limit)
             most = max(most, times)
             if times > 1 and beyond is None:
                 beyond = step, name

@@ -130,6 +130,11 @@ def group_by_host(devices: Sequence[Any]) -> list[list[Any]]:
     return list(hosts.values())
 
 
+def mesh_in_words(sizes: Mapping[str, int]) -> str:
+    """Returns the axes that are split, such as "data 4 x tensor 2"."""
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
+
+
 # The drawing
 
 

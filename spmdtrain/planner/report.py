@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from spmdtrain.compiled.memory import StepMemory, memory_in
+from spmdtrain.parallel.mesh import mesh_in_words
 from spmdtrain.planner.compiled_plans import CompiledPlan
 from spmdtrain.planner.cost.hardware import Hardware
 from spmdtrain.planner.cost.memory import SAFE_SHARE, Memory
@@ -89,8 +90,7 @@ def estimate_text(estimate: Estimate) -> str:
 def _layout_lines(estimate: Estimate) -> list[str]:
     workload = estimate.workload
     mesh = workload.mesh
-    split_axes = [f"{axis} {size}" for axis, size in mesh.sizes.items() if size > 1]
-    layout = " x ".join(split_axes) or "one device"
+    layout = mesh_in_words(mesh.sizes)
     if mesh.pipeline > 1:
         plural = "s" if workload.chunks > 1 else ""
         layout += f", {workload.schedule} {workload.chunks} chunk{plural}"

@@ -6,6 +6,7 @@ the scale on which another mesh is judged. A constant would not do: how far roun
 on the model and on the number of steps.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,14 +34,24 @@ def figures_again(
 
 
 def limits(opened: Opened, last: int, found: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
-    """Returns, for each step, how far rounding alone may move each of `FIGURES`.
-
-    `found` has the figures of the replay. A limit never falls from one step to the next.
+    """Returns the limits of a replay, whose figures are `found`, by siblings that start as it
+    does.
     """
     compute = opened.setup.config.precision.compute
     siblings = [
         figures_again(opened, last, moved(opened.begin(), n, compute)) for n in range(SIBLINGS)
     ]
+    return limits_among(found, siblings)
+
+
+def limits_among(
+    found: Sequence[Mapping[str, Any]], siblings: Sequence[Sequence[Mapping[str, Any]]]
+) -> list[dict[str, float]]:
+    """Returns, for each step, how far rounding alone may move each of `FIGURES`.
+
+    `found` has the figures of each step, `siblings` those of each sibling. A limit never falls from
+    one step to the next.
+    """
     reached = dict.fromkeys(FIGURES, 0.0)
     rows = []
     for at, figures in enumerate(found):
@@ -54,6 +65,13 @@ def limits(opened: Opened, last: int, found: Sequence[Mapping[str, Any]]) -> lis
             reached[name] = max(reached[name], apart, least)
         rows.append({name: MARGIN * each for name, each in reached.items()})
     return rows
+
+
+def limits_apart(then: float | None, now: float | None, limit: float) -> float:
+    """Returns how many limits apart two figures are; infinite if only one of them is a number."""
+    if then is None or now is None or not limit:
+        return 0.0 if then == now else math.inf
+    return abs(now - then) / limit
 
 
 def moved(state: TrainState, seed: int, compute: str = "float32") -> TrainState:

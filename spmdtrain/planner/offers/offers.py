@@ -75,8 +75,7 @@ def offers(
     config = with_vocab(config)
     prices = prices or {}
     if tokens is None:
-        train = config.train
-        tokens = float(train.samples_before(train.steps) * train.sequence_length)
+        tokens = tokens_of(config)
     found = [
         _offer(config, kind, count, tokens, prices.get(kind.name))
         for kind in kinds
@@ -90,6 +89,12 @@ def offers(
         return False, (offer.cost or 0.0) if by_cost else offer.days
 
     return sorted(found, key=order)
+
+
+def tokens_of(config: RunConfig) -> float:
+    """Returns the tokens of all steps of a run."""
+    train = config.train
+    return float(train.samples_before(train.steps) * train.sequence_length)
 
 
 def _offer(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
+from spmdtrain.parallel.mesh import mesh_in_words
 from spmdtrain.planner.estimate import Estimate
 from spmdtrain.planner.offers.offers import Offer
 from spmdtrain.planner.offers.words import layout_of
@@ -36,7 +37,12 @@ class RankedPlan:
 def rows_of_plans(plans: Sequence[Plan]) -> list[RankedPlan]:
     """Returns the rows of layouts on the same devices, ranked by the time of a step."""
     return [
-        RankedPlan(_mesh(plan.estimate), plan.seconds, f"{plan.seconds:.4g} s", plan.estimate)
+        RankedPlan(
+            mesh_in_words(plan.workload.mesh.sizes),
+            plan.seconds,
+            f"{plan.seconds:.4g} s",
+            plan.estimate,
+        )
         for plan in plans
     ]
 
@@ -53,11 +59,6 @@ def rows_of_offers(offers: Sequence[Offer]) -> list[RankedPlan]:
         label = f"{offer.devices} x {offer.hardware.name}: {layout_of(offer)}"
         rows.append(RankedPlan(label, value, said, offer.best.estimate))
     return rows
-
-
-def _mesh(estimate: Estimate) -> str:
-    sizes = estimate.workload.mesh.sizes
-    return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
 
 
 def picture(title: str, rows: Sequence[RankedPlan]) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from spmdtrain.parallel.mesh import mesh_in_words
 from spmdtrain.planner.offers.offers import Offer
 from spmdtrain.planner.report import estimate_values
 
@@ -77,8 +78,7 @@ def _between(offer: Offer, error: float) -> str:
 def layout_of(offer: Offer) -> str:
     """Returns the axes of the best layout that are split, such as "fsdp 8 x tensor 2"."""
     assert offer.best is not None, "an offer on which the model fits"
-    sizes = offer.best.workload.mesh.sizes
-    return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
+    return mesh_in_words(offer.best.workload.mesh.sizes)
 
 
 def _cells(offer: Offer) -> tuple[str, ...]:
