@@ -21,7 +21,10 @@ Meta = dict[str, Any]
 # name -> (value in the checkpoint, value now)
 Changes = dict[str, tuple[Any, Any]]
 # The settings that say where a corpus comes from.
-DATA = ("data.corpus", "data.path", "data.tokenizer", "data.field", "data.mix")
+DATA = (
+    *("data.corpus", "data.path", "data.tokenizer", "data.field", "data.begin_of_text"),
+    "data.mix",
+)
 # Settings of [model] that show in the presence or shape of a leaf, and those that do not change
 # what the weights compute.
 OF_SHAPES = {"layers", "embed", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_length"} | {
@@ -38,6 +41,8 @@ class DescribedData(Protocol):
     @property
     def tokenizer(self) -> dict | None: ...
     @property
+    def begin_of_text(self) -> int | None: ...
+    @property
     def end_of_text(self) -> int | None: ...
     @property
     def template(self) -> str | dict | None: ...
@@ -46,12 +51,13 @@ class DescribedData(Protocol):
 def config_document(setup: Setup, data: DescribedData) -> dict[str, Any]:
     """Returns the contents of RUN/config.json.
 
-    These are every setting with its origin, the data's fingerprint, the tokenizer, the id that ends
-    its documents, and the code of the model.
+    These are every setting with its origin, the data's fingerprint, the tokenizer, the ids that
+    begin and end its documents, and the code of the model.
     """
     return resolved(setup.config) | {
         "corpus": data.fingerprint,
         "tokenizer": data.tokenizer,
+        "begin_of_text": data.begin_of_text,
         "end_of_text": data.end_of_text,
         "template": data.template,
         "model_code": code_of(setup),

@@ -51,18 +51,23 @@ def nearest(word: str, known: Iterable[str], alike: float = 0.6) -> str:
 
     Capitals, `-`, `_`, `.` and spaces do not count: 1F1B is 1f1b, and best-fit is best_fit.
     """
+    return next(iter(near(word, known, 1, alike)), "")
+
+
+def near(word: str, known: Iterable[str], most: int, alike: float = 0.6) -> list[str]:
+    """Returns the known names that are near to `word`, at most `most`, the nearest first."""
     plain = {}
     for name in known:
         plain.setdefault(_plain(name), name)
     word = word if _plain(word[:200]) in plain else usual(word)
-    near = difflib.get_close_matches(_plain(word[:200]), plain, 1, alike)
-    return plain[near[0]] if near else ""
+    found = difflib.get_close_matches(_plain(word[:200]), plain, most, alike)
+    return [plain[name] for name in found]
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Returns ", did you mean NAME?" to append to an error's words, or nothing."""
-    near = nearest(word, known)
-    return f", did you mean {near}?" if near else ""
+    found = nearest(word, known)
+    return f", did you mean {found}?" if found else ""
 
 
 def _plain(name: str) -> str:

@@ -88,6 +88,7 @@ class Corpus:
     rows: tuple[tuple[int, tuple[StoredRow, ...]], ...] = ()
     # [tokens] uint8, COUNTS: counts, SECOND: of the second of a pair; None: all count
     loss: np.ndarray | StoredRow | Concatenated | None = None
+    begin_of_text: int | None = None  # the id that begins each document, if any
     end_of_text: int | None = None  # the id that ends each document, if any
     has_pairs: bool = False  # each document is a pair of conversations
     # [documents, 2] float32, log-probabilities of a pair's answers; None: not known
@@ -408,6 +409,7 @@ def _joined(
     starts = [
         offset + source.document_starts for offset, source in zip(offsets, sources, strict=True)
     ]
+    begins = {source.begin_of_text for source in sources}
     ends = {source.end_of_text for source in sources}
     has_pairs = sources[0].has_pairs
     for source in sources:
@@ -430,6 +432,7 @@ def _joined(
         files=tuple((at, source.path) for at, source in zip(offsets, sources, strict=True)),
         rows=tuple(zip(offsets, rows, strict=True)),
         loss=loss,
+        begin_of_text=begins.pop() if len(begins) == 1 else None,
         end_of_text=ends.pop() if len(ends) == 1 else None,
         has_pairs=has_pairs,
         template=common_template(source.template for source in sources),

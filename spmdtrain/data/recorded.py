@@ -20,6 +20,7 @@ class RecordedData:
     rows: Mapping[str, np.ndarray]
     fingerprint: str
     tokenizer: None = None
+    begin_of_text: None = None
     end_of_text: None = None
     template: None = None
 

@@ -79,6 +79,11 @@ class CorpusData:
         return tokenizer.spec() if tokenizer else None
 
     @property
+    def begin_of_text(self) -> int | None:
+        """The id that begins each document; None if there is none."""
+        return self.corpus.begin_of_text
+
+    @property
     def end_of_text(self) -> int | None:
         """The id that ends each document; None if there is none."""
         return self.corpus.end_of_text
@@ -138,6 +143,12 @@ class MixtureData:
     @property
     def tokenizer(self) -> dict | None:
         return self.sources[0].tokenizer
+
+    @property
+    def begin_of_text(self) -> int | None:
+        """The id that begins each document of every source."""
+        begins = {source.begin_of_text for source in self.sources}
+        return begins.pop() if len(begins) == 1 else None
 
     @property
     def end_of_text(self) -> int | None:
@@ -209,6 +220,7 @@ class SourceData:
     source: Source
     fingerprint: str
     tokenizer: None = None
+    begin_of_text: None = None
     end_of_text: None = None
     template: None = None
 

@@ -62,7 +62,7 @@ class Chat:
         Raises ConfigError if the conversation is longer than the model was made for.
         """
         asked = [*self.messages, {"role": "user", "content": question}]
-        ids = prompt_ids(asked, self._template, self._tokenizer)
+        ids = prompt_ids(asked, self._template, self._opened)
         length = min(self._length, self._most - len(ids))
         if length < 1:
             raise ConfigError(

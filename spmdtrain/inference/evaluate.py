@@ -159,7 +159,7 @@ def _corpus_of(opened: OpenedRun, paths: Sequence[str], field: str) -> Corpus:
     encoded = [
         opened.tokenizer.encode(text, parse_special=False) for text in texts_in(files, field)
     ]
-    documents = [_ended(ids, opened.end_of_text) for ids in encoded if len(ids)]
+    documents = [_as_document(opened, ids) for ids in encoded if len(ids)]
     if not documents:
         raise DataError("the files hold no text", found=", ".join(files[:5]))
     tokens = np.concatenate(documents)
@@ -168,9 +168,10 @@ def _corpus_of(opened: OpenedRun, paths: Sequence[str], field: str) -> Corpus:
     return Corpus(tokens, starts.astype(np.int64), vocab, opened.tokenizer, fingerprint="")
 
 
-def _ended(ids: np.ndarray, end: int | None) -> np.ndarray:
-    """Returns a document as in the run's training data: with the token that ends it."""
-    return ids if end is None else np.append(ids, end)
+def _as_document(opened: OpenedRun, ids: np.ndarray) -> np.ndarray:
+    """Returns a document as in the run's training data: with the tokens that begin and end it."""
+    end = opened.end_of_text
+    return opened.begun(ids if end is None else np.append(ids, end))
 
 
 def _predict(
@@ -197,7 +198,9 @@ def _predict(
             tokens += count
             if tokenizer is not None:
                 rows = each.windows.samples(ids)
-                is_text = rows["targets"] != opened.end_of_text
+                frame = [opened.begin_of_text, opened.end_of_text]
+                no_text = [token for token in frame if token is not None]
+                is_text = ~np.isin(rows["targets"], no_text)
                 size += _bytes(tokenizer, rows["targets"], rows["mask"] * is_text)
         return Predicted(each.name, each.weight, nats, int(tokens), each.tokens), size
 

@@ -16,6 +16,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.given import shown
+from spmdtrain.config.near import near
 from spmdtrain.inference.sample import Choice, make_generate, make_logits, refuse_corrupting
 from spmdtrain.inference.trained_run import OpenedRun, open_run
 from spmdtrain.models.choose import MakeModel
@@ -25,6 +27,7 @@ BATCH = 8  # sequences per batch
 # Tokens of a row. Lengths are rounded up to powers of two, so that few programs are compiled.
 SHORTEST = 16
 NEW_TOKENS = 256  # of a generated text, if the task does not say
+SIMILAR = 3  # names suggested for an unknown task
 
 Ids = np.ndarray
 
@@ -144,7 +147,7 @@ def evaluate_tasks(
     average of the weights is evaluated. Raises ConfigError if the harness is not installed or does
     not know a task.
     """
-    import_harness()
+    check_tasks(tasks)
     opened = open_run(run, step=step, make=make, overrides=overrides, ema=ema)
     return results_of(harness_model(opened), tasks, limit)
 
@@ -158,13 +161,25 @@ def import_harness() -> Any:
     return lm_eval
 
 
+def check_tasks(tasks: Sequence[str]) -> None:
+    """Raises ConfigError if the harness is not installed, or does not know one of the tasks.
+
+    A task may also be a file of YAML that describes one.
+    """
+    import_harness()
+    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]  as above
+
+    known = TaskManager().all_tasks
+    for task in tasks:
+        if task not in known and not Path(task).is_file():
+            similar = near(task, known, SIMILAR)
+            what = f"lm_eval knows no task {shown(task)}"
+            raise ConfigError(what, fix=", ".join(similar) or "lm-eval ls tasks")
+
+
 def results_of(model: Any, tasks: Sequence[str], limit: int | None) -> dict[str, Any]:
-    """Returns the harness's results by task. Raises ConfigError if it does not know one."""
-    try:
-        found = import_harness().simple_evaluate(model, tasks=list(tasks), limit=limit)
-    except KeyError as error:
-        raise ConfigError(f"lm_eval knows no task {error}", fix="lm-eval ls tasks") from None
-    return found["results"]
+    """Returns the harness's results by task. It must know them all: see `check_tasks`."""
+    return import_harness().simple_evaluate(model, tasks=list(tasks), limit=limit)["results"]
 
 
 def harness_model(opened: OpenedRun, programs: Programs | None = None) -> Any:
@@ -184,7 +199,7 @@ def harness_model(opened: OpenedRun, programs: Programs | None = None) -> Any:
         whole = encode(context + continuation)
         if not stripped:
             return _before_a_text(opened), whole
-        before = encode(stripped)
+        whole, before = opened.begun(whole), opened.begun(encode(stripped))
         return before, whole[len(before) :]
 
     class TrainedRun(LM):
@@ -214,10 +229,13 @@ def harness_model(opened: OpenedRun, programs: Programs | None = None) -> Any:
 
 
 def _before_a_text(opened: OpenedRun) -> Ids:
-    """Returns the tokens that precede a text: the end of another one, or else a line break."""
-    if opened.end_of_text is None:
-        return opened.tokenizer.encode("\n")
-    return np.array([opened.end_of_text], np.int32)
+    """Returns the token that precedes a text: the one that begins it, the end of another text, or
+    else a line break.
+    """
+    for token in (opened.begin_of_text, opened.end_of_text):
+        if token is not None:
+            return np.array([token], np.int32)
+    return opened.tokenizer.encode("\n")
 
 
 def _text_until(
@@ -229,7 +247,7 @@ def _text_until(
     """
     tokenizer = opened.tokenizer
     length = int(options.get("max_gen_toks", NEW_TOKENS))
-    ids = tokenizer.encode(context) if context else _before_a_text(opened)
+    ids = opened.begun(tokenizer.encode(context)) if context else _before_a_text(opened)
     room = opened.config.model.max_length - length
     ids = ids[-room:] if room > 0 else ids
     ends = () if opened.end_of_text is None else (opened.end_of_text,)

@@ -24,6 +24,7 @@ class Prompts(NamedTuple):
     tokenizer: Tokenizer | None = None  # None: the prompts were given as ids
     is_one: bool = False  # a single prompt, not a list
     ending: "AnswerEnd | None" = None  # of conversations; only the answers are returned
+    added: int = 0  # tokens before each text that are no part of it
 
 
 class AnswerEnd(NamedTuple):
@@ -50,12 +51,14 @@ def read_prompts(opened: OpenedRun, prompt: Any, parse_special: bool = False) ->
             line = "the prompt spells a special token, which is read as text"
             print(f"{line} (--parse-special, or --chat)", file=sys.stderr)
         ids = [tokenizer.encode(text, parse_special=parse_special) for text in items]
-        return Prompts(_full(ids), tokenizer, is_one=isinstance(prompt, str))
+        begun = [opened.begun(each) for each in _full(ids)]
+        added = len(begun[0]) - len(ids[0])
+        return Prompts(begun, tokenizer, is_one=isinstance(prompt, str), added=added)
     is_one = bool(items) and all(isinstance(item, dict) for item in items)
     conversations = [items] if is_one else items
     if is_one or (items and all(map(_is_conversation, items))):
         with closing(template_of(opened)) as template:
-            ids = [prompt_ids(messages, template, opened.tokenizer) for messages in conversations]
+            ids = [prompt_ids(messages, template, opened) for messages in conversations]
             return Prompts(_full(ids), opened.tokenizer, is_one, ending_of(opened, template))
     return Prompts(ids_of(prompt, vocab))
 
@@ -70,10 +73,12 @@ def template_of(opened: OpenedRun) -> Template:
     return template_from_spec(opened.template)
 
 
-def prompt_ids(messages: list, template: Template, tokenizer: Tokenizer) -> np.ndarray:
+def prompt_ids(messages: list, template: Template, opened: OpenedRun) -> np.ndarray:
     """Returns the ids of messages and the opening of an answer. Raises UserError."""
     conversation = of_messages(messages, "the prompt")
-    return encode_prompt(conversation, template, tokenizer, "the prompt")
+    ids = encode_prompt(conversation, template, opened.tokenizer, "the prompt")
+    # A Jinja template writes every special token itself.
+    return opened.begun(ids) if isinstance(opened.template, str) else ids
 
 
 def ending_of(opened: OpenedRun, template: Template) -> AnswerEnd:
@@ -161,5 +166,5 @@ def ended(prompts: Prompts, ids: np.ndarray, size: int, stops: Stops) -> str:
     text = tokenizer.decode(ids)
     behind = len(tokenizer.decode(ids[:size]))
     places = [at for at in (text.find(each, behind) for each in stops.texts) if at >= 0]
-    first = behind if prompts.ending else 0
+    first = behind if prompts.ending else len(tokenizer.decode(ids[: prompts.added]))
     return text[first : min(places, default=len(text))]

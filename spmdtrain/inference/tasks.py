@@ -7,7 +7,7 @@ from pathlib import Path
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.data.source import Data
-from spmdtrain.inference.harness import harness_model, import_harness, make_programs, results_of
+from spmdtrain.inference.harness import check_tasks, harness_model, make_programs, results_of
 from spmdtrain.inference.trained_run import OpenedRun
 from spmdtrain.train.evaluation import make_eval_figures
 from spmdtrain.train.setup import Setup
@@ -39,18 +39,24 @@ def make_task_figures(setup: Setup, data: Data) -> Callable[[TrainState], dict[s
     """Returns `figures(state)`: the harness's results with these weights for each of `eval.tasks`.
 
     A figure is called task/TASK/METRIC. All processes call it, with the same requests. Raises
-    ConfigError if the run cannot answer, or if the harness is not installed.
+    ConfigError if the run cannot answer, or if the harness is not installed or knows no such task.
     """
     tasks, limit = setup.config.eval.tasks, setup.config.eval.task_examples
     asked = f"eval.tasks={','.join(tasks)}"
-    import_harness()
+    check_tasks(tasks)
     if data.tokenizer is None:
         raise ConfigError(f"{asked} asks in texts, and the data has no tokenizer")
     programs = make_programs(setup, data.end_of_text)
 
     def figures(state: TrainState) -> dict[str, float]:
         opened = OpenedRun(
-            Path(), int(state.step), setup, state.params, data.tokenizer, data.end_of_text
+            Path(),
+            int(state.step),
+            setup,
+            state.params,
+            data.tokenizer,
+            data.end_of_text,
+            begin_of_text=data.begin_of_text,
         )
         found = results_of(harness_model(opened, programs), tasks, limit)
         return {

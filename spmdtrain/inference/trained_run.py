@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+import numpy as np
 
 from spmdtrain.checkpoints.checkpoints import Checkpoints
 from spmdtrain.checkpoints.identity import code_of
@@ -42,6 +43,7 @@ class OpenedRun:
     end_of_text: int | None = None  # the id that ends each document of its data
     eval_windows: int | None = None  # per validation split; None: all, see RunConfig
     template: str | dict | None = None  # the spec of the template of its conversations
+    begin_of_text: int | None = None  # the id that begins each document of its data
 
     @property
     def config(self) -> RunConfig:
@@ -58,6 +60,16 @@ class OpenedRun:
                 f"{self.run} was trained on tokens without a tokenizer: there is no text"
             )
         return from_spec(self.tokenizer_spec)
+
+    def begun(self, ids: np.ndarray) -> np.ndarray:
+        """Returns a text as the documents of the run begin: with its begin of text, if it has one.
+
+        A text that begins with that token already is returned as it is.
+        """
+        begin = self.begin_of_text
+        if begin is None or (len(ids) and ids[0] == begin):
+            return ids
+        return np.insert(ids, 0, begin)
 
 
 def open_run(
@@ -118,11 +130,12 @@ def open_run(
             lambda at: checkpoints.restore_params(at, setup.state.params, ema=ema),
         )
     check_model_code(meta["model_code"], code_of(setup), f"step {at} of {run}")
-    end = saved.get("end_of_text")
+    begin, end = saved.get("begin_of_text"), saved.get("end_of_text")
     template = saved.get("template")
     if not isinstance(template, str | dict | None):
         raise CheckpointError(f"{run}/config.json is damaged: template={template!r:.60}")
-    return OpenedRun(run, at, setup, params, saved.get("tokenizer"), end, windows, template)
+    tokenizer = saved.get("tokenizer")
+    return OpenedRun(run, at, setup, params, tokenizer, end, windows, template, begin)
 
 
 def _check_overrides(overrides: Sequence[str], settable: Sequence[str]) -> None:

@@ -17,3 +17,20 @@ def tokenizer_json(tmp_path):
     path = tmp_path / "tokenizer.json"
     tokenizer.save(str(path))
     return path
+
+
+@pytest.fixture
+def put_before_texts(tokenizer_json):
+    """Gives that tokenizer a post-processor that puts some of its tokens before a text."""
+    tokenizers = pytest.importorskip("tokenizers")
+
+    def put(*tokens):
+        tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer_json))
+        if tokens:
+            tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+                single=" ".join([*tokens, "$A"]),
+                special_tokens=[(token, tokenizer.token_to_id(token)) for token in tokens],
+            )
+        tokenizer.save(str(tokenizer_json))
+
+    return put

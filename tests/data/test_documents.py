@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,8 @@ from spmdtrain.data.corpus import token_corpus
 from spmdtrain.data.prepare import encode, shards
 from spmdtrain.data.prepare.prepare import Job, prepare
 from spmdtrain.data.texts.documents import find_inputs, read_chunks, values_of
-from spmdtrain.data.token_files.tokens import _read_shared, open_tokens
+from spmdtrain.data.token_files.tokens import COUNTS, _read_shared, open_tokens
+from spmdtrain.data.tokenizers.tokenizer import open_tokenizer
 
 DOCUMENTS = ["to be", "", "or not\nto be", "dass ist die Fräge", "x" * 50]
 END = 255  # of bytes
@@ -230,6 +232,34 @@ def test_the_end_of_text_is_the_tokenizers_own_or_the_one_asked_for(tmp_path, to
     assert prepared(5, tokenizer="characters") == (4, 4)  # behind the ids of e, h, l and o
     with pytest.raises(DataError, match="has no token '<end>' to end a text with"):
         prepared(6, end_of_text="<end>")
+
+
+def test_the_begin_of_text_is_before_each_document_and_learned_in_none(
+    tmp_path, tokenizer_json, put_before_texts, capsys
+):
+    put_before_texts("he")
+    begin = open_tokenizer(str(tokenizer_json)).id_of("he")
+    (tmp_path / "a.jsonl").write_text('{"text": "to be"}\n{"text": ""}\n{"text": "or not"}\n')
+    job = Job([str(tmp_path / "a.jsonl")], str(tmp_path / "a"), tokenizer=str(tokenizer_json))
+    prepare(job)
+    assert f"token {begin} begins each document; token 0 ends each" in capsys.readouterr().out
+    source = open_tokens(tmp_path / "a")
+    assert source.begin_of_text == begin and len(source.document_starts) == 2
+    prepare(replace(job, out=str(tmp_path / "bare"), begin_of_text="none"))
+    bare = written(tmp_path / "bare")
+    assert written(tmp_path / "a") == [[begin, *ids] for ids in bare]
+    assert open_tokens(tmp_path / "bare").begin_of_text is None
+    said = [{"role": role, "content": role} for role in ("user", "assistant")]
+    pair = {"prompt": said[:1], "chosen": said[1:], "rejected": [said[1] | {"content": "no"}]}
+    for options, row in (({}, {"messages": said}), ({"pairs": True}, pair)):
+        (tmp_path / "c.jsonl").write_text(json.dumps(row))
+        chat = replace(job, paths=[str(tmp_path / "c.jsonl")], chat=True, **options)
+        out = tmp_path / f"chat{len(options)}"
+        prepare(replace(chat, out=str(out)))
+        source = open_tokens(out)
+        begins = np.flatnonzero(source.tokens[:] == begin)
+        assert len(begins) == 1 + len(options) and begins[0] == 0
+        assert not (source.loss_row[:][begins] & COUNTS).any()
 
 
 def test_a_tokenizer_without_a_known_end_of_text_asks_for_one(tmp_path):

@@ -78,6 +78,24 @@ def test_a_stream_gives_the_batches_of_prepared_data(folder, tmp_path, corpus, p
     capsys.readouterr()
 
 
+def test_a_stream_begins_documents_as_prepared_data_does(
+    folder, tmp_path, tokenizer_json, put_before_texts
+):
+    put_before_texts("he")
+    name = {"tokenizer": str(tokenizer_json)}
+    prepare(Job([str(folder / "*.jsonl")], str(tmp_path / "all"), **name))
+    config = config_of(folder)
+    kept = DataConfig(corpus="tokens", path=f"{tmp_path / 'all'}.bin", shuffle=False)
+    config = config.model_copy(update={"data": kept})
+    config, data = open_data(config)
+    stream, opened = samples_of(config_of(folder, shuffle=False, **name))
+    assert opened.begin_of_text == data.begin_of_text is not None
+    same(stream(np.arange(8)), data.train_samples(config)(np.arange(8)))
+    bare, other = samples_of(config_of(folder, shuffle=False, begin_of_text="none", **name))
+    assert other.begin_of_text is None and other.fingerprint != opened.fingerprint
+    assert not np.array_equal(bare(np.arange(8))["tokens"], stream(np.arange(8))["tokens"])
+
+
 def test_shuffled_windows_are_those_of_the_shards_in_another_order(folder, tmp_path):
     """Each block of seven windows holds those that the shards, in the order of the epoch, have."""
     config = config_of(folder)

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import sys
 
 import numpy as np
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from spmdtrain.config.errors import DataError
 from spmdtrain.data.tokenizers.tokenizer import (
+    begin_of_text,
     end_of_text,
     from_spec,
     open_tokenizer,
@@ -184,6 +186,53 @@ def test_the_files_beside_a_tokenizer_name_its_end_of_text(files, tokenizer_json
     assert end is not None and end == tokenizer.id_of("he")
     assert end not in tokenizer.encode("hello there", parse_special=False)
     assert tokenizer.decode(tokenizer.encode("hello there", parse_special=False)) == "hello there"
+
+
+# The token that transformers 4.57 and 5.24 put before a text with these files.
+BEGINS = [
+    (["he"], {}, "he"),
+    ([], {}, None),
+    ([], {"bos_token": "he", "add_bos_token": False}, None),
+    (["he"], {"bos_token": "he", "add_bos_token": True}, "he"),
+    (["he"], {"add_bos_token": None}, "he"),
+]
+
+
+@pytest.mark.parametrize(("before", "config", "wanted"), BEGINS)
+def test_a_tokenizers_own_files_say_whether_a_token_begins_a_text(
+    before, config, wanted, tokenizer_json, put_before_texts
+):
+    put_before_texts(*before)
+    (tokenizer_json.parent / "tokenizer_config.json").write_text(json.dumps(config))
+    folder = str(tokenizer_json.parent)
+    tokenizer, begin = begin_of_text(open_tokenizer(folder), "auto", folder)
+    assert begin == (wanted and tokenizer.id_of(wanted))
+    if begin is not None:  # no text makes that token then
+        assert begin not in tokenizer.encode("hello there", parse_special=False)
+    assert begin_of_text(open_tokenizer(folder), "none", folder)[1] is None
+    a = open_tokenizer(folder).id_of("a")
+    assert begin_of_text(open_tokenizer(folder), "a", folder)[1] == a
+    assert begin_of_text(open_tokenizer("bytes"), "auto", "bytes")[1] is None
+
+
+@pytest.mark.parametrize(
+    ("before", "config", "found"),
+    [
+        (["he", "<|end|>"], {}, "puts he <|end|> before it"),
+        ([], {"add_bos_token": True}, "puts nothing before it, and add_bos_token=true"),
+        (["he"], {"add_bos_token": False}, "puts he before it, and add_bos_token=false"),
+    ],
+)
+def test_a_begin_of_text_that_is_not_known_is_asked_for(
+    before, config, found, tokenizer_json, put_before_texts
+):
+    put_before_texts(*before)
+    (tokenizer_json.parent / "tokenizer_config.json").write_text(json.dumps(config))
+    folder = str(tokenizer_json.parent)
+    with pytest.raises(DataError, match=f"begins a text; .* {re.escape(found)}; try --begin-of"):
+        begin_of_text(open_tokenizer(folder), "auto", folder)
+    with pytest.raises(DataError, match="has no token '<s>' to begin a text with"):
+        begin_of_text(open_tokenizer(folder), "<s>", folder)
 
 
 def test_a_tokenizer_that_would_end_the_process_is_refused(tokenizer_json):

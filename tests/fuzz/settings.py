@@ -138,7 +138,14 @@ NOT_DRAWN = {
     "data.mix": "a table of sources; tests/data has it",
     "data.validation_path": "of token files that others made; tests/data has it",
     **dict.fromkeys(
-        ("data.field", "data.workers", "data.shuffle_buffer", "data.cache", "data.cache_gb"),
+        (
+            "data.begin_of_text",
+            "data.field",
+            "data.workers",
+            "data.shuffle_buffer",
+            "data.cache",
+            "data.cache_gb",
+        ),
         "is of streams; tests/data/test_streams.py has it",
     ),
     "checkpoint.keep_best": "needs eval.every; tests/checkpoints/test_keeping.py has it",

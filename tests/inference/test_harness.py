@@ -14,7 +14,10 @@ from helpers import tiny
 
 import spmdtrain as st
 from spmdtrain.config import ConfigError
-from spmdtrain.inference import harness
+from spmdtrain.data.chats.jinja_template import JinjaText
+from spmdtrain.data.chats.simple_template import CHATML
+from spmdtrain.inference import evaluate, harness
+from spmdtrain.inference.prompts import Stops, ended, read_prompts
 
 SMALL = (
     "model.layers=1",
@@ -37,6 +40,9 @@ def opened(tmp_path_factory):
     )
     st.run(tiny(*SMALL, *data, "train.steps=2"), folder / "run", devices=jax.devices()[:1])
     return st.open_run(folder / "run")
+
+
+JINJA = "{% for each in messages %}{{ each.role }}:{{ each.content }}{% endfor %}"
 
 
 def expected(opened, context, continuation) -> tuple[float, bool]:
@@ -94,6 +100,8 @@ def test_what_stands_before_a_text_is_the_end_of_another(opened):
     assert harness._before_a_text(opened).tolist() == [ord("\n")]
     ending = dataclasses.replace(opened, end_of_text=255)
     assert harness._before_a_text(ending).tolist() == [255]
+    begun = dataclasses.replace(ending, begin_of_text=254)
+    assert harness._before_a_text(begun).tolist() == [254]
     # The likeliest text ends before the token that ends one, and does not hold it.
     whole = harness._text_until(opened, "to be", {"max_gen_toks": 6})
     third = dataclasses.replace(opened, end_of_text=int(opened.tokenizer.encode(whole)[2]))
@@ -130,6 +138,9 @@ class Harness:
     class LM:
         pass
 
+    class TaskManager:
+        all_tasks = ("lambada_openai", "lambada_openai_cloze", "pairs")
+
     @classmethod
     def simple_evaluate(cls, model, tasks, limit):
         request = SimpleNamespace(args=("to be or", " not"))
@@ -144,12 +155,32 @@ class Harness:
             "lm_eval": cls,
             "lm_eval.api": SimpleNamespace(),
             "lm_eval.api.model": SimpleNamespace(LM=cls.LM),
+            "lm_eval.tasks": SimpleNamespace(TaskManager=cls.TaskManager),
         }
         for name, module in modules.items():
             monkeypatch.setitem(sys.modules, name, module)
 
 
 TASKS = ("eval.every=1", "eval.tasks=pairs", "eval.tasks_every=2", "eval.task_examples=3")
+
+
+@pytest.mark.seconds
+def test_what_is_asked_begins_as_the_documents_of_the_run(opened):
+    """The harness asks for a text, and so do `sample` and `eval`; what they return shows none."""
+    begun = dataclasses.replace(opened, begin_of_text=254)
+    encode = opened.tokenizer.encode
+    asked, plain = read_prompts(begun, ["to be", "or"]), read_prompts(opened, ["to be", "or"])
+    for one, other in zip(asked.ids, plain.ids, strict=True):
+        assert one.tolist() == [254, *other.tolist()]
+    assert begun.begun(asked.ids[0]) is asked.ids[0]  # one that has it gets no second
+    assert ended(asked, asked.ids[0], len(asked.ids[0]), Stops((), ())) == "to be"
+    ids = evaluate._as_document(dataclasses.replace(begun, end_of_text=255), encode("be"))
+    assert ids.tolist() == [254, *encode("be"), 255]
+    # A published template writes it itself.
+    message = [{"role": "user", "content": "be"}]
+    for template, first in ((CHATML, 254), (JinjaText(JINJA).spec, ord("u"))):
+        run = dataclasses.replace(begun, template=template)
+        assert read_prompts(run, message).ids[0][0] == first
 
 
 @pytest.mark.seconds
@@ -185,5 +216,10 @@ def test_tasks_that_cannot_be_run_are_refused_before_the_first_step(tmp_path, mo
     Harness.install(monkeypatch)
     with pytest.raises(ConfigError, match="the data has no tokenizer"):
         st.run(tiny(*SMALL, *TASKS), tmp_path / "ids", devices=jax.devices()[:1])
+    misspelled = (*TASKS, "eval.tasks=pairs,lambda_openai")
+    line = "lm_eval knows no task 'lambda_openai'; try lambada_openai, lambada_openai_cloze"
+    with pytest.raises(ConfigError, match=line):
+        st.run(tiny(*SMALL, *misspelled), tmp_path / "task", devices=jax.devices()[:1])
+    assert not (tmp_path / "task" / "metrics.jsonl").exists()
     with pytest.raises(ConfigError, match="eval.every=0 asks for none"):
         tiny("eval.tasks=pairs")

@@ -27,6 +27,13 @@ def add_prepare(commands) -> None:
         "(default: auto)",
     )
     prepare.add_argument(
+        "--begin-of-text",
+        default="auto",
+        metavar="TOKEN",
+        help="token written before each document: a token, auto (as the tokenizer's own files say) "
+        "or none (default: auto)",
+    )
+    prepare.add_argument(
         "--chat",
         action="store_true",
         help="documents are conversations (messages, ShareGPT, or prompt and completion); only "
@@ -100,6 +107,7 @@ def run_prepare(parsed: argparse.Namespace) -> int:
         out=parsed.out,
         tokenizer=parsed.tokenizer,
         end_of_text=parsed.end_of_text,
+        begin_of_text=parsed.begin_of_text,
         field=parsed.field,
         split_on=parsed.split_on,
         chat=parsed.chat,

@@ -22,7 +22,7 @@ class MixSource(Settings):
 Mix = Annotated[tuple[MixSource, ...], Field(strict=False)]
 STREAMED = ("jsonl", "parquet")
 # Settings of streams alone.
-OF_STREAMS = ("field", "workers", "shuffle_buffer", "cache", "cache_gb")
+OF_STREAMS = ("begin_of_text", "field", "workers", "shuffle_buffer", "cache", "cache_gb")
 
 
 class DataConfig(Settings):
@@ -74,6 +74,12 @@ class DataConfig(Settings):
         default="text",
         min_length=1,
         description="key (jsonl) or column (parquet) that holds the text",
+    )
+    begin_of_text: str = Field(
+        default="auto",
+        min_length=1,
+        description="token before each document of jsonl and parquet: auto (as the tokenizer's own "
+        "files say) | none | a token",
     )
     workers: Count = Field(
         default=1,

@@ -46,6 +46,7 @@ class Recipe:
     parse_special: bool = False  # special tokens spelled in a text are tokens
     last_answer_only: bool = False  # of a conversation
     today: str | None = None  # the date that a template may write
+    begin_of_text: int | None = None  # the id before each document
 
 
 class Encoded(NamedTuple):
@@ -157,8 +158,8 @@ def _encode_conversations(
 def _as_document(found: list[EncodedConversation], recipe: Recipe) -> EncodedConversation:
     """Returns a conversation, or both of a pair, as one document.
 
-    The marks of the second have SECOND added, and the first ends with the end of text, as `_joined`
-    ends every document.
+    The marks of the second have SECOND added. The first ends with the end of text, and the second
+    begins with the begin of text, as `_joined` ends and begins every document.
     """
     if len(found) == 1:
         return found[0]
@@ -166,6 +167,9 @@ def _as_document(found: list[EncodedConversation], recipe: Recipe) -> EncodedCon
     if recipe.end_of_text is not None:
         ids, loss = np.append(first.ids, recipe.end_of_text), np.append(first.loss, first.loss[-1])
         first = first._replace(ids=ids.astype(np.int32), loss=loss)
+    if recipe.begin_of_text is not None:
+        ids, loss = np.insert(second.ids, 0, recipe.begin_of_text), np.insert(second.loss, 0, 0)
+        second = second._replace(ids=ids, loss=loss)
     return EncodedConversation(
         np.concatenate([first.ids, second.ids]),
         np.concatenate([first.loss, second.loss + np.uint8(SECOND)]),
@@ -205,7 +209,7 @@ def _joined(
     recipe: Recipe,
     tokenizer: Tokenizer,
 ) -> Encoded:
-    """Concatenates documents, each with its end of text; empty documents get none."""
+    """Concatenates documents, each with its begin and its end of text; empty ones get neither."""
     dtype = DTYPES[storage_dtype(tokenizer.size)]
     lengths = np.array([len(ids) for ids in encoded], np.int64)
     notes = np.array(noted, np.uint8)
@@ -223,6 +227,12 @@ def _joined(
         ids = np.insert(ids, ends, recipe.end_of_text)
         if loss is not None:  # learning the last token means learning to stop
             loss = np.insert(loss, ends, loss[ends - 1])
+        lengths = lengths + (lengths > 0)
+    if recipe.begin_of_text is not None:
+        begins = (np.cumsum(lengths) - lengths)[lengths > 0]
+        ids = np.insert(ids, begins, recipe.begin_of_text)
+        if loss is not None:
+            loss = np.insert(loss, begins, 0)
         lengths = lengths + (lengths > 0)
     return Encoded(ids.astype(dtype), lengths, np.array(sizes, np.int64), loss, notes)
 

@@ -28,6 +28,7 @@ from spmdtrain.data.texts.documents import Chunk, find_inputs, format_of, read_c
 from spmdtrain.data.token_files.tokens import open_tokens
 from spmdtrain.data.tokenizers.tokenizer import (
     Tokenizer,
+    begin_of_text,
     end_of_text,
     from_spec,
     open_tokenizer,
@@ -45,6 +46,7 @@ class Job:
     out: str  # OUT.bin, or OUT-00000.bin etc.
     tokenizer: str = "bytes"
     end_of_text: str = "auto"  # or "none", or a token
+    begin_of_text: str = "auto"  # likewise
     field: str | None = None  # in tables and JSON lines; default: text, or messages
     split_on: str | None = None  # what separates the documents of a text file
     chat: bool = False  # documents are conversations; only answers have loss
@@ -83,16 +85,22 @@ def prepare(job: Job) -> None:
         return share_tokenizer(job.out.removesuffix(".bin"), tokenizer)
 
     def make_writer(path: str) -> TokenWriter:  # called once the path is known to be free
-        end = recipe.end_of_text
         return TokenWriter(
-            path, tokenizer, end, job.chat, shared_spec(), recipe.template, job.pairs
+            path,
+            tokenizer,
+            recipe.end_of_text,
+            job.chat,
+            shared_spec(),
+            recipe.template,
+            job.pairs,
+            begin_of_text=recipe.begin_of_text,
         )
 
     identity = _identity(job, recipe, files)
     with Output(job.out, job.shard_tokens, identity, make_writer) as output:
         if not output.is_finished:
             _write(output, files, job, recipe)
-    print(_report(job, output.summaries, tokenizer, recipe.end_of_text, origin, marker_faults))
+    print(_report(job, output.summaries, tokenizer, recipe, origin, marker_faults))
 
 
 def _recipe(job: Job, files: list[str]) -> tuple[Recipe, str]:
@@ -101,24 +109,29 @@ def _recipe(job: Job, files: list[str]) -> tuple[Recipe, str]:
     if not isinstance(fields, ChatFields):
         tokenizer = open_tokenizer(job.tokenizer, texts_in(files, fields, job.split_on))
         tokenizer, end = end_of_text(tokenizer, job.end_of_text, job.tokenizer)
-        return Recipe(tokenizer.spec(), end, fields, None, job.parse_special), ""
+        tokenizer, begin = begin_of_text(tokenizer, job.begin_of_text, job.tokenizer)
+        recipe = Recipe(tokenizer.spec(), end, fields, None, job.parse_special)
+        return replace(recipe, begin_of_text=begin), ""
     if any(format_of(file) == "text" for file in files):
         raise DataError("--chat reads JSON lines and tables; a text file holds no messages")
     named = (job.template, job.chat_template, job.tokenizer, job.variables)
     template, origin, folder = choose_template(*named)
     texts = chain(texts_of_chats(files, fields), [template.letters])
     tokenizer = open_tokenizer(job.tokenizer, texts)
-    end = None
+    begin = end = None
     # A published template writes every special token itself.
     if isinstance(template, SimpleTemplate) or job.end_of_text != "auto":
         tokenizer, end = end_of_text(tokenizer, job.end_of_text, job.tokenizer)
+    if isinstance(template, SimpleTemplate) or job.begin_of_text != "auto":
+        tokenizer, begin = begin_of_text(tokenizer, job.begin_of_text, job.tokenizer)
     if isinstance(template, SimpleTemplate):
         tokenizer = with_markers(tokenizer, template)
     elif folder:
         template = with_tokens(template, folder, tokenizer)
     recipe = Recipe(tokenizer.spec(), end, fields, template.spec, job.parse_special)
     today = date.today().isoformat()
-    return replace(recipe, last_answer_only=job.last_answer_only, today=today), origin
+    recipe = replace(recipe, last_answer_only=job.last_answer_only, today=today)
+    return replace(recipe, begin_of_text=begin), origin
 
 
 def _said_of_template(recipe: Recipe, tokenizer: Tokenizer) -> bool:
@@ -154,7 +167,10 @@ def _identity(job: Job, recipe: Recipe, files: list[str]) -> dict[str, Any]:
     """Returns what a job must share with an interrupted one to continue it."""
     stats = [os.stat(file) for file in files]
     described = asdict(replace(job, workers=1))
-    for name in ("workers", "out", "paths", "tokenizer", "chat_template", "variables"):
+    for name in (
+        *("workers", "out", "paths", "tokenizer", "chat_template", "variables"),
+        "begin_of_text",
+    ):
         del described[name]
     return (
         described
@@ -168,6 +184,7 @@ def _identity(job: Job, recipe: Recipe, files: list[str]) -> dict[str, Any]:
             "template": recipe.template,
         }
         | ({"date": recipe.today} if _writes_date(recipe) else {})
+        | ({"begin_of_text": recipe.begin_of_text} if recipe.begin_of_text is not None else {})
     )
 
 
@@ -183,7 +200,7 @@ def _report(
     job: Job,
     summaries: list[Summary],
     tokenizer: Tokenizer,
-    end: int | None,
+    recipe: Recipe,
     origin: str,
     marker_faults: bool,
 ) -> str:
@@ -196,7 +213,10 @@ def _report(
     count = sum(summary.documents for summary in summaries)
     size = sum(summary.text_bytes for summary in summaries)
     documents = "1 document" if count == 1 else f"{count:,} documents"
+    begin, end = recipe.begin_of_text, recipe.end_of_text
     ending = "nothing ends a document" if end is None else f"token {end} ends each document"
+    if begin is not None:
+        ending = f"token {begin} begins each document; {ending}"
     source = open_tokens(first.path)
     said = _said_of_specials(summaries, job, marker_faults)
     if job.chat:

@@ -60,6 +60,8 @@ class TokenWriter:
         spec: dict | None = None,
         template: str | dict | None = None,
         has_pairs: bool = False,
+        *,
+        begin_of_text: int | None = None,
     ):
         """Opens the files.
 
@@ -69,6 +71,7 @@ class TokenWriter:
         """
         self._tokenizer = tokenizer
         self._spec = tokenizer.spec() if spec is None else spec
+        self._begin_of_text = begin_of_text
         self._end_of_text = end_of_text
         self._finals = [*token_paths(path)]
         self._template = template
@@ -140,6 +143,7 @@ class TokenWriter:
             "tokens": self.tokens,
             "documents": self.documents,
             "vocab": vocab,
+            "begin_of_text": self._begin_of_text,
             "end_of_text": self._end_of_text,
             "text_bytes": self._text_bytes,
             "sha256": self._hashes[".bin"].hexdigest(),

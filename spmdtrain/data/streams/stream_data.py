@@ -31,6 +31,7 @@ from spmdtrain.data.streams.shards import Shard, find_shards
 from spmdtrain.data.texts.documents import Chunk, read_chunks
 from spmdtrain.data.tokenizers.tokenizer import (
     Tokenizer,
+    begin_of_text,
     end_of_text,
     open_tokenizer,
     tokenizer_fingerprint,
@@ -55,6 +56,10 @@ class StreamData:
     @property
     def tokenizer(self) -> dict:
         return self.recipe.tokenizer
+
+    @property
+    def begin_of_text(self) -> int | None:
+        return self.recipe.begin_of_text
 
     @property
     def end_of_text(self) -> int | None:
@@ -139,6 +144,7 @@ def open_stream(settings: DataConfig, *, validates: bool) -> StreamData:
         vocab=tokenizer.size,
         tokenizer=tokenizer,
         fingerprint="",
+        begin_of_text=recipe.begin_of_text,
         end_of_text=recipe.end_of_text,
     )
     validation = None
@@ -153,8 +159,10 @@ def open_stream(settings: DataConfig, *, validates: bool) -> StreamData:
 
 def recipe_of(settings: DataConfig) -> tuple[Recipe, Tokenizer]:
     """Returns the recipe that tokenises documents as `data prepare` would, and its tokenizer."""
-    tokenizer, end = end_of_text(open_tokenizer(settings.tokenizer), "auto", settings.tokenizer)
-    return Recipe(tokenizer.spec(), end, settings.field), tokenizer
+    name = settings.tokenizer
+    tokenizer, end = end_of_text(open_tokenizer(name), "auto", name)
+    tokenizer, begin = begin_of_text(tokenizer, settings.begin_of_text, name)
+    return Recipe(tokenizer.spec(), end, settings.field, begin_of_text=begin), tokenizer
 
 
 def _patterns(path: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -196,6 +204,8 @@ def _fingerprint(shards: tuple[Shard, ...], recipe: Recipe) -> str:
     """Returns a hash of everything that determines the tokens; local paths do not count."""
     digest = hashlib.sha256(tokenizer_fingerprint(recipe.tokenizer).encode())
     digest.update(f"{recipe.end_of_text} {recipe.field!r}".encode())
+    if recipe.begin_of_text is not None:
+        digest.update(f" {recipe.begin_of_text}".encode())
     for shard in shards:
         name = shard.address if shard.is_remote else ""
         digest.update(f"\n{name} {shard.size} {shard.stamp}".encode())

@@ -58,6 +58,7 @@ class ForeignTokens:
 
     vocab = None
     tokenizer_spec = None
+    begin_of_text = None
     end_of_text = None
     template = None
     has_pairs = False

@@ -89,6 +89,13 @@ class TokenSource:
         return self.sidecar["tokenizer"]
 
     @property
+    def begin_of_text(self) -> int | None:
+        """The id that begins each document; None if there is none, or in files of older
+        versions.
+        """
+        return self.sidecar.get("begin_of_text")
+
+    @property
     def end_of_text(self) -> int | None:
         """The id that ends each document; None if there is none, or in files of older versions."""
         return self.sidecar.get("end_of_text")
@@ -227,9 +234,10 @@ def _read_sidecar(path: Path) -> dict:
         raise DataError(
             f"the sidecar {path} is damaged: tokens, documents and vocab are from 1 to 2**63 - 1"
         )
-    end = sidecar.get("end_of_text")
-    if end is not None and not (type(end) is int and 0 <= end < sidecar["vocab"]):
-        raise DataError(f"the sidecar {path} is damaged: end_of_text={end!r}")
+    for key in ("begin_of_text", "end_of_text"):
+        token = sidecar.get(key)
+        if token is not None and not (type(token) is int and 0 <= token < sidecar["vocab"]):
+            raise DataError(f"the sidecar {path} is damaged: {key}={token!r}")
     if not isinstance(sidecar.get("template"), str | dict | None):
         raise DataError(f"the sidecar {path} is damaged: template={sidecar['template']!r:.60}")
     if "tokenizer" not in sidecar:

@@ -115,6 +115,20 @@ class HuggingFaceTokenizer:
         """Returns the token with an id; None if there is none."""
         return self._tokenizer.id_to_token(i) if 0 <= i < self.size else None
 
+    def begin_of_text(self) -> list[int]:
+        """Returns the ids that the file's post-processor puts before a text."""
+        import tokenizers
+
+        with self._refusing("cannot process a text"):
+            processor = tokenizers.Tokenizer.from_str(self._content).post_processor
+            if processor is None:
+                return []
+            # A processor does not depend on the vocabulary. This one surely encodes its one word.
+            model = tokenizers.models.WordLevel({"x": 0}, "x")
+            text = tokenizers.Tokenizer(model).encode("x", add_special_tokens=False)
+            found = processor.process(text)
+        return found.ids[: found.special_tokens_mask.index(0)]
+
     def with_control(self, tokens: Iterable[str]) -> "HuggingFaceTokenizer":
         """Returns the tokenizer with further control tokens."""
         more = [token for token in tokens if token not in self.control]

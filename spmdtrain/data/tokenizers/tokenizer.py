@@ -3,7 +3,7 @@
 A tokenizer's *spec* is a JSON value from which it can be rebuilt anywhere. It is stored with token
 files and in a run's config, so ids can be decoded after the tokenizer's own file has moved.
 
-The *end of text* is the token after each document.
+The *end of text* is the token after each document, the *begin of text* that before it.
 """
 
 import hashlib
@@ -17,7 +17,12 @@ import numpy as np
 from spmdtrain.config.errors import DataError
 from spmdtrain.data.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
 from spmdtrain.data.tokenizers.offsets import Encoding
-from spmdtrain.data.tokenizers.tokenizer_folder import ends_named, specials_named, tokenizer_file
+from spmdtrain.data.tokenizers.tokenizer_folder import (
+    adds_begin,
+    ends_named,
+    specials_named,
+    tokenizer_file,
+)
 
 UNDECODABLE = "\ufffd"
 # Ids that never occur in text, so they can end one. 0xFF is not a byte of UTF-8, and U+10FFFF is
@@ -244,6 +249,41 @@ def end_of_text(tokenizer: Tokenizer, asked: str, name: str) -> tuple[Tokenizer,
         found=", ".join(list(tokenizer.control)[:5]) or "no special tokens",
         fix="--end-of-text TOKEN, or --end-of-text none",
     )
+
+
+def begin_of_text(tokenizer: Tokenizer, asked: str, name: str) -> tuple[Tokenizer, int | None]:
+    """Returns the tokenizer with a begin of text, and its id, which is None if there is none.
+
+    `asked` is "none", a token of the tokenizer, or "auto". "auto" is the token that the
+    post-processor of a `tokenizer.json` puts before a text, as transformers does, unless the
+    `add_bos_token` in the file next to it disagrees. Bytes and characters have none.
+
+    `name` is the tokenizer's, as for `open_tokenizer`. Raises DataError if there is no such token,
+    or if the files disagree.
+    """
+    if asked == "none":
+        return tokenizer, None
+    if asked != "auto":
+        found = tokenizer.id_of(asked)
+        if found is None:
+            raise DataError(f"the tokenizer {name} has no token {asked!r} to begin a text with")
+        return _with_control(tokenizer, asked), found
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        return tokenizer, None
+    folder = tokenizer_file(name).parent
+    adds, found = adds_begin(folder), tokenizer.begin_of_text()
+    # Where they disagree, so do the versions of transformers.
+    if len(found) > 1 or adds not in (None, bool(found)):
+        before = " ".join(tokenizer.token_of(i) or str(i) for i in found) or "nothing"
+        said = "" if adds is None else f", and add_bos_token={json.dumps(adds)}"
+        raise DataError(
+            f"the files of {name} do not say which token begins a text",
+            found=f"a post-processor that puts {before} before it{said}",
+            fix="--begin-of-text TOKEN or none (for a stream: data.begin_of_text)",
+        )
+    if not found:
+        return tokenizer, None
+    return tokenizer.with_control(filter(None, [tokenizer.token_of(found[0])])), found[0]
 
 
 def _with_control(tokenizer: Tokenizer, token: str) -> Tokenizer:

@@ -78,6 +78,15 @@ def ends_named(folder: Path) -> Iterator[str | int]:
                 yield i
 
 
+def adds_begin(folder: Path) -> bool | None:
+    """Returns the `add_bos_token` of a `tokenizer_config.json`; None if it does not say.
+
+    Raises DataError if the file is damaged.
+    """
+    said = read_config(folder / OF_TOKENS[0]).get("add_bos_token")
+    return said if isinstance(said, bool) else None
+
+
 def named_tokens(folder: Path) -> dict[str, str]:
     """Returns the special tokens that the files next to a `tokenizer.json` name, by their names.
 

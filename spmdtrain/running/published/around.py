@@ -40,9 +40,11 @@ def _write_tokenizer(folder: Path, saved: Mapping[str, Any], run: Path) -> str:
         return "no tokenizer: the run's is not a Hugging Face tokenizer"
     from_spec(spec)  # raises if it is damaged
     described: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    end = saved.get("end_of_text")
-    if end is not None and (token := from_spec(spec).decode([end])):
-        described["eos_token"] = token
+    for name, key in (("bos_token", "begin_of_text"), ("eos_token", "end_of_text")):
+        number = saved.get(key)
+        if number is not None and (token := from_spec(spec).decode([number])):
+            described[name] = token
+    described["add_bos_token"] = saved.get("begin_of_text") is not None
     with writing(folder):
         (folder / TOKENIZER).write_text(spec["json"], encoding="utf-8")
         text = json.dumps(described, indent=2, ensure_ascii=False)

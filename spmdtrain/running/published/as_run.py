@@ -13,7 +13,7 @@ from spmdtrain.config.published.longest import check_longest
 from spmdtrain.config.published.reading import Published, read_published
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.chats.template_folder import folder_template, with_tokens
-from spmdtrain.data.tokenizers.tokenizer import end_of_text, open_tokenizer
+from spmdtrain.data.tokenizers.tokenizer import begin_of_text, end_of_text, open_tokenizer
 from spmdtrain.interop.directory import KEPT, TOKENIZER
 
 LONGEST_SAMPLE = 1024  # tokens of the sequences that an imported run is evaluated on
@@ -25,6 +25,7 @@ class Described:
 
     tokenizer: dict[str, Any] | None
     end_of_text: int | None
+    begin_of_text: int | None
     fingerprint: str = ""
     template: dict[str, Any] | None = None  # the spec of its chat template
 
@@ -64,7 +65,7 @@ def described(published: Published, config: RunConfig) -> Described:
     Raises DataError if the model has too few rows for it.
     """
     if not (published.folder / TOKENIZER).is_file():
-        return Described(None, None)
+        return Described(None, None, None)
     name = str(published.folder)
     tokenizer = open_tokenizer(name)
     vocab = config.model.vocab or 0
@@ -75,10 +76,12 @@ def described(published: Published, config: RunConfig) -> Described:
             fix=f"spmdtrain import DIR --set model.vocab={rows}, which adds rows (the mean of the "
             "others)",
         )
-    end = None
+    begin = end = None
     with contextlib.suppress(DataError):  # a tokenizer need not name one
         tokenizer, end = end_of_text(tokenizer, "auto", name)
+    with contextlib.suppress(DataError):
+        tokenizer, begin = begin_of_text(tokenizer, "auto", name)
     template = folder_template(published.folder, {})
     if template:
         template = with_tokens(template, published.folder, tokenizer)
-    return Described(tokenizer.spec(), end, template=template and template.spec)
+    return Described(tokenizer.spec(), end, begin, template=template and template.spec)

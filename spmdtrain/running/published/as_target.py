@@ -29,8 +29,8 @@ def target_of(run: Path, dtype: str | None) -> tuple[Target, dict[str, Any]]:
     chosen = dtype or (base and base.dtype) or "bfloat16"
     if chosen not in NAMES:
         raise ConfigError(f"--dtype {chosen!r:.40} is not one of {', '.join(NAMES)}")
-    end = saved.get("end_of_text")
+    begin, end = saved.get("begin_of_text"), saved.get("end_of_text")
     # Null for tokens that do not exist: otherwise transformers would fill in its own ids.
-    tokens = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
+    tokens = {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": None}
     family, keys = write_config(model, base, dtype=chosen, tokens=tokens, run=run)
     return Target(model, family, keys, chosen, config.finetune), saved

@@ -77,6 +77,7 @@ def check_start(
             "--step": step,
             CORPUS: f"{data.fingerprint[:16]} ({data.describe(config)})",
             TOKENIZER: _digest(data.tokenizer) if data.tokenizer else "none",
+            "the begin of a document": data.begin_of_text,
             "the end of a document": data.end_of_text,
             "the template of conversations": data.template and _digest(data.template),
             "--run": directory,
