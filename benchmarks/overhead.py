@@ -30,7 +30,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +38,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import jax
 import jax.numpy as jnp
-import optax
+from beside.bare import make_step
 
 from spmdtrain.checkpoints.checkpoints import Checkpoints
 from spmdtrain.checkpoints.identity import identity
@@ -71,120 +70,6 @@ CONFIG = RunConfig(
 
 BARE = ("bare, unrolled", "bare, scanned")
 STEP, LOOP = "step", "loop"
-
-
-# --- the step by hand -----------------------------------------------------------------------------
-
-
-def bare_parameters(given: dict[str, jax.Array], scanned: bool) -> dict[str, Any]:
-    """The framework's initial values in the shapes that one would choose by hand; layers stacked,
-    or a list.
-    """
-    block = {
-        name.removeprefix("blocks.layer."): x
-        for name, x in given.items()
-        if name.startswith("blocks.layer.")
-    }
-    layers, embed, heads, three, dim = block["attention.qkv_eknd"].shape
-    stack = {
-        "attention_scale": block["attention_norm.scale_e"],
-        "attention_bias": block["attention_norm.bias_e"],
-        "qkv": block["attention.qkv_eknd"].swapaxes(2, 3).reshape(layers, embed, -1),
-        "qkv_bias": block["attention.qkv_bias"]
-        .reshape(layers, heads, three, dim)
-        .swapaxes(1, 2)
-        .reshape(layers, -1),
-        "out": block["attention.out_kgde"].reshape(layers, -1, embed),
-        "out_bias": block["attention.out_bias"],
-        "mlp_scale": block["mlp_norm.scale_e"],
-        "mlp_bias": block["mlp_norm.bias_e"],
-        "up": block["mlp.up_ef"].reshape(layers, embed, -1),
-        "up_bias": block["mlp.up_bias"].reshape(layers, -1),
-        "down": block["mlp.down_fe"],
-        "down_bias": block["mlp.down_bias"],
-    }
-    return {
-        "tokens": given["tokens.table_ve"],
-        "positions": given["positions_te"],
-        "layers": stack
-        if scanned
-        else [{name: x[i] for name, x in stack.items()} for i in range(layers)],
-        "final_scale": given["norm.scale_e"],
-        "final_bias": given["norm.bias_e"],
-    }
-
-
-# As good as by hand gets: one array of this width kept for backward instead of six makes the
-# scanned step 7 % faster.
-gelu = partial(jax.checkpoint, prevent_cse=False)(jax.nn.gelu)
-
-
-def layernorm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
-    x = x - x.mean(-1, keepdims=True)
-    return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-5) * scale + bias
-
-
-def bare_layer(x: jax.Array, p: dict[str, jax.Array], heads: int) -> jax.Array:
-    batch, time_, embed = x.shape
-    h = layernorm(x, p["attention_scale"], p["attention_bias"])
-    q, k, v = jnp.moveaxis(
-        (h @ p["qkv"] + p["qkv_bias"]).reshape(batch, time_, 3, heads, embed // heads), 2, 0
-    )
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * (embed // heads) ** -0.5
-    scores = jnp.where(jnp.tril(jnp.ones((time_, time_), bool)), scores, -jnp.inf)
-    h = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(x.shape)
-    x = x + h @ p["out"] + p["out_bias"]
-    h = layernorm(x, p["mlp_scale"], p["mlp_bias"])
-    return x + gelu(h @ p["up"] + p["up_bias"]) @ p["down"] + p["down_bias"]
-
-
-def bare_loss(
-    params: dict[str, Any], tokens: jax.Array, targets: jax.Array, heads: int
-) -> jax.Array:
-    x = params["tokens"][tokens] + params["positions"][: tokens.shape[1]]
-    if isinstance(params["layers"], list):
-        for p in params["layers"]:
-            x = bare_layer(x, p, heads)
-    else:
-        x, _ = jax.lax.scan(lambda x, p: (bare_layer(x, p, heads), None), x, params["layers"])
-    logits = layernorm(x, params["final_scale"], params["final_bias"]) @ params["tokens"].T
-    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
-
-
-def bare_step(
-    config: RunConfig, given: dict[str, jax.Array], scanned: bool
-) -> tuple[Callable, Any]:
-    """`step(state, (tokens, targets)) -> (state, loss)` and its first state."""
-    asked = config.optimizer
-
-    def matrices(params):
-        return jax.tree.map_with_path(
-            lambda path, _: not path[-1].key.endswith(("scale", "bias")), params
-        )
-
-    adamw = optax.adamw(
-        asked.learning_rate,
-        asked.beta1,
-        asked.beta2,
-        asked.epsilon,
-        weight_decay=asked.weight_decay,
-        mask=matrices,
-    )
-    transformation = optax.chain(optax.clip_by_global_norm(config.train.clip), adamw)
-
-    def step(state, batch):
-        params, moments = state
-        loss, grads = jax.value_and_grad(bare_loss)(params, *batch, config.model.heads)
-        updates, moments = transformation.update(grads, moments, params)
-        return (optax.apply_updates(params, updates), moments), loss
-
-    @jax.jit
-    def start(given):
-        params = bare_parameters(given, scanned)
-        # The loop donates what it was given.
-        return jax.tree.map(jnp.copy, (params, transformation.init(params)))
-
-    return jax.jit(step, donate_argnums=0), start(given)
 
 
 # --- rounds ---------------------------------------------------------------------------------------
@@ -276,7 +161,7 @@ def race(config: RunConfig, rounds: int, steps: int, directory: Path) -> dict[st
     step, _ = compile_step(setup, lower_step(setup))
     alone = jax.jit(lambda state: jax.tree.map(jnp.copy, state))(state)
     contenders = {
-        name: Contender(*bare_step(setup.config, state.params, name == BARE[1]), pairs)
+        name: Contender(*make_step(setup.config, state.params, name == BARE[1]), pairs)
         for name in BARE
     } | {STEP: Contender(step, alone, batches, lambda metrics: metrics["loss"])}
 
