@@ -37,6 +37,8 @@ PIPELINE_RUN = "tests/train/test_pipeline_run.py"
 OPTIMIZER = "tests/train/test_optimizer.py"
 EMA = "tests/train/test_ema.py"
 LOSS_SCALE = "tests/train/test_loss_scale.py"
+SPARSITY = "tests/train/test_sparsity.py"
+SPARSE_GROUPS = f"'{SPARSITY}::test_every_mesh_has_the_zeros_of_one_device[sparsity.pattern=2:4]'"
 SCHEDULE_FREE = "tests/train/test_schedule_free.py"
 ROUTERS = "tests/models/test_router.py"
 PRECISION = "tests/train/test_precision.py"
@@ -618,6 +620,48 @@ BREAKAGES = [
         "if any(rule.gradient_point for rule in setup.update_rules.values()):",
         "if not setup.update_rules:",
         f"{SCHEDULE_FREE} -k another",
+    ),
+    Breakage(
+        "groups of weights lie along the outputs of a matrix that leads back",
+        "train/sparsity/chosen.py",
+        'leads_back = last == "embed" and first != "embed"',
+        'leads_back = last != "embed" and first == "embed"',
+        SPARSE_GROUPS,
+    ),
+    Breakage(
+        "weights that are zero move again until the next choice",
+        "train/items/masks.py",
+        "Projected(masks, {**moved.params, **sparse}, figures)",
+        "Projected(masks, {**sparse, **moved.params}, figures)",
+        SPARSE_GROUPS,
+    ),
+    Breakage(
+        "a skipped step loses the choice of the weights that stay",
+        "train/items/masks.py",
+        "due = is_time(settings, moved.step) | _too_many_stay(settings, masks, moved)",
+        "due = is_time(settings, moved.step)",
+        f"{SPARSITY} -k skipped",
+    ),
+    Breakage(
+        "one more of the equal weights stays",
+        "train/sparsity/elements.py",
+        "equal & (index < stop)",
+        "equal & (index <= stop)",
+        f"{SPARSITY} -k equal_ones",
+    ),
+    Breakage(
+        "the share of zeros rises by the square",
+        "train/sparsity/timetable.py",
+        "(1 - left**3)",
+        "(1 - left**2)",
+        f"{SPARSITY} -k cubic",
+    ),
+    Breakage(
+        "the average of sparse weights is dense",
+        "train/items/ema.py",
+        "{path: masks.masked(moved[path], mask) for path, mask in stay.items()}",
+        "{path: moved[path] for path, mask in stay.items()}",
+        f"{SPARSITY} -k average",
     ),
     Breakage(
         "the average of the weights is updated before they are",
