@@ -132,6 +132,7 @@ def _data(config: RunConfig, lost: list[str]) -> dict[str, Any]:
         "path": None,
         "validation_path": None,
         "mix": (),
+        "phases": (),
         "tokenizer": "bytes",
         "dtype": None,
     }

@@ -23,7 +23,7 @@ Changes = dict[str, tuple[Any, Any]]
 # The settings that say where a corpus comes from.
 DATA = (
     *("data.corpus", "data.path", "data.tokenizer", "data.field", "data.begin_of_text"),
-    "data.mix",
+    *("data.mix", "data.phases"),
 )
 # Settings of [model] that show in the presence or shape of a leaf, and those that do not change
 # what the weights compute.

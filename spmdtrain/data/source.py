@@ -21,7 +21,7 @@ from spmdtrain.data.batches import Windows as Windows
 from spmdtrain.data.corpus import Corpus, check_vocab, common_template, open_corpus
 from spmdtrain.data.epochs import counted_in_steps
 from spmdtrain.data.indices import sample_indices
-from spmdtrain.data.mixture import Mixture, mix
+from spmdtrain.data.mixtures.phases import PhasedMixture, phased
 from spmdtrain.data.packing import PackedStream, PackedWindows
 from spmdtrain.data.recorded import RecordedData
 from spmdtrain.data.shuffle import random_bits
@@ -129,7 +129,7 @@ class MixtureData:
 
     names: tuple[str, ...]
     sources: tuple[CorpusData, ...]
-    mixture: Mixture
+    mixture: PhasedMixture
 
     @property
     def fingerprint(self) -> str:
@@ -137,7 +137,7 @@ class MixtureData:
         return self._united([source.fingerprint for source in self.sources])
 
     def _united(self, fingerprints: list[str]) -> str:
-        parts = [*map(str, self.mixture.counts), *fingerprints]
+        parts = [*self.mixture.identity, *fingerprints]
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
     @property
@@ -199,13 +199,18 @@ class MixtureData:
 
     def describe(self, config: RunConfig) -> str:
         """Returns the run's description of its data: shares, and how often each source is read."""
-        drawn = config.train.samples_before(config.train.steps) * config.train.sequence_length
-        parts = zip(self.names, self.mixture.shares, self.sources, strict=True)
+        samples = config.train.samples_before(config.train.steps)
+        drawn = samples * config.train.sequence_length
+        shares = self.mixture.shares
+        if config.data.phases:
+            shares = (self.mixture.drawn(samples) / samples).tolist()
+        parts = zip(self.names, shares, self.sources, strict=True)
         described = [
             f"{name} {100 * share:.3g} % ({share * drawn / source.train.size:.2g} epochs)"
             for name, share, source in parts
         ]
-        return f"{', '.join(described)} of the samples"
+        phases = f", in {len(config.data.phases) + 1} phases" if config.data.phases else ""
+        return f"{', '.join(described)} of the samples{phases}"
 
 
 def _with_seed(config: RunConfig, seed: int) -> RunConfig:
@@ -365,10 +370,11 @@ def _check_pairs(corpus: Corpus, config: RunConfig) -> None:
 def _open_mixture(config: RunConfig) -> MixtureData:
     """Opens the sources of `data.mix`. Raises DataError if their tokenizers differ."""
     settings = config.data
-    mixture = mix([source.weight for source in settings.mix])
+    weights = [source.weight for source in settings.mix]
+    mixture = phased(settings.phases, weights, config.train.sequence_length)
     corpora: list[Corpus] = []
     for source in settings.mix:
-        one = settings.model_copy(update={"mix": (), "path": source.path})
+        one = settings.model_copy(update={"mix": (), "phases": (), "path": source.path})
         corpus = open_corpus(one, config.model.vocab, config.train.seed)
         if corpora and not corpus.has_tokenizer_of(corpora[0]):
             both = f"{settings.mix[0].name} and {source.name}"

@@ -9,7 +9,7 @@ from spmdtrain.config import load
 from spmdtrain.config.errors import DataError
 from spmdtrain.data.batches import EvalWindows, Range, TrainStream
 from spmdtrain.data.corpus import Corpus
-from spmdtrain.data.mixture import mix
+from spmdtrain.data.mixtures.mixture import mix
 from spmdtrain.data.packing import PackedStream, PackedWindows
 from spmdtrain.data.prepare.encode import Encoded
 from spmdtrain.data.prepare.token_writer import TokenWriter

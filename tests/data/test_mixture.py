@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from spmdtrain.config import from_resolved, load, resolved, to_toml
 from spmdtrain.config.errors import ConfigError, DataError
-from spmdtrain.data import mixture as mixture_module
-from spmdtrain.data.mixture import LONGEST_PERIOD, Mixture, mix
+from spmdtrain.data.mixtures import mixture as mixture_module
+from spmdtrain.data.mixtures.mixture import LONGEST_PERIOD, Mixture, mix
 from spmdtrain.data.prepare.token_writer import write_tokens
 from spmdtrain.data.source import open_data
 from spmdtrain.data.tokenizers.tokenizer import open_tokenizer

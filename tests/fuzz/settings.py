@@ -136,6 +136,7 @@ NOT_DRAWN = {
     "model.rope_scaling": "a table; tests/models/test_families.py has it",
     "model.experts.balance_over": "depends on the accumulation; tests/models/test_router.py has it",
     "data.mix": "a table of sources; tests/data has it",
+    "data.phases": "is of data.mix; tests/data/test_phases.py has it",
     "data.validation_path": "of token files that others made; tests/data has it",
     **dict.fromkeys(
         (

@@ -11,7 +11,7 @@ Descriptions are read by people: they appear in the JSON schema and in the list 
 
 from spmdtrain.config.own.section import OwnConfig
 from spmdtrain.config.schema.checkpoint import CheckpointConfig
-from spmdtrain.config.schema.data import DataConfig, MixSource
+from spmdtrain.config.schema.data import DataConfig, MixPhase, MixSource
 from spmdtrain.config.schema.eval import EvalConfig
 from spmdtrain.config.schema.finetune import FinetuneConfig, SparsityConfig
 from spmdtrain.config.schema.guard import GuardConfig
@@ -72,6 +72,7 @@ __all__ = [
     "LogConfig",
     "MESH_AXES",
     "MeshConfig",
+    "MixPhase",
     "MixSource",
     "MultiTokenConfig",
     "Muon",

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from spmdtrain.config.settings import Count, Fraction, Positive, Settings, Strings
+from spmdtrain.config.settings import Count, Fraction, NonNegative, Positive, Settings, Strings
 
 
 class MixSource(Settings):
@@ -19,7 +19,30 @@ class MixSource(Settings):
     )
 
 
+class MixPhase(Settings):
+    """A phase at the beginning of a run, in which the sources of `data.mix` have other weights."""
+
+    tokens: Annotated[int, Field(gt=0, lt=2**62)] = Field(
+        description="it ends with the sample in which the run has read so many"
+    )
+    weights: Annotated[tuple[NonNegative, ...], Field(strict=False)] = Field(
+        description="weight of each source, in the order of data.mix; 0: it is not read"
+    )
+    change: Literal["none", "linear"] = Field(
+        default="none",
+        description="none: the weights stay | linear: they become those of the next phase, or of "
+        "data.mix after the last, in 32 equal steps",
+    )
+
+    @model_validator(mode="after")
+    def _check(self):
+        if not any(self.weights):
+            raise ValueError("data.phases: the weights of a phase are all 0; set one above 0")
+        return self
+
+
 Mix = Annotated[tuple[MixSource, ...], Field(strict=False)]
+Phases = Annotated[tuple[MixPhase, ...], Field(strict=False)]
 STREAMED = ("jsonl", "parquet")
 # Settings of streams alone.
 OF_STREAMS = ("begin_of_text", "field", "workers", "shuffle_buffer", "cache", "cache_gb")
@@ -45,6 +68,9 @@ class DataConfig(Settings):
     )
     mix: Mix = Field(
         default=(), description="weighted sources of token files, instead of corpus and path"
+    )
+    phases: Phases = Field(
+        default=(), description="phases with other weights of data.mix, before those of data.mix"
     )
     tokenizer: str = Field(
         default="bytes", description="bytes | characters | a Hugging Face tokenizer.json"
@@ -119,6 +145,8 @@ class DataConfig(Settings):
 
     @model_validator(mode="after")
     def _check(self):
+        if self.phases:
+            self._check_phases()
         if self.mix:
             self._check_mix()
         elif self.corpus in ("text", "tokens", *STREAMED) and not self.path:
@@ -166,6 +194,28 @@ class DataConfig(Settings):
                 f"data.tokenizer='characters' is built from a whole corpus, and {asked} is "
                 "streamed; set data.tokenizer='bytes'"
             )
+
+    def _check_phases(self):
+        """Refuses phases without sources, with other sources, or that end before they begin."""
+        if not self.mix:
+            raise ValueError(
+                "data.phases have weights for the sources of data.mix, and there are none; set "
+                "data.phases=[]"
+            )
+        before = 0
+        for number, phase in enumerate(self.phases):
+            where = f"data.phases[{number}]"
+            if len(phase.weights) != len(self.mix):
+                raise ValueError(
+                    f"{where} has {len(phase.weights)} weights for the {len(self.mix)} sources of "
+                    "data.mix; set one for each"
+                )
+            if phase.tokens <= before:
+                raise ValueError(
+                    f"{where}.tokens={phase.tokens}: the run has read {before} when it begins; "
+                    "set more"
+                )
+            before = phase.tokens
 
     def _check_mix(self):
         if self.corpus != "tokens":

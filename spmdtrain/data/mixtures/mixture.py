@@ -27,7 +27,7 @@ FREE = -1
 class Mixture:
     """The order in which several sources are drawn."""
 
-    counts: tuple[int, ...]  # slots of each source in a period
+    counts: tuple[int, ...]  # slots of each source in a period; 0: it is never drawn
 
     @cached_property
     def period(self) -> np.ndarray:
@@ -55,6 +55,12 @@ class Mixture:
         source = self.period[slot]
         return source, turn * np.array(self.counts)[source] + self._ranks[slot]
 
+    def drawn(self, samples: int) -> np.ndarray:
+        """Returns how many of the first `samples` come from each source, int64."""
+        turns, slots = divmod(samples, len(self.period))
+        begun = np.bincount(self.period[:slots], minlength=len(self.counts))
+        return turns * np.array(self.counts, np.int64) + begun
+
 
 def mix(weights: Sequence[float]) -> Mixture:
     """Returns the mixture of sources with these weights, which need not add up to 1.
@@ -62,26 +68,38 @@ def mix(weights: Sequence[float]) -> Mixture:
     Weights count as the decimal numbers they are written as. Raises ConfigError if one is too small
     to ever be drawn.
     """
+    shares = shares_of(weights)
+    counts = nearest(shares, LONGEST_PERIOD)
+    for weight, count in zip(weights, counts, strict=True):
+        if weight and not count:
+            raise ConfigError(
+                f"data.mix: weight {weight} is less than 1 in {LONGEST_PERIOD} samples",
+                fix="a larger weight, or no such source",
+            )
+    return Mixture(counts)
+
+
+def shares_of(weights: Sequence[float]) -> list[Fraction]:
+    """Returns the exact share of each of these weights, as decimal numbers."""
     exact = [Fraction(repr(weight)) for weight in weights]
     total = sum(exact)
-    shares = [weight / total for weight in exact]
+    return [weight / total for weight in exact]
+
+
+def nearest(shares: Sequence[Fraction], longest: int) -> tuple[int, ...]:
+    """Returns the slots of each source in the shortest period with these shares.
+
+    If it is longer than `longest`, the shares are rounded to as many parts.
+    """
     length = lcm(*(share.denominator for share in shares))
-    if length <= LONGEST_PERIOD:
-        return Mixture(tuple(int(share * length) for share in shares))
-    counts = [int(share * LONGEST_PERIOD) for share in shares]
-    left_over = [
-        share * LONGEST_PERIOD - count for share, count in zip(shares, counts, strict=True)
-    ]
+    if length <= longest:
+        return tuple(int(share * length) for share in shares)
+    counts = [int(share * longest) for share in shares]
+    left_over = [share * longest - count for share, count in zip(shares, counts, strict=True)]
     by_rest = sorted(range(len(shares)), key=lambda source: -left_over[source])
-    for source in by_rest[: LONGEST_PERIOD - sum(counts)]:
+    for source in by_rest[: longest - sum(counts)]:
         counts[source] += 1
-    if min(counts) == 0:
-        least = counts.index(0)
-        raise ConfigError(
-            f"data.mix: weight {weights[least]} is less than 1 in {LONGEST_PERIOD} samples",
-            fix="a larger weight, or no such source",
-        )
-    return Mixture(tuple(counts))
+    return tuple(counts)
 
 
 def _arrange(counts: Sequence[int]) -> np.ndarray:
@@ -102,7 +120,8 @@ def _place_regular(counts: Sequence[int]) -> np.ndarray:
     """Puts each source with 1 slot in m into every m-th slot, the largest source first."""
     length = sum(counts)
     period = np.full(length, FREE)
-    by_size = sorted(range(len(counts)), key=lambda source: -counts[source])
+    there = [source for source, count in enumerate(counts) if count]
+    by_size = sorted(there, key=lambda source: -counts[source])
     for count, sources in groupby(by_size, key=lambda source: counts[source]):
         if length % count:
             continue
@@ -127,7 +146,8 @@ def _fill(counts: Sequence[int], regular: np.ndarray) -> np.ndarray | None:
     length = len(regular)
     period = regular.copy()
     placed = set(regular.tolist())
-    waiting = [(0, source, 0) for source in range(len(counts)) if source not in placed]
+    left = [source for source, count in enumerate(counts) if count and source not in placed]
+    waiting = [(0, source, 0) for source in left]
     ready: list[tuple[int, int, int]] = []  # (deadline, source, index of the sample)
     for slot in np.flatnonzero(regular == FREE).tolist():
         while waiting and waiting[0][0] <= slot:  # (first slot, source, index of the sample)

@@ -1,0 +1,1 @@
+"""Which source each sample of a mixture comes from."""
