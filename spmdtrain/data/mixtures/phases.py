@@ -25,9 +25,7 @@ PARTS = 2**12  # of the samples of a piece: its weights are rounded to these
 
 @dataclass(frozen=True)
 class PhasedMixture:
-    """The mixtures that follow each other, each from one of the samples `firsts` on; the first of them
-    is 0.
-    """
+    """The mixtures of a run, each from one of the samples `firsts` on, of which the first is 0."""
 
     firsts: tuple[int, ...]
     mixtures: tuple[Mixture, ...]
