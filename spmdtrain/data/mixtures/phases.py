@@ -37,7 +37,7 @@ class PhasedMixture:
 
     @property
     def identity(self) -> list[str]:
-        """What decides the order of the sources, in words without spaces."""
+        """The numbers that decide the order of the sources, in words without spaces."""
         counts = [list(map(str, each.counts)) for each in self.mixtures]
         later = zip(self.firsts[1:], counts[1:], strict=True)
         return counts[0] + [word for first, each in later for word in (f"from={first}", *each)]
