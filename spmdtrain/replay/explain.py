@@ -1,7 +1,8 @@
 """Explains why a step stands out, by repeating it with one thing changed at a time.
 
 The most certain answers come first. A replay that is not equal shows that the machine did something
-else. If float32 heals the step, its precision was too low. If the step is ordinary without its
+else; that of a step without another cause goes on to the next record of the state's leaves, because
+a wrong weight may leave no trace in the figures. If float32 heals the step, its precision was too low. If the step is ordinary without its
 farthest samples, they are the cause; if it is ordinary at the usual rate, the rate is. A change
 counts if it removes the spike, or half of it.
 """
@@ -21,7 +22,7 @@ from spmdtrain.replay import spike
 from spmdtrain.replay.again import steps_again
 from spmdtrain.replay.bundle import is_bundle
 from spmdtrain.replay.compare import Mismatch
-from spmdtrain.replay.opened import Opened, open_replay, with_changes
+from spmdtrain.replay.opened import Opened, changed_setting, open_replay, with_changes
 from spmdtrain.replay.replay import asked_step, unlike
 from spmdtrain.replay.samples import far_samples, text_of_samples
 from spmdtrain.train.batch import Batch
@@ -92,8 +93,8 @@ class _Case:
         self._opened = opened
         self._step = step
         self._wrote = opened.written.figures
-        more = AFTER if has_next and step + AFTER in self._wrote else 0
-        self._last = step + more
+        self._has_next = has_next
+        self._last = step + AFTER if self._continues_to(step + AFTER) else step
         self._before = spike.recent(self._wrote, step)
 
     def explained(self) -> Explained:
@@ -103,7 +104,8 @@ class _Case:
         if first is not None:
             return Explained(self._step, "machine", seen, {}, first=first)
         if seen is None or seen < spike.OUTSTANDING:
-            return Explained(self._step, "ordinary", seen, {})
+            hidden = self._hidden()
+            return Explained(self._step, "machine" if hidden else "ordinary", seen, {}, hidden)
         without: dict[str, float | None] = {}
         if self._opened.setup.config.precision.compute != "float32":
             wide = with_changes(self._opened, ("precision.compute=float32",))
@@ -111,6 +113,24 @@ class _Case:
             if spike.is_healed(seen, without["float32"]):
                 return Explained(self._step, "precision", seen, without)
         return self._by_data(seen, without, at_step)
+
+    def _continues_to(self, last: int) -> bool:
+        """Returns True if the run took the steps up to `last`, with the same settings."""
+        there = self._has_next and last in self._wrote
+        return there and changed_setting(self._opened.written, self._step - 1, last) is None
+
+    def _hidden(self) -> Mismatch | None:
+        """Returns what differs up to the next record of the state's leaves, behind equal figures.
+
+        A weight that no later batch reads may be wrong without a trace in any loss.
+        """
+        opened, written = self._opened, self._opened.written
+        later = sorted(at for at in {*opened.prints, *written.steps} if at > self._last)
+        at = next((at for at in later if opened.prints.get(at) or written.prints(at)), None)
+        if at is None or not self._continues_to(at):
+            return None
+        found = (unlike(opened, again) for again in steps_again(opened, at))
+        return next(filter(None, found), None)
 
     def _replayed(self) -> tuple[Mismatch | None, tuple[TrainState, Batch]]:
         """Returns the first difference of an exact replay, and state and batch of the step."""
@@ -159,7 +179,9 @@ class _Case:
             without["usual rate"] = self._deviations(calm)
             if spike.is_healed(seen, without["usual rate"]):
                 return Explained(self._step, "rate", seen, without, rate=rate, usual=usual)
-        return Explained(self._step, "unexplained", seen, without, rate=rate, usual=usual)
+        hidden = self._hidden()
+        cause = "machine" if hidden else "unexplained"
+        return Explained(self._step, cause, seen, without, hidden, rate=rate, usual=usual)
 
     def _deviations(
         self, opened: Opened, change: Callable[[int, Batch], Batch] | None = None

@@ -49,7 +49,8 @@ OF_PLACEMENT = (
 # Settings of where the data is; that it is the same is checked by its fingerprint.
 OF_PLACES = ("data.path", "data.tokenizer")
 # Settings that no step depends on: a run may continue with others.
-OF_NO_STEP = ("checkpoint.", "eval.", "log.", "data.read_ahead", "train.steps", "mesh.elastic")
+OF_NO_STEP = ("checkpoint.", "eval.", "log.", "data.read_ahead", "mesh.elastic")
+OF_RATE = "train.steps"  # the rate of a step depends on it, unless the schedule is constant
 SEAMS = ("optimizer", "learning_rate", "loss", "data")
 
 
@@ -203,21 +204,33 @@ def settings_at(
 
 def check_one_start(written: WrittenRun, first: int, last: int) -> None:
     """Raises CheckpointError if the steps after `first`, up to `last`, had different settings."""
-    before, after = written.start_of(first + 1), written.start_of(last)
-    if before is None or after is None:
-        return
-    then, now = flat(given_in(before)), flat(given_in(after))
-    changed = [
-        name
-        for name in then | now
-        if then.get(name) != now.get(name) and not name.startswith(OF_NO_STEP)
-    ]
-    if changed:
+    if (changed := changed_setting(written, first, last)) is not None:
+        after = written.start_of(last)
+        assert after is not None, "a start with other settings is a start"
         raise CheckpointError(
-            f"{written.run} was resumed at step {after['from_step']} with another {changed[0]}, "
+            f"{written.run} was resumed at step {after['from_step']} with another {changed}, "
             "and holds no checkpoint of that step",
             fix=f"--step {after['from_step']} or an earlier one",
         )
+
+
+def changed_setting(written: WrittenRun, first: int, last: int) -> str | None:
+    """Returns the first setting that differs between the step after `first` and step `last`.
+
+    None if no setting on which steps depend does, or if an old run did not record them.
+    """
+    before, after = written.start_of(first + 1), written.start_of(last)
+    if before is None or after is None:
+        return None
+    then, now = flat(given_in(before)), flat(given_in(after))
+    is_constant = now.get("optimizer.schedule") == "constant" and not now.get("own.learning_rate")
+    ignored = (*OF_NO_STEP, OF_RATE) if is_constant else OF_NO_STEP
+    changed = (
+        name
+        for name in then | now
+        if then.get(name) != now.get(name) and not name.startswith(ignored)
+    )
+    return next(changed, None)
 
 
 def _prints_in(meta: Meta) -> dict[str, Fingerprint]:

@@ -1,7 +1,8 @@
 """`make certified`: breaks copies of the library, and sees that no certificate is given.
 
     python -m tests.certified breakages [--out FILE] [WORDS ...]    those that hold one of the words
-    python -m tests.certified draws --count N [--seed S] [--out FILE]    no false alarm in N layouts
+    python -m tests.certified draws --count N [--seed S] [--out FILE] [KEY=VALUE ...]
+        no false alarm in N layouts of base.toml with these settings
 
 Both write a JSON line each; what FILE already holds is left out.
 """
@@ -86,18 +87,18 @@ def main(arguments: list[str]) -> int:
     """Runs a campaign. Returns 1 if a breakage escapes, or a healthy layout does not agree."""
     parser = argparse.ArgumentParser(prog="make certified", description=__doc__)
     parser.add_argument("campaign", choices=("breakages", "draws"))
-    parser.add_argument("words", nargs="*", default=[])
+    parser.add_argument("words", nargs="*", default=[], help="of breakages; settings of draws")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--count", type=int, default=100, help="layouts to draw")
     parser.add_argument("--seed", type=int, default=0, help="of the first layout")
     asked = parser.parse_intermixed_args(arguments)
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", tempfile.mkdtemp(prefix="certified-cache-"))
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     return breakages(asked) if asked.campaign == "breakages" else draws(asked)
 
 
 def breakages(asked: argparse.Namespace) -> int:
-    """Tries each planted breakage."""
+    """Tries each planted breakage. Copies share what they compile alike."""
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", tempfile.mkdtemp(prefix="certified-cache-"))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     known = kept(asked.out)
     lines = []
     for each in planted():
@@ -117,7 +118,8 @@ def breakages(asked: argparse.Namespace) -> int:
 def draws(asked: argparse.Namespace) -> int:
     """Compares drawn layouts of the healthy library with one device."""
     lines = kept(asked.out)
-    for line in worker.drawn(asked.count, asked.seed, {line["what"] for line in lines}):
+    known = {line["what"] for line in lines}
+    for line in worker.drawn(asked.count, asked.seed, asked.words, known):
         lines.append(line)
         keep(asked.out, line)
         print(f"{line['verdict']:<8} {line['worst']} {line['layout']} {line['first']}", flush=True)

@@ -83,11 +83,13 @@ def carried_on(small: "RunConfig", layouts: "Sequence[Layout]") -> dict[str, Any
     return {"certified": not wrong, "wrong": wrong, "resume": [vars(each) for each in found]}
 
 
-def drawn(count: int, seed: int, known: Container[str] = ()) -> Iterator[dict[str, Any]]:
+def drawn(
+    count: int, seed: int, settings: Sequence[str] = (), known: Container[str] = ()
+) -> Iterator[dict[str, Any]]:
     """Yields the verdict on each of `count` layouts, drawn at random, of the library as it is.
 
-    Leaves out those whose names are `known`. Programs are forgotten on the way, or they would fill
-    the memory.
+    `settings`: those of the run, in addition to those of the file. Leaves out layouts whose names
+    are `known`. Programs are forgotten on the way, or they would fill the memory.
     """
     import jax
 
@@ -98,11 +100,12 @@ def drawn(count: int, seed: int, known: Container[str] = ()) -> Iterator[dict[st
     from spmdtrain.certify.stepper import Own
     from spmdtrain.config import load
 
-    small = shrink(load(BASE), as_is=True).config
+    small = shrink(load(BASE, settings), as_is=True).config
     reference = make_reference(small, 2, Own())
     for number, layout in enumerate(draw_layouts(small, count, seed)):
-        if (what := f"{seed} {number}") in known:
+        if (what := " ".join((f"{seed} {number}", *settings))) in known:
             continue
+        start = time.process_time()
         found = examine(reference, layout, Own())
         if number % 20 == 19:
             jax.clear_caches()
@@ -112,7 +115,7 @@ def drawn(count: int, seed: int, known: Container[str] = ()) -> Iterator[dict[st
             "verdict": found.verdict,
             "worst": min(found.ratios[0], 1e30) if found.ratios else None,
             "first": str(found.first or found.said),
-            "seconds": round(found.seconds, 1),
+            "cpu_seconds": round(time.process_time() - start, 1),
         }
 
 

@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 from fuzz import programs
-from planted import BAD, BATCH, CAUSES, explained
+from planted import BAD, BATCH, CAUSES, SAVED, explained, planted
 
+from spmdtrain.cli.record.explain import describe
+from spmdtrain.replay.explain import explain
 from spmdtrain.replay.spike import deviations, is_healed, recent
 
 pytestmark = pytest.mark.long
@@ -21,6 +23,20 @@ def test_a_planted_cause_is_named(tmp_path, cause):
         assert all(first <= index < first + BATCH for index, _ in found.samples)
     if cause == "machine":
         assert found.first.step == BAD
+
+
+def test_a_wrong_weight_that_no_figure_shows_is_found_at_the_next_checkpoint(tmp_path):
+    with programs.shared():
+        found = explained(tmp_path / "run", 13, "machine")  # the embedding of an id without samples
+    assert (found.cause, found.first.kind) == ("machine", "leaf")
+    assert found.seen < 1 and found.first.step > BAD + 1
+    assert "some steps later" in describe(found)
+
+
+def test_a_step_is_judged_without_those_that_had_other_settings(tmp_path):
+    with programs.shared():
+        given = planted(tmp_path / "run", 1, "rate")
+        assert explain(tmp_path / "run", SAVED, **given).cause == "ordinary"
 
 
 def test_a_spike_is_judged_by_the_steps_well_before_it():

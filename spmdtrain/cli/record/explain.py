@@ -64,8 +64,18 @@ def describe(found: "Explained") -> str:
         )
         beginnings = zip(found.samples[:4], found.texts, strict=False)
         lines += [f"  sample {index}: {text}" for (index, _), text in beginnings]
-    lines.append(MEANING[found.cause].format(rate=found.rate, usual=found.usual))
+    lines.append(meaning(found).format(rate=found.rate, usual=found.usual))
     return "\n".join(lines)
+
+
+def meaning(found: "Explained") -> str:
+    """Returns the cause in words, with places for `rate` and `usual`."""
+    if found.first is not None and found.first.step > found.step + 1:
+        return (
+            "cause: the machine. The figures of this step are equal to the bit, and the run's "
+            "state is not, some steps later"
+        )
+    return MEANING[found.cause]
 
 
 MEANING = {
