@@ -22,6 +22,7 @@ from spmdtrain.certify.cover import DEVICES, Layout
 from spmdtrain.certify.noise import Reference, make_reference
 from spmdtrain.certify.shrink import Shrunk
 from spmdtrain.certify.stepper import Own, Stepper, hash_of
+from spmdtrain.certify.witnesses.mixing import samples_apart
 from spmdtrain.certify.witnesses.resume import resumed, with_settings
 from spmdtrain.certify.witnesses.witness import Witness, witnesses
 from spmdtrain.config.errors import ConfigError, UserError
@@ -104,12 +105,13 @@ def certify(  # noqa: PLR0913 - what is asked of a certificate
     _check_devices(layouts)
     reference = make_reference(shrunk.config, max(steps, 2), own)
     least, most = reference.spread()
+    siblings = 4 if reference.mixes_samples else 5
     say(
         f"reference   one device, {len(reference.figures)} steps, {reference.leaves} figures; "
-        f"rounding moves one by {least:.0e} to {most:.0e} of its size (5 siblings)"
+        f"rounding moves one by {least:.0e} to {most:.0e} of its size ({siblings} siblings)"
     )
     found = Certificate(shrunk, len(reference.figures), reference, [], [])
-    found.witnesses = witnesses(reference, own)
+    found.witnesses = [samples_apart(reference, layouts), *witnesses(reference, own)]
     say(told("witnesses", found.witnesses))
     for number, layout in enumerate(layouts):
         if time.monotonic() - start > budget or (first and found.wrong):

@@ -19,7 +19,7 @@ from pathlib import Path
 from spmdtrain.certify.shrink import BATCH
 from spmdtrain.config import RunConfig
 from spmdtrain.config.schema import MeshConfig
-from spmdtrain.parallel.axes import batch_shards
+from spmdtrain.parallel.axes import BATCH_AXES, batch_shards
 
 DEVICES = 8
 AXES = tuple(MeshConfig().sizes)
@@ -64,6 +64,14 @@ class Layout:
     def has_stages(self) -> bool:
         """True if it has a pipeline, which a model with model.multi_token refuses."""
         return any(_axis_of(text) == "pipeline" for text in self.settings)
+
+    @property
+    def cuts_batch(self) -> bool:
+        """True if a device sees a part of the batch at a time: by an axis, or by microbatches."""
+        axes = {_axis_of(text) for text in self.settings}
+        return not axes.isdisjoint(BATCH_AXES) or any(
+            text.startswith("train.microbatch=") for text in self.settings
+        )
 
     @property
     def devices(self) -> int:

@@ -5,6 +5,10 @@ Five siblings repeat each step, from the same state except for rounding: three w
 rounded differently, one with the batch in reverse, one with the batch in more microbatches. A
 constant tolerance would not do: leaves differ in how much of them is rounding. The gradient of a
 key's bias, whose exact value is 0, is nothing but rounding.
+
+A model that mixes the samples of a microbatch, as by subtracting their mean, trains something else
+in more microbatches. That sibling then lies far outside the other four, and does not count: its
+distance is no rounding, and a floor as wide as that would hide any mistake of a layout.
 """
 
 from dataclasses import dataclass
@@ -13,9 +17,13 @@ import jax
 import numpy as np
 
 from spmdtrain.certify.compare import (
+    MARGIN,
+    FigureApart,
     Figures,
     Floors,
+    differences,
     farther,
+    first_of,
     is_floating,
     norm,
     rounding_of,
@@ -27,18 +35,32 @@ from spmdtrain.train.compared.in_order import WEIGHT, Plain
 
 ROUNDED = (1, 2, 3)  # seeds of the siblings whose weights are rounded differently
 MICROBATCHES = 4  # of the sibling that cuts the batch, if it divides
+# Floors of the other siblings beyond which the one that cuts the batch trains something else;
+# measured: 3 at most for models that do not mix samples, 8e5 for one that subtracts their mean.
+MIXED = 8 * MARGIN
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The steps on one device. `states`: before each step, and after the last."""
+    """The steps on one device. `states`: before each step, and after the last.
+
+    `cut`: into how many microbatches one sibling cuts the batch. `mixed`: the figures that show
+    that this trains something else.
+    """
 
     stepper: Stepper
+    cut: int
     batches: list[HostBatch]
     states: list[Plain]
     figures: list[Figures]
     floors: list[Floors]
     hashes: list[str]
+    mixed: list[FigureApart]
+
+    @property
+    def mixes_samples(self) -> bool:
+        """True if a sample has another gradient among other samples of its microbatch."""
+        return bool(self.mixed)
 
     @property
     def leaves(self) -> int:
@@ -69,7 +91,7 @@ def make_reference(config: RunConfig, steps: int, own: Own) -> Reference:
     train = config.train.model_copy(update={"microbatch": whole // parts})
     cutting = Stepper(config.model_copy(update={"train": train}), device, own)
     rounding = rounding_of(np.dtype(config.precision.compute)) if _is_numpy(config) else 2.0**-9
-    made = Reference(stepper, [], [stepper.begin()], [], [], [])
+    made = Reference(stepper, parts, [], [stepper.begin()], [], [], [], [])
     with stepper.batches() as ahead:
         for _ in range(steps):
             _take_one(made, next(ahead), cutting, rounding)
@@ -97,7 +119,11 @@ def _take_one(made: Reference, batch: HostBatch, cutting: Stepper, rounding: flo
     _, got = made.stepper.take(before, {name: x[:, ::-1] for name, x in batch.items()})
     floors = farther(floors, got, figures)
     _, got = cutting.take(before, cutting.cut(batch))
-    floors = farther(floors, got, figures)
+    apart = differences(len(made.figures), got, figures, floors)
+    if mixed := [each for each in apart if not each.ratio <= MIXED]:
+        made.mixed.append(first_of(mixed))
+    else:
+        floors = farther(floors, got, figures)
     made.batches.append(batch)
     made.states.append(after)
     made.figures.append(figures)

@@ -95,8 +95,8 @@ def shrink(config: RunConfig, *, as_is: bool = False, precision: str = "float32"
     if config.guard.policy == "rollback":
         values["guard"]["policy"] = "skip"
         lost.append("a run that goes back to a checkpoint by itself")
-    if precision == "float32":
-        values["precision"] = FLOAT32
+    is_wide = precision == "float32"
+    values["precision"] = FLOAT32 if is_wide else config.precision.as_given()
     if config.finetune.has_adapters:
         values["finetune"]["rank"] = min(config.finetune.rank, 4)
     if config.finetune.frozen_layers:

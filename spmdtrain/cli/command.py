@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 from spmdtrain.cli.parser import make_parser
 from spmdtrain.config import StorageError, UserError
+from spmdtrain.config.errors import OwnCodeError
+from spmdtrain.config.own.raised import own_errors_named, traceback_of
 from spmdtrain.processes import peers, signals
 
 CLOSED_PIPE = 141  # as a shell reports a program that SIGPIPE ended
@@ -37,7 +39,8 @@ OF_OUTPUT = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
 def run(arguments: Sequence[str] | None) -> int:
     """Runs one command and returns its exit code.
 
-    A user's mistake is one line on stderr; only our bugs show a traceback.
+    A user's mistake is one line on stderr; only our bugs, and errors of code that a setting names,
+    show a traceback.
     """
     signals.at_the_end(lambda code: peers.leave(code, "failed interrupted"))
     try:
@@ -56,7 +59,8 @@ def _run(arguments: Sequence[str] | None) -> int:
     try:
         _stand_somewhere()
         parsed = make_parser().parse_args(arguments)
-        code = parsed.command(parsed)
+        with own_errors_named():
+            code = parsed.command(parsed)
         print(end="", flush=True)  # finds here an output that cannot be written
         return code
     except UserError as error:
@@ -105,6 +109,8 @@ def _lose_no_letter() -> None:
 
 
 def _end_with(error: UserError) -> int:
+    if isinstance(error, OwnCodeError):
+        print(traceback_of(error), end="", file=sys.stderr)  # for the author of that code
     peers.end(error)  # does not return if there are other processes
     print(f"spmdtrain: {error}", file=sys.stderr)
     return error.exit_code

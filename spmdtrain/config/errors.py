@@ -45,6 +45,13 @@ class ConfigError(UserError):
     exit_code = 4
 
 
+class OwnCodeError(ConfigError):
+    """Code that a setting names has raised an error, which is the cause of this one.
+
+    The command line shows the traceback of that error before the line.
+    """
+
+
 class DataError(UserError):
     """The corpus, the tokenizer or a token file is missing or wrong."""
 

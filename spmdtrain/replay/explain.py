@@ -1,10 +1,10 @@
 """Explains why a step stands out, by repeating it with one thing changed at a time.
 
 The most certain answers come first. A replay that is not equal shows that the machine did something
-else; that of a step without another cause goes on to the next record of the state's leaves, because
-a wrong weight may leave no trace in the figures. If float32 heals the step, its precision was too low. If the step is ordinary without its
+else. If float32 heals the step, its precision was too low. If the step is ordinary without its
 farthest samples, they are the cause; if it is ordinary at the usual rate, the rate is. A change
-counts if it removes the spike, or half of it.
+counts if it removes the spike, or half of it. Without a cause, the replay goes on to the next
+record of the state's leaves, because a wrong weight may leave no trace in the figures.
 """
 
 import math

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import fields
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -17,10 +17,13 @@ from spmdtrain.certify.noise import Reference, make_reference
 from spmdtrain.certify.page import page
 from spmdtrain.certify.shrink import Shrunk, shrink
 from spmdtrain.certify.stepper import Own
+from spmdtrain.certify.witnesses.mixing import samples_apart
 from spmdtrain.certify.witnesses.real_size import judged
 from spmdtrain.certify.witnesses.witness import witnesses
 from spmdtrain.compiled.memory import StepMemory
 from spmdtrain.config import load
+from spmdtrain.models.layers.mlp import Mlp
+from spmdtrain.models.transformer import Transformer
 
 BASE = ROOT / "tests" / "certified" / "base.toml"
 TINY = ("model.embed=16", "model.heads=2", "model.kv_heads=2", "train.sequence_length=8")
@@ -90,6 +93,27 @@ def test_witnesses_hold_and_one_that_is_broken_does_not(monkeypatch):
     failing = {each.name for each in witnesses(reference(), Own()) if not each.holds}
     assert "the gradient is the slope of the loss" in failing
     assert "weights move as the optimizer says, from these gradients" in failing
+
+
+class Centred(Mlp):
+    """An mlp that takes the mean of the batch off, so that samples have to do with each other."""
+
+    def __call__(self, x_bte, ctx):
+        return super().__call__(x_bte - x_bte.mean(0), ctx)
+
+
+@pytest.mark.long
+def test_a_model_that_mixes_samples_is_named_and_does_not_widen_the_floors():
+    alone, over_data = (Layout((f"mesh.{axis}=2",), "given") for axis in ("tensor", "data"))
+    healthy = samples_apart(reference(), [over_data])
+    assert (healthy.holds, healthy.said) == (True, "")
+    own = Own(make=partial(Transformer, mlp=Centred))
+    mixing = make_reference(small().config, 1, own)
+    said = samples_apart(mixing, [alone, over_data])
+    assert said.holds is False and "mixes the samples of a batch: in 4 microbatches" in said.said
+    assert samples_apart(mixing, [alone]).holds is None
+    found = examine(mixing, over_data, own)
+    assert (found.verdict, found.said) == ("differs", "") and found.ratios[0] > 1000
 
 
 def certificate(*layouts: Examined) -> Certificate:

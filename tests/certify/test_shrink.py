@@ -71,6 +71,9 @@ def test_a_published_run_keeps_its_features_and_its_layouts_fit(path):
     real = load(path)
     shrunk = shrink(real)
     assert_kept(shrunk.config, real)
+    asked = shrink(real, precision="asked").config.precision
+    assert asked == real.precision
+    assert asked.is_given("frozen") == real.precision.is_given("frozen")
     for layout in cover(real):
         with_settings(shrunk.config, layout.overrides)
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import jax
@@ -150,6 +151,64 @@ def workplace(tmp_path_factory) -> Path:
         patch.setattr(jax, "devices", lambda *_: DEVICES[:1])
         assert main(typed("train", "own_parts.toml", "--run", "run")) == 0
     return folder
+
+
+BROKEN = """
+import helper
+import optax
+import spmdtrain as st
+
+def optimizer():
+    def update(gradients, state, params=None): raise OverflowError("too far")
+    return optax.GradientTransformation(lambda params: (), update)
+def rate(step): return {}["rate"]
+def loss(logits, targets): return helper.fails(logits)
+def source(): return st.Source(lambda seed, sample: open("nowhere"))
+class Sink:
+    def __init__(self, directory, config, step): pass
+    def metrics(self, step, figures): self.rows.append(step)
+    def event(self, event, step, values): pass
+    def close(self): pass
+def hook(event, step, figures): raise LookupError(event)
+class Model(st.Transformer):
+    def head(self, x_bte, ctx): return self.nothing
+"""
+RAISED = {
+    "own.optimizer=broken.py:optimizer": ("OverflowError: too far", "line 7"),
+    "own.learning_rate=broken.py:rate": ("KeyError: 'rate'", "line 9"),
+    "own.loss=broken.py:loss": ("TypeError: ", "helper.py, line 1"),
+    "own.data=broken.py:source": ("FileNotFoundError: ", "line 11"),
+    "own.sinks=broken.py:Sink": (
+        "AttributeError: 'Sink' object has no attribute 'rows'",
+        "line 14",
+    ),
+    "own.hooks=broken.py:hook": ("LookupError: step", "line 17"),
+    "model.make=broken.py:Model": ("AttributeError: ", "line 19"),
+}
+
+
+@pytest.mark.parametrize("setting", RAISED)
+@pytest.mark.usefixtures("parts")
+def test_an_error_of_own_code_is_a_traceback_for_its_author_and_one_line(
+    setting, monkeypatch, capsys
+):
+    monkeypatch.setattr(jax, "devices", lambda *_: DEVICES[:1])
+    monkeypatch.setattr(sys, "path", [*sys.path])  # to which the folder of broken.py is added
+    monkeypatch.delitem(sys.modules, "helper", raising=False)
+    Path("broken.py").write_text(BROKEN)
+    Path("helper.py").write_text("def fails(x): return x + 'one'\n")
+    Path("run.toml").write_text('data.corpus = "synthetic"')
+    more = [f"--set={text}" for text in ("model.vocab=64", "eval.every=0", setting)]
+    code = main([*typed("train", "run.toml", "--run", "run"), *more])
+    said = capsys.readouterr().err
+    error, place = RAISED[setting]
+    key, _, name = setting.partition("=")
+    last = said.splitlines()[-1]
+    assert last.startswith(f"spmdtrain: {key}={name!r}: {error}") and code == ConfigError.exit_code
+    assert place in last and "Traceback" in said and "/spmdtrain/running/" not in said
+    if Path("run/events.jsonl").exists():
+        end = json.loads(Path("run/events.jsonl").read_text().splitlines()[-1])
+        assert end["exit_code"] == code and end["why"] == last.removeprefix("spmdtrain: ")
 
 
 def typed(*words: str) -> list[str]:

@@ -10,7 +10,6 @@ import importlib
 import importlib.util
 import inspect
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +17,7 @@ from typing import Any
 
 from spmdtrain.config.errors import ConfigError, UserError
 from spmdtrain.config.named_file import read_named
+from spmdtrain.config.own.raised import PASSING, note_named, raised_in
 
 # Modules loaded from files: path -> (its bytes, the module).
 _loaded: dict[Path, tuple[bytes, ModuleType]] = {}
@@ -37,6 +37,7 @@ def import_named(name: str, setting: str, kind: str = "class") -> Any:
     for part in attribute.split("."):
         found = getattr(found, part, None)
     if callable(found) or (found is not None and kind != "class"):
+        note_named(module, setting, name)
         return found
     known = [key for key, value in vars(module).items() if _is_offered(value, module, kind)]
     raise ConfigError(
@@ -52,16 +53,12 @@ def run_named(name: str, setting: str, action: Callable[[], Any], passing: str =
     """
     try:
         return action()
-    except UserError:
+    except PASSING:
         raise
     except Exception as error:  # a user's code may raise anything
         if passing and type(error).__module__.partition(".")[0] == passing:
             raise
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        place = f" ({last.filename}, line {last.lineno})"
-        if isinstance(error, SyntaxError):
-            place = ""  # its message has it
-        raise ConfigError(f"{setting}={name!r}: {type(error).__name__}: {error}{place}") from error
+        raise raised_in(f"{setting}={name!r}", error) from error
 
 
 def home_of(name: str) -> str:

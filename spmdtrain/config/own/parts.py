@@ -5,6 +5,7 @@ A name leads to the part itself, or to a function or class that makes it. Values
 needs no other argument makes the part.
 """
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -62,7 +63,7 @@ def _made(config: RunConfig, part: str, name: str, thing: Any, arguments: Mappin
     if callable(thing):
         thing = _with_arguments(config, part, name, thing, arguments)
     if part in NOT_CALLED and not callable(thing):
-        return thing
+        return _with_functions(part, name, thing)
     _check_call(part, name, thing)
     return _in_one_line(part, name, thing)
 
@@ -99,6 +100,21 @@ def _in_one_line(part: str, name: str, thing: Callable[..., Any]) -> Callable[..
     called.__module__, called.__qualname__ = named.__module__, named.__qualname__
     called.__dict__["__wrapped__"] = named  # its source is the one to record
     return called
+
+
+def _with_functions(part: str, name: str, thing: Any) -> Any:
+    """Returns the same Source, whose functions say in one line which setting named it.
+
+    A transformation stays: jax traces its functions, and may call them by their identity.
+    """
+    if not dataclasses.is_dataclass(thing) or isinstance(thing, type):
+        return thing
+    functions = {
+        field.name: _in_one_line(part, name, value)
+        for field in dataclasses.fields(thing)
+        if callable(value := getattr(thing, field.name))
+    }
+    return dataclasses.replace(thing, **functions)
 
 
 def _parameters(thing: Any) -> Parameters:

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from spmdtrain.config.errors import UserError
+from spmdtrain.config.own.raised import own_errors_named
 from spmdtrain.config.run_files import EVENTS, METRICS, newest_line, newest_step
 from spmdtrain.processes import pulse, signals
 from spmdtrain.running.report.json_lines import JsonLines
@@ -63,7 +64,8 @@ def attempt(directory: Path, launched: float, report: str = "never") -> Iterator
         this = Attempt(events)
         with signals.noted(this.end):
             try:
-                yield this
+                with own_errors_named():
+                    yield this
             except BaseException as error:
                 # A full disk refuses this line too; the error that ended the run is the one to
                 # report.

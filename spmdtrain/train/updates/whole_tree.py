@@ -21,6 +21,7 @@ import numpy as np
 import optax
 
 from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.own.raised import of_own_code
 from spmdtrain.models.abstract import Parameter
 from spmdtrain.train.updates.crossing import crosses
 
@@ -157,6 +158,8 @@ def needs_whole_tree(
     alone = _tried(lambda: trial(*_one_by_one(transformation, stacked)))
     together = _tried(lambda: trial(whole.init, whole.update))
     if isinstance(alone, Exception) and isinstance(together, Exception):
+        if (named := of_own_code(together)) is not None:
+            raise named from together
         raise ConfigError(
             f"optimizer= cannot update all parameters: {type(together).__name__}: "
             f"{' '.join(str(together).split()):.200}",
