@@ -66,7 +66,9 @@ def make_lookup(rules: Rules, manual: Sequence[str] = ()) -> Lookup:
             return psum_tree(scatter_sum(found, axes, 1), by_hand)
 
         if not axes and not axes_of(ids_spec):
-            return local(table, ids)  # each device has all rows of the table, and all ids
+            # Each device has all ids and all rows of the table, but perhaps a part of each row:
+            # XLA's partitioner aborts where the result is split otherwise (seen with jax 0.10).
+            return local(jax.lax.with_sharding_constraint(table, table_spec), ids)
 
         # Manual over all remaining axes, even those of one device. The transpose of the region sums
         # the table's gradient over the batch, and in 16 bits XLA's CPU compiler aborts at such a
