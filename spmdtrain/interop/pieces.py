@@ -108,6 +108,9 @@ class Mapped:
             back = np.argsort(piece.order)
             box = seen[tuple(cut)].transpose(back)
             target = tensors[piece.source][(*[slice(None)] * piece.axis, piece.rows)]
+            if target.flags.c_contiguous:
+                _copy(target.reshape(box.shape), box)
+                continue
             in_order = np.empty(box.shape, box.dtype)
             _copy(in_order, box)
             target[...] = in_order.reshape(target.shape)

@@ -26,6 +26,7 @@ from spmdtrain.processes.processes import of_process_0, together
 
 NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 PART = 5 * 10**9  # bytes of a file, as in transformers 4
+UNFLUSHED = 2**26  # bytes that are written before the disk is waited for
 
 
 def numpy_dtype(name: str) -> np.dtype:
@@ -72,6 +73,7 @@ class TensorWriter:
             self._plan(file, {name: shapes[name] for name in names}, NAMES[dtype])
         self._left = self.names_of(process, processes)
         self._mine = self.files[process::processes]
+        self._unflushed = 0
 
     def names_of(self, process: int, processes: int) -> set[str]:
         """Returns the tensors that a process writes: those of every `processes`-th file."""
@@ -122,6 +124,11 @@ class TensorWriter:
         with writing(self._folder), (self._folder / place.file).open("r+b") as file:
             file.seek(place.offset)
             file.write(content.view(np.uint8).data)
+            self._unflushed += content.nbytes
+            if self._unflushed > UNFLUSHED:  # so that the disk works from the beginning
+                file.flush()
+                os.fdatasync(file.fileno())
+                self._unflushed = 0
         self._left.remove(name)
 
     def finish(self) -> None:

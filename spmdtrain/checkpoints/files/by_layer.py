@@ -48,6 +48,8 @@ def _layers(shard: Any, stacked: int) -> Iterator[tuple[Index, np.ndarray]]:
         yield shard.index, np.asarray(shard.data)
         return
     sizes = (*[1] * stacked, *shard.data.shape[stacked:])
+    # The host's own memory is read where it is.
+    there = np.asarray(shard.data) if shard.device.platform == "cpu" else None
     for place in itertools.product(*map(range, shard.data.shape[:stacked])):
         starts = (*place, *[0] * (shard.data.ndim - stacked))
         first = [each.start or 0 for each in shard.index]
@@ -55,7 +57,10 @@ def _layers(shard: Any, stacked: int) -> Iterator[tuple[Index, np.ndarray]]:
             slice(at + start, at + start + size)
             for at, start, size in zip(first, starts, sizes, strict=True)
         )
-        yield index, np.asarray(jax.lax.dynamic_slice(shard.data, starts, sizes))
+        if there is None:
+            yield index, np.asarray(jax.lax.dynamic_slice(shard.data, starts, sizes))
+        else:
+            yield index, there[*place][(np.newaxis,) * stacked]
 
 
 def _open(folder: Path, name: str, x: jax.Array, stacked: int) -> Any:

@@ -1,14 +1,18 @@
 """Exports a run as a Hugging Face directory, which transformers, vLLM and llama.cpp load.
 
 Its files are written a tensor at a time, from a checkpoint of any mesh, without devices. A process
-holds one layer of one parameter, and several processes each write files of their own.
+holds two layers of a parameter, one that is written while the next is read, and several processes
+each write files of their own.
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from spmdtrain.checkpoints.layers import Layers, MeanLayers, check_average
 from spmdtrain.checkpoints.restore import read_step, run_config
@@ -30,6 +34,8 @@ from spmdtrain.running.published.merged_layers import (
     check_merge,
     weights_of_base,
 )
+
+Split = Callable[[np.ndarray], list[np.ndarray]]  # a layer of a parameter -> the tensors of a file
 
 
 @dataclass(frozen=True)
@@ -124,22 +130,32 @@ def _write(checkpoints: SavedSteps, step: int, asked: ExportOfRun) -> list[str]:
 def _write_mine(
     source: MergedLayers, target: Target, writer: TensorWriter, process: int, processes: int
 ) -> None:
-    """Writes the tensors of this process's files, one layer of one parameter at a time."""
+    """Writes the tensors of this process's files, a layer while the next one is read."""
     mine = writer.names_of(process, processes)
     wanted = numpy_dtype(target.dtype)
-    for path, shape in source.shapes.items():
-        entry, mapped, layers = target.mapped(path, shape)
-        for layer in layers:
-            names = entry.of_layer(layer)
-            if mine.isdisjoint(names):
-                continue
-            # A layer whose tensors lie in the files of two processes is counted by only one of
-            # them.
-            counts = names[0] in mine
-            value = source.read(path, layer, counts=counts).astype(wanted)
-            for name, tensor in zip(names, mapped.write(value), strict=True):
-                if name in mine:
-                    writer.write(name, tensor)
+
+    def write(value: np.ndarray, split: Split, names: Sequence[str]) -> None:
+        tensors = split(value.astype(wanted, copy=False))
+        for name, tensor in zip(names, tensors, strict=True):
+            if name in mine:
+                writer.write(name, tensor)
+
+    with ThreadPoolExecutor(1) as thread:
+        written: Future[None] | None = None
+        for path, shape in source.shapes.items():
+            entry, mapped, layers = target.mapped(path, shape)
+            for layer in layers:
+                names = entry.of_layer(layer)
+                if mine.isdisjoint(names):
+                    continue
+                # A layer whose tensors lie in the files of two processes is counted by only one of
+                # them.
+                value = source.read(path, layer, counts=names[0] in mine)
+                if written:
+                    written.result()
+                written = thread.submit(write, value, mapped.write, names)
+        if written:
+            written.result()
 
 
 def _merged_layers(
