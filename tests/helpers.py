@@ -80,6 +80,7 @@ MESHES_OF_WEIGHTS = {
         "pipeline.schedule=zero_bubble",
         "train.microbatch=2",
     ),
+    "expert, context": ("mesh.expert=2", "mesh.context=2", "train.microbatch=2"),
 }
 
 
