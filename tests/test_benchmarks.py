@@ -124,12 +124,14 @@ def test_the_contenders_of_the_tokenizing_benchmark_make_the_same_tokens(tmp_pat
 def test_rows_of_single_options_are_merged_into_the_table_of_convergence(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     convergence = importlib.import_module("convergence")
-    page = (ROOT / "docs/convergence.md").read_text()
-    lines = page.splitlines()
+    written = (ROOT / "docs/convergence.md").read_text()
+    newest = f"| {convergence.OPTIONS[-1].name} |"
+    lines = [line for line in written.splitlines() if not line.startswith(newest)]
+    page = "\n".join([*lines, ""])
     first = next(at for at, line in enumerate(lines) if line.startswith("| option |"))
     heading = lines[first : first + 2]
     assert convergence.with_rows(page, heading) == page
-    last, again = f"| {convergence.OPTIONS[-1].name} | new |", "| 8-bit moments | again |"
+    last, again = f"{newest} new |", "| 8-bit moments | again |"
     found = convergence.with_rows(page, [*heading, last, again]).splitlines()
     assert [line for line in found if line not in lines] == [again, last]
     assert [line for line in lines if line not in found] == [
