@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.planner.cost.flops import model_flops_per_token
+from spmdtrain.planner.cost.memory import exact_state, held_elements, resident_elements
 from spmdtrain.planner.cost.workload import MeshShape, ModelShape, Workload, model_shape
 
 if TYPE_CHECKING:
@@ -87,6 +88,22 @@ class OwnModel:
         else:
             resident = sum(bytes_per_device(x) // x.dtype.itemsize for x in state.params.values())
         return OwnState(*resting_bytes(state), resident)
+
+
+def with_own_optimizer(config: RunConfig, workload: Workload) -> Workload:
+    """Returns the workload of a shipped model with as many moments a weight as the optimizer of
+    [own] keeps on one device.
+
+    The workload stays the same if [own] names no optimizer, or the model is custom: its state is
+    counted layout by layout.
+    """
+    if config.own.optimizer is None or config.model.make:
+        return workload
+    alone = replace(workload, mesh=MeshShape(), zero=0)
+    _, held = exact_state(config, alone.mesh.sizes)
+    _, elements = held_elements(alone, resident_elements(alone))
+    moments = (held / elements - workload.item_bytes) / workload.moment_bytes
+    return replace(workload, moments=max(0.0, moments))
 
 
 def shape_of_own(config: RunConfig, shape: ModelShape) -> ModelShape:

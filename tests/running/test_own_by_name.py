@@ -301,6 +301,16 @@ def test_a_certificate_keeps_the_parts_that_compute_and_no_others():
 
 
 @pytest.mark.usefixtures("parts")
+def test_a_plan_counts_the_state_of_the_optimizer():
+    def planned(*settings: str) -> int:
+        return st.plan(named("model.vocab=64", *settings), 1, "h100")[0].memory.optimizer
+
+    momentum = planned("own.optimizer=mine.py:maker")
+    assert momentum == pytest.approx(planned("optimizer.name=sgd"), rel=0.02)
+    assert momentum == pytest.approx(planned() / 2, rel=0.02)
+
+
+@pytest.mark.usefixtures("parts")
 def test_the_settings_are_written_as_toml_and_read_again():
     config = named("own.hooks=mine.py:watch", "own.arguments.hooks.mark=1")
     Path("written.toml").write_text(to_toml(config))

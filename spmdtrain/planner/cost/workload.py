@@ -438,7 +438,7 @@ class Workload:
     stored_bytes: int = 4  # of a weight at rest, and of each moment
     trained: Trained = Trained()
     frozen_bytes: int = 4  # of a weight at rest that is not trained
-    moments: int = 2  # that the optimizer keeps of each trained weight
+    moments: float = 2  # that the optimizer keeps of each trained weight, on average
     own_moment_bytes: float | None = None  # of each at rest; None: stored_bytes
     sent_gradient_bytes: float | None = None  # as it crosses `data`; None: as the software sends it
     gradients_at_weights: bool = True  # False: at a separate point, which a step holds as well
