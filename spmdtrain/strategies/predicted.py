@@ -9,6 +9,7 @@ from spmdtrain.planner.cost.hardware import Hardware, devices_per_host
 from spmdtrain.planner.estimate import estimate, with_vocab
 from spmdtrain.planner.offers.offers import Offer, tokens_of
 from spmdtrain.planner.plan import Plan
+from spmdtrain.planner.traffic import needed_traffic
 from spmdtrain.strategies.layouts import Cluster, laid_out, used_devices
 
 
@@ -18,6 +19,12 @@ class PredictedStrategy:
 
     name: str
     offer: Offer
+
+    @property
+    def sent(self) -> dict[str, float]:
+        """Bytes that a device has to send in a step, by mesh axis; of an offer with a plan."""
+        assert self.offer.best is not None, "a strategy that can run"
+        return needed_traffic(self.offer.best.workload)
 
 
 def predict(

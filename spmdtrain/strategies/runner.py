@@ -55,9 +55,10 @@ class Runner:
 
     def begin(self, sibling: int | None = None) -> None:
         """Starts at step 0; as a sibling with every weight moved by rounding."""
-        state = init_state(self.setup)
-        if sibling is not None:
-            state = moved(state, sibling, self.setup.config.precision.compute)
+        with MemoryGuard(self.setup):
+            state = init_state(self.setup)
+            if sibling is not None:
+                state = moved(state, sibling, self.setup.config.precision.compute)
         self._state, self._taken = jax.device_get(state), 0
 
     def turn(self, steps: int) -> tuple[float, Figures]:

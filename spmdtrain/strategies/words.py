@@ -22,7 +22,7 @@ TRAINED = (
     "off",
     "same",
 )
-PREDICTED = ("strategy", "mesh", "step", "tokens/s", "mfu", "memory", "days")
+PREDICTED = ("strategy", "mesh", "step", "tokens/s", "mfu", "memory", "sent", "days")
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ def table_predicted(found: Sequence[PredictedStrategy], title: str) -> StrategyT
                 f"{tokens:,.0f}",
                 f"{time.mfu:.1%}",
                 f"{_size(best.memory.total)}{mark}",
+                _size(sum(each.sent.values())),
                 f"{each.offer.days:.3g}",
             )
         )
@@ -140,4 +141,7 @@ def values_trained(each: TrainedStrategy) -> dict[str, Any]:
 def values_predicted(found: Sequence[PredictedStrategy]) -> list[dict[str, Any]]:
     """Returns the JSON objects of predictions: those of `plan`, with the strategy's name."""
     values = offers_values([each.offer for each in found])
-    return [{"strategy": each.name} | of for each, of in zip(found, values, strict=True)]
+    return [
+        {"strategy": each.name} | of | ({"sent_bytes": each.sent} if each.offer.best else {})
+        for each, of in zip(found, values, strict=True)
+    ]

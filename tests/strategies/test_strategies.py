@@ -154,6 +154,7 @@ def test_the_command_predicts_without_running_and_writes_the_table(tmp_path, cap
     found = json.loads(capsys.readouterr().out)["predicted"]
     assert [each["strategy"] for each in found] == ["fsdp", "ddp"]
     assert found[0]["layout"]["fsdp"] == found[1]["layout"]["data"] == 4
+    assert found[0]["sent_bytes"]["fsdp"] > found[1]["sent_bytes"]["data"] > 0
     rows = [line for line in page.read_text().splitlines() if line.startswith("|")]
     assert [row.split(" | ")[0] for row in rows[2:]] == ["| fsdp", "| ddp"]
 
