@@ -5,16 +5,22 @@
 
 import copy
 import os
+from contextlib import closing
 from pathlib import Path
 
 import directories
 import jax
 import numpy as np
 import pytest
+from chat_templates import FAMILIES, TOKENS
 
 from spmdtrain.cli.published.check import check_logits
 from spmdtrain.config import load
+from spmdtrain.data.chats.conversation import of_messages
+from spmdtrain.data.chats.encode import encode_conversation
+from spmdtrain.data.chats.jinja_template import JinjaTemplate, JinjaText
 from spmdtrain.data.source import open_data
+from spmdtrain.data.tokenizers.tokenizer import ByteTokenizer
 from spmdtrain.running.device_batches import batches
 from spmdtrain.running.published.export_run import export_run
 from spmdtrain.running.published.import_model import import_model
@@ -55,6 +61,39 @@ def test_logits_are_those_of_transformers_and_the_export_loads(name, tmp_path, r
     tokens = 3 * torch.arange(40)[None] % directories.VOCAB
     with torch.no_grad():
         assert torch.equal(before(tokens).logits, after(tokens).logits)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, family in FAMILIES.items() if "{%- generation %}" in family.template]
+)
+def test_what_a_template_marks_is_what_transformers_marks(name):
+    import tokenizers
+    import transformers
+
+    letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    bytewise = tokenizers.Tokenizer(
+        tokenizers.models.BPE({x: i for i, x in enumerate(letters)}, [])
+    )
+    bytewise.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    )
+    bytewise.decoder = tokenizers.decoders.ByteLevel()
+    family = FAMILIES[name]
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=bytewise, **TOKENS)
+    found = theirs.apply_chat_template(
+        family.messages,
+        chat_template=family.template,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    with closing(JinjaTemplate(JinjaText(family.template, tokens=TOKENS))) as template:
+        asked = of_messages(family.messages, "here")
+        ids, loss, *_ = encode_conversation(asked, template, ByteTokenizer(), "here")
+    assert theirs.decode(found["input_ids"]) == bytes(ids.tolist()).decode()
+    special = set(theirs.all_special_ids)
+    # Their </s> is one token, ours four.
+    width = [len(theirs.decode([each])) if each in special else 1 for each in found["input_ids"]]
+    assert np.repeat(found["assistant_masks"], width).tolist() == loss.tolist()
 
 
 def as_theirs(folder: Path, values, setup) -> dict[str, np.ndarray]:

@@ -1,6 +1,7 @@
 """A published model comes in and goes out again, the same to the bit, whatever mesh holds it."""
 
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -11,7 +12,7 @@ import directories
 import jax
 import numpy as np
 import pytest
-from helpers import tiny
+from helpers import CHEAP_FLAGS, tiny
 
 from spmdtrain.checkpoints import layers, store
 from spmdtrain.checkpoints.files import by_layer
@@ -165,6 +166,40 @@ def test_a_disk_that_is_full_while_step_0_is_written_is_one_line(published, tmp_
     with pytest.raises(StorageError, match="cannot save a checkpoint: .*No space left"):
         import_model(published / "llama", tmp_path / "run")
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+IMPORTING = """
+import sys
+from spmdtrain.processes.processes import simulate_devices, start
+simulate_devices(1)
+start(sys.argv[1], 2, int(sys.argv[2]))
+from spmdtrain.running.published.import_model import import_model
+import_model(*sys.argv[3:], overrides=("mesh.fsdp=2",))
+"""
+
+
+@pytest.mark.long
+def test_two_processes_import_one_directory_as_one_does(published, tmp_path):
+    """Each reads its own parts, and the step that they write together is the same to the bit."""
+    import_model(published / "llama", tmp_path / "one")
+    with socket.create_server(("localhost", 0)) as free:
+        address = f"localhost:{free.getsockname()[1]}"
+    paths = [str(published / "llama"), str(tmp_path / "two")]
+    command = [sys.executable, "-c", IMPORTING, address]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    environment = os.environ | {"XLA_FLAGS": CHEAP_FLAGS}
+    both = [
+        subprocess.Popen([*command, str(number), *paths], env=environment, **pipes)
+        for number in (0, 1)
+    ]
+    said = [each.communicate(timeout=300)[0] for each in both]
+    assert [each.returncode for each in both] == [0, 0], said
+    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
+    assert one.keys() == two.keys()
+    for path, x in one.items():
+        assert x.dtype == two[path].dtype and np.array_equal(x, two[path]), path
+    writers = (tmp_path / "two" / "checkpoints" / "0" / "params").glob("ocdbt.process_*")
+    assert len([*writers]) == 2
 
 
 @pytest.mark.long

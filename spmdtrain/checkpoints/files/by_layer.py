@@ -79,5 +79,7 @@ def _open(folder: Path, name: str, x: jax.Array, stacked: int) -> Any:
         written = created.chunk_layout.write_chunk.shape
         assert written == tuple(chunk), (name, created.spec(), chunk)
         return created
-    metadata = {"shape": list(x.shape), "chunks": chunk, "dtype": x.dtype.name, "compressor": None}
+    # Zarr knows numpy's own dtypes as <f4 and the like, and bfloat16 by its name.
+    dtype = x.dtype.name if x.dtype.kind == "V" else x.dtype.str
+    metadata = {"shape": list(x.shape), "chunks": chunk, "dtype": dtype, "compressor": None}
     return open_array(spec | {"metadata": metadata}, open=True, assume_metadata=True).result()
