@@ -25,13 +25,14 @@ def start_jax(
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # hides XLA's remarks on its own choices
     _forget_empty_variables()
-    from spmdtrain.processes import processes, xla_flags
+    from spmdtrain.processes import kept_memory, processes, xla_flags
 
     xla_flags.check_given()
     if parsed.simulate_devices is not None:
         processes.simulate_devices(parsed.simulate_devices)
     xla_flags.set_xla_flags()
     xla_flags.set_memory_share()
+    kept_memory.keep_freed_memory()
     if not has_nvidia_driver():
         # jax's CUDA plugin may be installed for `make cuda-compiler`. On a machine without a GPU
         # it logs a traceback about missing libraries.

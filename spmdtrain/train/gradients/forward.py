@@ -68,10 +68,11 @@ def make_context(setup: Setup) -> Callable[..., ForwardContext]:
         find_ring = make_find_ring(rules, MANUAL_AXES)
     gathers_again = stream_is_split(rules) and remat in ("none", "weights")
     copies = max(each.ways for each in setup.copies.values())
+    local = all(size == 1 or axis in MANUAL_AXES for axis, size in rules.sizes.items())
     column_parallel = make_column_parallel(
-        constrain, find_ring, gathers_again=gathers_again, copies=copies
+        constrain, find_ring, gathers_again=gathers_again, copies=copies, local=local
     )
-    row_parallel = make_row_parallel(constrain, find_ring, copies=copies)
+    row_parallel = make_row_parallel(constrain, find_ring, copies=copies, local=local)
     factor = {"factor": experts.bucket_factor} if experts else {}
     through_experts = make_experts(rules, MANUAL_AXES, **factor)
 
