@@ -116,7 +116,8 @@ def backward(
             dscores = dscores * slope
         dscores = dscores * problem.scale
         dscores = dscores.astype(tile.q_btkgd.dtype)
-        dq_block = tiled.dot("bkgts,bskd->btkgd", dscores, tile.k_bskd)
+        # In this order, the dot reads the scores as they lie; in the other, transposed.
+        dq_block = tiled.dot("bskd,bkgts->btkgd", tile.k_bskd, dscores)
         dk_block = tiled.sum_over_queries(dscores, tile.q_btkgd)
         # Each block is in many tiles: dq, dk and dv are all accumulated.
         carry = [

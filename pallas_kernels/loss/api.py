@@ -42,6 +42,7 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
     chunk_logits: int | None = None,
     with_z_loss: bool = False,
     parts: jax.Array | None = None,
+    is_local: bool = False,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, ...]:
     """Sums mask x (-log softmax(logits)[target] + z_loss x lse^2) over tokens.
@@ -75,6 +76,8 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
       parts: [..., n], how much of each sequence belongs to each of n parts, as 0 or 1: also return,
         last, each part's sum without z-loss, float32 [n]. It is a constant to
         differentiation too.
+      is_local: nothing but manual mesh axes splits x. Its tokens may then be joined to one dim,
+        which spares XLA's CPU backend a transposed copy of the logits' gradient.
       implementation: a name of `candidates()`, each a default of chunk_logits.
 
     Raises:
@@ -96,6 +99,7 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
     if chunk_logits is not None:
         chunk_logits = as_whole(_OP, "chunk_logits", chunk_logits, 1, 2**62)
     check_flag(_OP, "with_z_loss", with_z_loss)
+    check_flag(_OP, "is_local", is_local)
     axis_name = _check_axes(axis_name)
     if ignore_index is not None:
         ignore_index = as_whole(_OP, "ignore_index", ignore_index, -(2**31))
@@ -114,7 +118,7 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
     chunks = chunk_count(x_bte.shape[0], time, weight.shape[0], chunk_logits)
     # The mask of padding is 0.
     x_bte, targets_bt, mask_bt = pad_time(chunks, x_bte, targets_bt, mask_bt)
-    options = _Options(chunks, label_smoothing, z_loss, axis_name, vocab, scale, softcap)
+    options = _Options(chunks, label_smoothing, z_loss, axis_name, vocab, scale, softcap, is_local)
     part_bn = None if parts is None else parts.astype(jnp.float32).reshape(-1, parts.shape[-1])
     sums = _loss_compiled(options, x_bte, weight, targets_bt, mask_bt, part_bn)
     given = sums[:2] if with_z_loss else sums[:1]
@@ -204,6 +208,7 @@ class _Options(NamedTuple):
     vocab: int | None
     scale: float
     softcap: float | None
+    is_local: bool
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -237,7 +242,7 @@ def _forward(options: _Options, x_bte, weight_ve, targets_bt, mask_bt, part_bn):
         x_bte = jnp.where(counts, x_bte, 0)
         dx_bte = einsum_in_float32("btv,ve->bte", dlogits, weight_ve).astype(x_bte.dtype)
         sums = jax.tree.map(jnp.add, sums, loss.sums)
-        dweight_ve = dweight_ve + einsum_in_float32("btv,bte->ve", dlogits, x_bte)
+        dweight_ve = dweight_ve + _weight_gradient(options, dlogits, x_bte)
         return (sums, dweight_ve), (dx_bte, loss.of_tokens_bt)
 
     start = (_no_sums(part_bn), jnp.zeros(weight_ve.shape, jnp.float32))
@@ -252,6 +257,14 @@ def _forward(options: _Options, x_bte, weight_ve, targets_bt, mask_bt, part_bn):
     dx, dweight = jax.lax.optimization_barrier((dx, dweight))
     like_weight = jnp.zeros((0,), weight_ve.dtype)  # its dtype, for the backward pass
     return sums, (dx, dweight, dmask, like_weight)
+
+
+def _weight_gradient(options: _Options, dlogits_btv, x_bte) -> jax.Array:
+    """Returns the gradient of the weight [v, e] by a chunk, in float32."""
+    if not options.is_local:
+        return einsum_in_float32("btv,bte->ve", dlogits_btv, x_bte)
+    of_tokens = (each.reshape(-1, each.shape[-1]) for each in (dlogits_btv, x_bte))
+    return einsum_in_float32("nv,ne->ve", *of_tokens)
 
 
 def _backward(options: _Options, kept, cotangents):
@@ -277,7 +290,7 @@ class _ChunkLoss(NamedTuple):
 
 
 def _chunk_loss(options: _Options, weight_ve, part_bn, x_bte, targets_bt, mask_bt) -> _ChunkLoss:
-    _, smoothing, z_loss, axis_name, vocab, scale, softcap = options
+    _, smoothing, z_loss, axis_name, vocab, scale, softcap, _ = options
     products_btv = einsum_in_float32("bte,ve->btv", x_bte, weight_ve)
     logits_btv = shape_logits(products_btv, scale, softcap)
     rows = logits_btv.shape[-1]

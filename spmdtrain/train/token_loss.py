@@ -150,6 +150,7 @@ def _sum_cross_entropy(
         axis_name=axis_name,
         with_z_loss=True,
         parts=part_bn,
+        is_local=True,
         **options,
     )
     losses = {"loss": total}
