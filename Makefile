@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 NO_DEPENDENCIES := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
 
-.PHONY: help train test test-fast test-slow test-hf test-gpu claims mutations certified fuzz fuzz-data faults check docs pages bench-overhead bench-guards bench-pipeline bench-pipeline-cuda bench-gpu bench-torch gpu-hour cuda-compiler aot fleet plan-table schema constraints
+.PHONY: help train test test-fast test-slow test-hf test-gpu claims mutations certified fuzz fuzz-data faults check docs pages bench-overhead bench-guards bench-pipeline bench-pipeline-cuda bench-gpu bench-torch bench-cpu gpu-hour cuda-compiler aot fleet plan-table schema constraints
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -80,6 +80,9 @@ bench-pipeline-cuda: $(VENV)/cuda-compiler  ## the pipelined step compiled for 8
 
 bench-torch: $(VENV)/installed  ## our training step beside a bare jit, PyTorch and MaxText, where those are installed, on a GPU
 	mkdir -p benchmarks/results && $(BIN)/python benchmarks/beside --json benchmarks/results/beside.json
+
+bench-cpu: $(VENV)/installed  ## our training step beside a bare jit and eager PyTorch, on a CPU: five minutes
+	mkdir -p benchmarks/results && $(BIN)/python benchmarks/beside --shapes shakespeare gpt_6m --steps 5 --json benchmarks/results/beside_cpu.json
 
 bench-gpu: $(VENV)/installed  ## every kernel timed, on a GPU
 	mkdir -p benchmarks/results && $(BIN)/python -m pallas_kernels.bench --json benchmarks/results/kernels.json

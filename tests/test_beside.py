@@ -39,7 +39,7 @@ def beside():
 
 
 def test_medians_and_ratios_of_the_rounds(beside):
-    comparison = beside.Comparison("gpt2_124m", dry=False)
+    comparison = beside.Comparison("gpt2_124m", on_cpu=False)
     for ours, torch in ((0.5, 0.7), (0.4, 0.8), (0.6, 0.75)):
         comparison.add("ours", OURS | {"seconds": ours})
         comparison.add("torch", OURS | {"seconds": torch, "losses": [4.001, 3.91, 3.81]})
@@ -60,7 +60,7 @@ def test_medians_and_ratios_of_the_rounds(beside):
     ],
 )
 def test_who_fails_or_trains_another_model_has_no_figures(changed, why, beside):
-    comparison = beside.Comparison("gpt2_124m", dry=False)
+    comparison = beside.Comparison("gpt2_124m", on_cpu=False)
     comparison.add("ours", OURS)
     comparison.add("bare", OURS)
     comparison.add("bare", OURS | changed)

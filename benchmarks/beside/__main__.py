@@ -15,6 +15,9 @@ PyTorch and MaxText are no dependencies. Each may have an environment of its own
 libraries are others: .venv-torch and .venv-maxtext are looked for. Who is missing, or fails, is
 left out with a line, as is a shape that this GPU has no memory for. `--dry`: tiny shapes on the
 CPU, in float32, to see that it runs and that the models are the same.
+
+The shapes shakespeare and gpt_6m are for CPUs (`make bench-cpu`): float32, and eager PyTorch. Their
+CPU seconds, which all threads took together, are compared too: on a busy machine they say more.
 """
 
 import argparse
@@ -28,11 +31,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from shapes import DRY, configuration, least_bytes
+from shapes import DRY, ON_CPU, configuration, least_bytes
 
 ROOT = Path(__file__).parents[2]
-# Relative, by `dry`, of the first loss and of those after it: bfloat16 rounds at other places, and
-# Adam makes a whole step of a gradient that is 0 but for rounding, as a key bias has.
+# Relative, by `on_cpu`, of the first loss and of those after it: bfloat16 rounds at other places,
+# and Adam makes a whole step of a gradient that is 0 but for rounding, as a key bias has.
 LOSS_TOLERANCE = {False: (2e-3, 5e-3), True: (1e-5, 1e-3)}
 OURS = "ours"
 CONTENDERS = (OURS, "bare", "torch", "maxtext")
@@ -41,6 +44,7 @@ OF_DEVICE = ("device", "parameters", "tokens", "flops_per_token", "peak")
 
 def in_child(who: str, shape: str, chosen: argparse.Namespace) -> None:
     """Measures one contender in this process, and prints what it found."""
+    chosen.on_cpu = chosen.dry or shape in ON_CPU
     config = configuration(shape, chosen.dry)
     if who == "torch":
         import in_torch
@@ -70,13 +74,13 @@ def python_of(who: str) -> str | None:
     return None
 
 
-def contenders(dry: bool) -> dict[str, str]:
+def contenders(on_cpu: bool) -> dict[str, str]:
     """Returns who takes part, and their interpreters; says who does not."""
     found = {who: python for who in CONTENDERS if (python := python_of(who)) is not None}
     for who in CONTENDERS:
         if who not in found:
             print(f"{who} is not installed: it is left out", flush=True)
-    if dry:  # it has no tiny model on a CPU
+    if on_cpu:  # it has no model for one
         found.pop("maxtext", None)
     return found
 
@@ -96,9 +100,9 @@ def child(python: str, who: str, shape: str, start: Path, arguments: list[str]) 
 class Comparison:
     """The rounds of one shape so far."""
 
-    def __init__(self, shape: str, dry: bool):
+    def __init__(self, shape: str, on_cpu: bool):
         self.shape = shape
-        self.dry = dry
+        self.on_cpu = on_cpu
         self.rounds: dict[str, list[dict[str, Any]]] = {}
         self.failed: dict[str, str] = {}
 
@@ -117,7 +121,7 @@ class Comparison:
         wanted = self.rounds[OURS][0]
         if found["parameters"] != wanted["parameters"]:
             return f"another model: {found['parameters']} parameters, not {wanted['parameters']}"
-        first, later = LOSS_TOLERANCE[self.dry]
+        first, later = LOSS_TOLERANCE[self.on_cpu]
         for i, two in enumerate(zip(found["losses"], wanted["losses"], strict=True)):
             if not math.isclose(*two, rel_tol=later if i else first):
                 return f"another model: losses {found['losses']}, not {wanted['losses']}"
@@ -143,6 +147,10 @@ class Comparison:
                 "mfu": first["flops_per_token"] * rate / first["peak"] if first["peak"] else None,
             }
             result[f"{who}_to_ours"] = seconds / result[OURS]["seconds"]
+            if self.on_cpu:
+                result[who]["cpu_seconds"] = statistics.median(x["cpu_seconds"] for x in found)
+                of_ours = result[OURS]["cpu_seconds"]
+                result[f"{who}_to_ours_cpu"] = result[who]["cpu_seconds"] / of_ours
         return result
 
 
@@ -161,11 +169,12 @@ def last_line(results: list[dict[str, Any]]) -> str:
     """Returns all ratios in one line, the headline of the hour."""
     parts = []
     for result in results:
-        ratios = [
-            f"{who} {result[f'{who}_to_ours']:.2f}" for who in CONTENDERS[1:] if who in result
-        ]
-        if ratios:
-            parts.append(f"{result['shape']}: time of {', '.join(ratios)} of ours")
+        others = [who for who in CONTENDERS[1:] if who in result]
+        for what, ending in (("time", ""), ("CPU seconds", "_cpu")):
+            names = [(who, f"{who}_to_ours{ending}") for who in others]
+            ratios = [f"{who} {result[name]:.2f}" for who, name in names if name in result]
+            if ratios:
+                parts.append(f"{result['shape']}: {what} of {', '.join(ratios)} of ours")
     return "; ".join(parts) or "ours alone"
 
 
@@ -180,7 +189,7 @@ def memory_here() -> float:
 
 
 def compare_all(chosen: argparse.Namespace) -> list[dict[str, Any]]:
-    here = contenders(chosen.dry)
+    here = contenders(chosen.dry or ON_CPU.keys() >= set(chosen.shapes))
     arguments = ["--steps", str(chosen.steps), "--warmup", str(chosen.warmup)]
     arguments += ["--dry"] * chosen.dry
     results: list[dict[str, Any]] = []
@@ -192,13 +201,14 @@ def compare_all(chosen: argparse.Namespace) -> list[dict[str, Any]]:
                 print(f"{shape} is left out: it {text}", flush=True)
                 results.append({"shape": shape, "failed": {OURS: text}})
                 continue
-            comparison = Comparison(shape, chosen.dry)
+            on_cpu = chosen.dry or shape in ON_CPU
+            comparison = Comparison(shape, on_cpu)
             results.append({})
             for _ in range(chosen.rounds):
                 for who, python in here.items():
                     if who in comparison.failed or OURS in comparison.failed:
                         continue
-                    if who == "maxtext" and shape == "gpt2_124m":
+                    if who == "maxtext" and (on_cpu or shape == "gpt2_124m"):
                         continue
                     start = Path(directory) / f"{shape}.npz"
                     comparison.add(who, child(python, who, shape, start, arguments))
@@ -214,7 +224,9 @@ def compare_all(chosen: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--shapes", nargs="+", default=["gpt2_124m", "llama_1b"], choices=DRY)
+    parser.add_argument(
+        "--shapes", nargs="+", default=["gpt2_124m", "llama_1b"], choices=[*DRY, *ON_CPU]
+    )
     parser.add_argument(
         "--rounds", type=int, default=3, help="processes of each (default: %(default)s)"
     )

@@ -18,8 +18,12 @@ FIRST = 3  # of how many steps the losses are compared
 
 def measured(config: RunConfig, chosen: Namespace, by_hand: bool) -> dict[str, Any]:
     """Writes the first values and batches to `chosen.start` if they are not there."""
-    if chosen.dry:
+    if chosen.on_cpu:
         os.environ["JAX_PLATFORMS"] = "cpu"  # before anything imports jax
+    if not by_hand:
+        from spmdtrain.processes.kept_memory import keep_freed_memory
+
+        keep_freed_memory()  # as the command line does
     import jax
 
     from spmdtrain.data.source import open_data
@@ -30,7 +34,7 @@ def measured(config: RunConfig, chosen: Namespace, by_hand: bool) -> dict[str, A
     from spmdtrain.train.shard import shard
 
     device = jax.devices()[0]
-    if device.platform == "cpu" and not chosen.dry:
+    if device.platform == "cpu" and not chosen.on_cpu:
         raise SystemExit("there is no GPU here; --dry runs tiny shapes on the CPU")
     config, data = open_data(config)
     setup = shard(config, devices=[device])
@@ -103,8 +107,12 @@ def timed(step: Callable, state: Any, batches: list[Any], chosen: Namespace) -> 
     for i in range(chosen.warmup):
         state, loss = step(state, batches[i % FIRST])
     jax.block_until_ready(state)
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     for i in range(chosen.steps):
         state, loss = step(state, batches[i % FIRST])
     jax.block_until_ready(state)
-    return {"seconds": (time.perf_counter() - start) / chosen.steps, "losses": losses}
+    return {
+        "seconds": (time.perf_counter() - start) / chosen.steps,
+        "cpu_seconds": (time.process_time() - cpu_start) / chosen.steps,
+        "losses": losses,
+    }

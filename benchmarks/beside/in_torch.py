@@ -1,4 +1,7 @@
-"""Times the step in plain PyTorch: torch.compile, flash attention, autocast, fused AdamW."""
+"""Times the step in plain PyTorch: torch.compile, flash attention, autocast, fused AdamW.
+
+On CPUs it is eager PyTorch in float32.
+"""
 
 import time
 from argparse import Namespace
@@ -14,7 +17,7 @@ from spmdtrain.config.schema import RunConfig
 
 def measured(config: RunConfig, chosen: Namespace) -> dict[str, Any]:
     """Takes the first values and batches from `chosen.start`, which a step in jax has written."""
-    device = "cpu" if chosen.dry else "cuda"
+    device = "cpu" if chosen.on_cpu else "cuda"
     given = dict(np.load(chosen.start))
     pairs = []
     while f"batch{len(pairs)}.tokens" in given:
@@ -34,10 +37,10 @@ def measured(config: RunConfig, chosen: Namespace) -> dict[str, Any]:
         weight_decay=asked.weight_decay,
         fused=True,
     )
-    run = model if chosen.dry else torch.compile(model)
+    run = model if chosen.on_cpu else torch.compile(model)
 
     def step(tokens, targets):
-        with torch.autocast(device, torch.bfloat16, enabled=not chosen.dry):
+        with torch.autocast(device, torch.bfloat16, enabled=not chosen.on_cpu):
             loss = run(tokens, targets)
         loss.backward()
         if config.train.clip:
@@ -56,12 +59,13 @@ def measured(config: RunConfig, chosen: Namespace) -> dict[str, Any]:
         for i in range(chosen.warmup):
             step(*pairs[i % len(pairs)])
         wait()
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         for i in range(chosen.steps):
             step(*pairs[i % len(pairs)])
         wait()
     return {
         "seconds": (time.perf_counter() - start) / chosen.steps,
+        "cpu_seconds": (time.process_time() - cpu_start) / chosen.steps,
         "losses": losses,
         "parameters": sum(p.numel() for p in model.parameters()),
         "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,

@@ -13,7 +13,9 @@ from spmdtrain.config.schema import (
     TrainConfig,
 )
 
-GPT2 = Path(__file__).parents[2] / "configs" / "gpt2_124m.toml"
+CONFIGS = Path(__file__).parents[2] / "configs"
+GPT2 = CONFIGS / "gpt2_124m.toml"
+SHAKESPEARE = CONFIGS / "shakespeare_char_cpu.toml"
 ALONE = ["data.corpus=synthetic", "data.path=none", "data.validation_fraction=0.0", "eval.every=0",
          "optimizer.schedule=constant", "optimizer.warmup=0", "mesh.data=1"]  # fmt: skip
 TINY_LLAMA = ["model.layers=2", "model.embed=32", "model.heads=4", "model.kv_heads=2",
@@ -23,12 +25,20 @@ DRY = {
     "llama_1b": TINY_LLAMA,
     "llama_8b": TINY_LLAMA,
 }
+# What is trained on CPUs, in float32: nanoGPT's setting of 0.8 M parameters, and one of 5.8 M.
+ON_CPU = {
+    "shakespeare": ["model.vocab=96"],
+    "gpt_6m": ["model.layers=6", "model.embed=256", "model.heads=8", "model.vocab=4096",
+               "model.bias=true", "train.sequence_length=256", "train.global_batch=8"],
+}  # fmt: skip
 # Bytes a parameter that every contender holds: a float32 weight, its gradient and two moments.
 HELD = 16
 SPARE = 1.15  # of that, with the activations of a step
 
 
 def configuration(shape: str, dry: bool) -> RunConfig:
+    if shape in ON_CPU:
+        return load(SHAKESPEARE, [*ALONE, "precision.compute=float32", *ON_CPU[shape]])
     tiny = ["train.global_batch=4", "train.sequence_length=32", "precision.compute=float32"]
     sizes = [*DRY[shape], *tiny] if dry else []
     if shape == "gpt2_124m":
