@@ -34,7 +34,7 @@ def made(phases, weights) -> PhasedMixture:
 
 
 @given(st.lists(PHASE, max_size=3), WEIGHTS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_each_source_gives_each_of_its_samples_once_and_in_order(phases, weights):
     mixture = made(phases, weights)
     source, own = mixture.locate(np.arange(1000))
