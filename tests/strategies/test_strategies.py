@@ -9,7 +9,7 @@ import pytest
 from helpers import tiny
 
 from spmdtrain.cli import main
-from spmdtrain.config import ConfigError
+from spmdtrain.config import REFUSED, ConfigError
 from spmdtrain.planner.cost.hardware import DEVICES
 from spmdtrain.planner.cost.workload import workload_of
 from spmdtrain.planner.estimate import estimate
@@ -24,7 +24,13 @@ from spmdtrain.strategies.layouts import (
 )
 from spmdtrain.strategies.predicted import predict
 from spmdtrain.strategies.trained import judge, train_in_turns
-from spmdtrain.strategies.words import in_terminal, table_predicted, table_trained
+from spmdtrain.strategies.words import (
+    in_markdown,
+    in_terminal,
+    table_predicted,
+    table_trained,
+    values_trained,
+)
 
 SIXTEEN = Cluster(16, per_host=8)
 SETTINGS = ("train.global_batch=16", "model.layers=6", "model.heads=4")
@@ -99,6 +105,9 @@ def test_all_strategies_train_the_same_samples_to_the_same_loss(trained):
     assert len(losses[0]) == 4 and losses[0][0] != losses[0][-1]
     assert all(each == pytest.approx(losses[0], rel=1e-5) for each in losses)
     assert all(len(each.seconds) == 1 for each in trained)
+    values = json.loads(json.dumps([values_trained(each) for each in trained], allow_nan=False))
+    assert [each["losses"] for each in values] == losses
+    assert in_markdown(table_trained(trained, "here")).count("but for rounding") == 4
 
 
 @pytest.mark.long
@@ -157,6 +166,16 @@ def test_the_command_predicts_without_running_and_writes_the_table(tmp_path, cap
     assert found[0]["sent_bytes"]["fsdp"] > found[1]["sent_bytes"]["data"] > 0
     rows = [line for line in page.read_text().splitlines() if line.startswith("|")]
     assert [row.split(" | ")[0] for row in rows[2:]] == ["| fsdp", "| ddp"]
+
+
+def test_a_strategy_that_cannot_run_is_a_line_and_if_none_can_the_command_is_refused(capsys):
+    words = ("--strategies", "pipeline", "--set", "model.layers=3")
+    assert main(["compare", CONFIG, *words]) == REFUSED
+    said = capsys.readouterr().out
+    assert "pipeline: no number divides both the 3 layers and the 8 devices" in said
+    assert main(["compare", CONFIG, *words, "--json"]) == REFUSED
+    (row,) = json.loads(capsys.readouterr().out)["here"]["rows"]
+    assert row["strategy"] == "pipeline" and "3 layers" in row["problem"]
 
 
 @pytest.mark.parametrize(
