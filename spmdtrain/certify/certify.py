@@ -22,7 +22,7 @@ from spmdtrain.certify.cover import DEVICES, Layout
 from spmdtrain.certify.noise import Reference, make_reference
 from spmdtrain.certify.shrink import Shrunk
 from spmdtrain.certify.stepper import Own, Stepper, hash_of
-from spmdtrain.certify.witnesses.mixing import samples_apart
+from spmdtrain.certify.witnesses.mixing import APART, samples_apart
 from spmdtrain.certify.witnesses.resume import resumed, with_settings
 from spmdtrain.certify.witnesses.witness import Witness, witnesses
 from spmdtrain.config.errors import ConfigError, UserError
@@ -77,6 +77,12 @@ class Certificate:
         return found + [each.name for each in kept if each.holds is False]
 
     @property
+    def unasked_mixing(self) -> list[str]:
+        """The remark that the model mixes samples, if no layout here cuts the batch."""
+        kept = (each for each in self.witnesses if each.name == APART)
+        return [each.said for each in kept if each.holds is None]
+
+    @property
     def is_certified(self) -> bool:
         """True if nothing is wrong, and at least one layout was compared."""
         return not self.wrong and any(each.verdict == "agrees" for each in self.layouts)
@@ -113,6 +119,8 @@ def certify(  # noqa: PLR0913 - what is asked of a certificate
     found = Certificate(shrunk, len(reference.figures), reference, [], [])
     found.witnesses = [samples_apart(reference, layouts), *witnesses(reference, own)]
     say(told("witnesses", found.witnesses))
+    for line in found.unasked_mixing:
+        say(f"{'':<11} {line}")
     for number, layout in enumerate(layouts):
         if time.monotonic() - start > budget or (first and found.wrong):
             found.layouts.append(Examined(layout, "not reached"))

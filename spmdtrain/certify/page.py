@@ -140,6 +140,7 @@ def not_proved(found: Certificate) -> list[str]:
     refused = [each.layout.name for each in found.layouts if each.verdict == "refused"]
     lines = [
         *found.shrunk.lost,
+        *found.unasked_mixing,
         *(f"{name}: the budget was used up" for name in missed),
         *(f"{name}: refused by the trainer itself" for name in refused),
         f"Kernels that are chosen by shape or for a GPU: this is width {width} on a CPU. "

@@ -17,9 +17,9 @@ from spmdtrain.certify.noise import Reference, make_reference
 from spmdtrain.certify.page import page
 from spmdtrain.certify.shrink import Shrunk, shrink
 from spmdtrain.certify.stepper import Own
-from spmdtrain.certify.witnesses.mixing import samples_apart
+from spmdtrain.certify.witnesses.mixing import APART, samples_apart
 from spmdtrain.certify.witnesses.real_size import judged
-from spmdtrain.certify.witnesses.witness import witnesses
+from spmdtrain.certify.witnesses.witness import Witness, witnesses
 from spmdtrain.compiled.memory import StepMemory
 from spmdtrain.config import load
 from spmdtrain.models.layers.mlp import Mlp
@@ -136,6 +136,8 @@ def test_a_page_stands_alone_and_says_what_it_does_not_prove():
     assert not any(word in text for word in ("http:", "https:", "src=", "url(", "<script"))
     assert len(text) < 100_000
     assert 'class="dot wrong"' not in page(good, "run", [])
+    good.witnesses = [Witness(APART, None, "the model mixes samples")]
+    assert good.is_certified and "<li>the model mixes samples</li>" in page(good, "run", [])
 
 
 def test_an_older_certificate_must_say_the_same(tmp_path):

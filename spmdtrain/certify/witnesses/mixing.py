@@ -10,7 +10,7 @@ from spmdtrain.certify.cover import Layout
 from spmdtrain.certify.noise import Reference
 from spmdtrain.certify.witnesses.witness import Witness
 
-NAME = "a sample is the same whatever is beside it in the batch"
+APART = "a sample is the same whatever is beside it in the batch"
 
 
 def samples_apart(reference: Reference, layouts: Sequence[Layout]) -> Witness:
@@ -20,11 +20,11 @@ def samples_apart(reference: Reference, layouts: Sequence[Layout]) -> Witness:
     agree with one device.
     """
     if not reference.mixes_samples:
-        return Witness(NAME, True)
+        return Witness(APART, True)
     said = (
         f"the model mixes the samples of a batch: in {reference.cut} microbatches, "
         f"{reference.mixed[0]}. "
         "Over data, fsdp or expert, and in microbatches, it is another model than on one device"
     )
     cut = any(layout.cuts_batch for layout in layouts)
-    return Witness(NAME, False if cut else None, said)
+    return Witness(APART, False if cut else None, said)
