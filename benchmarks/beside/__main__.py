@@ -158,6 +158,8 @@ def line(result: dict[str, Any], who: str) -> str:
     found = result[who]
     mfu = "no peak known" if found["mfu"] is None else f"mfu {found['mfu']:.1%}"
     low, high = (1e3 * pick(found["rounds"]) for pick in (min, max))
+    if "cpu_seconds" in found:
+        mfu = f"{1e3 * found['cpu_seconds']:.1f} ms of CPU"
     held = "" if found["peak_bytes"] is None else f"  {found['peak_bytes'] / 1e9:.2f} GB"
     return (
         f"{result['shape']:10} {who:7} {1e3 * found['seconds']:9.1f} ms ({low:.1f} to {high:.1f})  "

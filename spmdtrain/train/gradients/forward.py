@@ -68,7 +68,10 @@ def make_context(setup: Setup) -> Callable[..., ForwardContext]:
         find_ring = make_find_ring(rules, MANUAL_AXES)
     gathers_again = stream_is_split(rules) and remat in ("none", "weights")
     copies = max(each.ways for each in setup.copies.values())
-    local = all(size == 1 or axis in MANUAL_AXES for axis, size in rules.sizes.items())
+    # Only XLA's CPU backend gains by it: on a GPU it costs one more fusion for some products.
+    local = setup.mesh.devices.flat[0].platform == "cpu" and all(
+        size == 1 or axis in MANUAL_AXES for axis, size in rules.sizes.items()
+    )
     column_parallel = make_column_parallel(
         constrain, find_ring, gathers_again=gathers_again, copies=copies, local=local
     )
