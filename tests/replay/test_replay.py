@@ -14,7 +14,7 @@ from helpers import mesh_of, tiny
 from spmdtrain import cli
 from spmdtrain.config import CheckpointError, ConfigError, DataError
 from spmdtrain.config.errors import UNEQUAL
-from spmdtrain.replay.opened import check_one_start
+from spmdtrain.replay.opened import changed_setting, check_one_start
 from spmdtrain.replay.replay import replay
 from spmdtrain.replay.starts import flags_of
 from spmdtrain.replay.written import WrittenRun
@@ -221,3 +221,16 @@ def test_a_step_has_the_settings_of_the_start_that_took_it_last():
     with pytest.raises(CheckpointError, match=r"another optimizer.learning_rate.*--step 3"):
         check_one_start(written, 0, 7)
     check_one_start(WrittenRun(Path("run"), {}, {}, [], starts[:2]), 0, 7)
+
+
+@pytest.mark.parametrize(("schedule", "changed"), [("cosine", "train.steps"), ("constant", None)])
+def test_a_longer_run_has_other_rates_unless_they_are_constant(schedule, changed):
+    starts = [
+        {
+            "from_step": done,
+            "config": {"optimizer": {"schedule": schedule}, "train": {"steps": steps}},
+        }
+        for done, steps in ((0, 4), (3, 8))
+    ]
+    written = WrittenRun(Path("run"), {}, {}, [], starts)
+    assert changed_setting(written, 0, 4) == changed
