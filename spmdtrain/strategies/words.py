@@ -70,7 +70,7 @@ def _size(count: float) -> str:
 
 def table_predicted(found: Sequence[PredictedStrategy], title: str) -> StrategyTable:
     """Returns the table of what is predicted."""
-    rows = [PREDICTED]
+    rows: list[tuple[str, ...]] = [PREDICTED]
     refused = []
     for each in found:
         best = each.offer.best
