@@ -14,13 +14,18 @@ from spmdtrain.config import ConfigError, UserError
 
 
 def start_jax(
-    parsed: argparse.Namespace, *, alone: bool = False, find_devices: bool = True
+    parsed: argparse.Namespace,
+    *,
+    alone: bool = False,
+    find_devices: bool = True,
+    takes_steps: bool = False,
 ) -> None:
     """Imports jax for a command that computes, with its devices, and joins other processes.
 
     alone: join other processes only if the arguments name them, even under a scheduler.
-    find_devices: refuse a machine on which jax finds none. Compiled programs are kept between runs,
-    in the user's cache folder. Raises ConfigError if the environment makes no sense to jax, XLA or
+    find_devices: refuse a machine on which jax finds none. takes_steps: the command trains, so the
+    memory of a step is kept for the next one. Compiled programs are kept between runs, in the
+    user's cache folder. Raises ConfigError if the environment makes no sense to jax, XLA or
     a scheduler.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # hides XLA's remarks on its own choices
@@ -32,7 +37,8 @@ def start_jax(
         processes.simulate_devices(parsed.simulate_devices)
     xla_flags.set_xla_flags()
     xla_flags.set_memory_share()
-    kept_memory.keep_freed_memory()
+    if takes_steps:
+        kept_memory.keep_freed_memory()
     if not has_nvidia_driver():
         # jax's CUDA plugin may be installed for `make cuda-compiler`. On a machine without a GPU
         # it logs a traceback about missing libraries.

@@ -70,7 +70,7 @@ def run_train(parsed: argparse.Namespace) -> int:
 def _train(parsed: argparse.Namespace, config: "RunConfig", directory: str) -> int:
     before_training(parsed, config)
     stages.enter("starting jax")
-    start_jax(parsed)
+    start_jax(parsed, takes_steps=True)
     from spmdtrain.running.guards.memory import OutOfMemoryError
     from spmdtrain.running.loop import run
 
