@@ -3,7 +3,7 @@
 import ctypes
 import os
 
-from spmdtrain.processes.xla_flags import runs_on_gpus
+from spmdtrain.processes.xla_flags import jax_has_started, runs_on_gpus
 
 # Parameters of glibc's mallopt, from its malloc.h.
 TRIM_THRESHOLD, MMAP_MAX, ARENA_MAX = -1, -4, -8
@@ -19,11 +19,11 @@ def keep_freed_memory() -> bool:
     the heap goes back to the system. There is one heap for all threads, as the others are too small
     for such a piece.
 
-    Call it before jax starts its threads. It does nothing with another libc, or if the user set one
-    of malloc's own variables.
+    It does nothing where jax has started, as in a program that calls us: its memory is its own. Nor
+    with another libc, or if the user set one of malloc's own variables.
     """
     own = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
-    if own or runs_on_gpus():
+    if own or jax_has_started() or runs_on_gpus():
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and all(mallopt(*each) for each in KEEP.items())

@@ -119,7 +119,7 @@ def set_xla_flags(*, deviceless: bool = False) -> tuple[str, ...]:
     added = tuple(str(flag) for flag in wanted())
     if not added or not (deviceless or runs_on_gpus()):
         return ()
-    if _jax_has_started():
+    if jax_has_started():
         raise ConfigError(
             "jax has already started: it would not read another flag",
             asked=" ".join(added),
@@ -136,7 +136,7 @@ def check_given() -> None:
     a tenth of a second, and only if the variable is set and jax has not started with it.
     """
     given = os.environ.get("XLA_FLAGS", "").strip()
-    if not given or _jax_has_started():
+    if not given or jax_has_started():
         return
     program = "import jaxlib.xla_client as xla; xla.make_cpu_client()"
     environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "0"}
@@ -152,7 +152,8 @@ def check_given() -> None:
     )
 
 
-def _jax_has_started() -> bool:
+def jax_has_started() -> bool:
+    """Returns True if jax has found its devices in this process; neither imports nor starts it."""
     # There is no public API to ask without starting the backends (jax 0.10 to 0.12).
     bridge = sys.modules.get("jax._src.xla_bridge")
     return bridge is not None and bridge.backends_are_initialized()

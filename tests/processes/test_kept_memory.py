@@ -4,7 +4,10 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
+
+from spmdtrain.processes.kept_memory import keep_freed_memory
 
 # Faults of two arrays of 100 MB one after the other, made by a thread like XLA's.
 PROGRAM = """
@@ -45,3 +48,8 @@ def test_the_second_array_takes_the_pages_of_the_first():
 def test_the_settings_of_a_person_stay():
     assert not run(MALLOC_ARENA_MAX="2")[0]
     assert not run(GLIBC_TUNABLES="glibc.malloc.arena_max=2")[0]
+
+
+def test_a_program_in_which_jax_has_started_keeps_its_own_memory():
+    jax.devices()
+    assert not keep_freed_memory()

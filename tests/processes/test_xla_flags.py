@@ -121,10 +121,10 @@ def test_a_started_jax_is_refused(monkeypatch):
 
 def test_flags_are_tried_in_a_process_of_its_own_only_until_jax_has_started(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_no_such_flag=1")
-    monkeypatch.setattr(xla_flags, "_jax_has_started", lambda: False)
+    monkeypatch.setattr(xla_flags, "jax_has_started", lambda: False)
     with pytest.raises(ConfigError, match="xla_no_such_flag"):
         xla_flags.check_given()
-    monkeypatch.setattr(xla_flags, "_jax_has_started", lambda: True)
+    monkeypatch.setattr(xla_flags, "jax_has_started", lambda: True)
     xla_flags.check_given()
 
 
