@@ -2,6 +2,8 @@
 and kernels.
 """
 
+import math
+import re
 from typing import Any
 
 import jax
@@ -73,17 +75,33 @@ def of_gradients(*settings: str) -> tuple[Any, tuple, float, float]:
 
 @pytest.mark.seconds
 def test_a_frozen_weight_has_no_gradient_in_the_compiled_step():
-    """XLA counts the body of a loop once: there is one layer. It counts more than matmuls: 3 %."""
+    """A text has the body of a loop once: there is one layer."""
     (full, of_full, all_counted, tokens), (lora, of_lora, counted, _) = (
         of_gradients(*settings) for settings in ((), LORA)
     )
     assert counted / tokens == pytest.approx(planned(*ONE_LAYER, *LORA), rel=1e-6)
     all_done, done = (
-        step.lower(*arguments).compile().cost_analysis()["flops"]
+        flops_of_text(step.lower(*arguments).compile().as_text())
         for step, arguments in ((full, of_full), (lora, of_lora))
     )
-    # Attention is the same in both, and counts half of what the program computes.
-    assert all_counted - counted == pytest.approx(all_done - done, rel=0.05)
+    # Attention is the same in both, and counts half of what the program computes. Below the only
+    # layer is a frozen embedding, so its input has no gradient either: by q, k, v and q's adapter.
+    of_input = 2 * tokens * 32 * (3 * 32 + 4)
+    assert all_done - done == pytest.approx(all_counted - counted + of_input, rel=1e-6)
+
+
+def flops_of_text(hlo_text: str) -> float:
+    """Returns the FLOPs of the matmuls in a compiled text, each counted once."""
+    typed = re.findall(r"(%[\w.-]+) = \w+\[([\d,]*)\]", hlo_text)
+    shapes = {name: [int(size) for size in sizes.split(",") if size] for name, sizes in typed}
+    dots = re.findall(
+        r"(%[\w.-]+) = \S+ dot\((%[\w.-]+),.*?lhs_contracting_dims=\{([\d,]*)\}", hlo_text
+    )
+    assert dots
+    return sum(
+        2 * math.prod(shapes[y]) * math.prod(shapes[x][int(dim)] for dim in dims.split(","))
+        for y, x, dims in dots
+    )
 
 
 def test_an_adapter_has_its_own_matmuls_and_what_else_is_trained_its_gradient():

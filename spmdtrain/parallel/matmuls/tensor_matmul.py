@@ -126,17 +126,17 @@ def _dot(in_float8: bool, local: bool) -> Dot:
 
 
 def local_tensordot(x: jax.Array, weight: jax.Array, contracted: int) -> jax.Array:
-    """Returns `jnp.tensordot(x, weight, contracted)`, as one product of two matrices.
+    """Returns `jnp.tensordot(x, weight, contracted)`, with the tokens of x as one dim.
 
     The gradient of the weight then sums over one dim, the tokens, not over sequences and times. For
     two dims XLA's CPU backend first writes a transposed copy of an operand, and then multiplies at
     a third of its speed (jax 0.10 and 0.12). A reshape costs nothing if no device holds a part of
-    the dims that it joins.
+    the dims that it joins. The weight keeps its shape: a reshaped one would be kept for the
+    backward pass where remat gathers it again.
     """
-    rows, width = x.shape[: x.ndim - contracted], weight.shape[contracted:]
-    inner = math.prod(weight.shape[:contracted])
-    y = x.reshape(math.prod(rows), inner) @ weight.reshape(inner, math.prod(width))
-    return y.reshape(*rows, *width)
+    rows, inner = x.shape[: x.ndim - contracted], x.shape[x.ndim - contracted :]
+    y = jnp.tensordot(x.reshape(math.prod(rows), *inner), weight, contracted)
+    return y.reshape(*rows, *weight.shape[contracted:])
 
 
 def _saved(y: jax.Array, in_float8: bool) -> jax.Array:

@@ -37,7 +37,7 @@ def words(text: str) -> list[str]:
 
 @pytest.mark.parametrize("process", [(), ("--process", "1")], ids=["alone", "process 1"])
 def test_the_first_line_is_out_before_jax_is_imported(tmp_path, monkeypatch, capfd, process):
-    def start_jax(_):
+    def start_jax(*_, **__):
         raise ConfigError(f"so far: {capfd.readouterr().out!r}")
 
     monkeypatch.setattr(train, "start_jax", start_jax)
