@@ -23,9 +23,9 @@ the same losses. In Python, `import spmdtrain as st`:
 
 The rooms, lowest first: `config`, `processes`, `parallel` and `compiled`, `pipeline`, `models` and
 `data`, `train`, `checkpoints`, `interop` and `page`, `inference`, `running`, `show`, `planner`
-and `launch`, `replay` and `certify`, `diff`, `profile` and `strategies`, `cli`; imports only go down.
-`__init__.pyi` lists the public names and their homes, also for type checkers. They are imported
-when they are asked for, so that `spmdtrain --help` takes milliseconds.
+and `launch`, `replay` and `certify`, `diff`, `profile` and `strategies`, `cli`; imports only go
+down. `__init__.pyi` lists the public names and their homes, also for type checkers. They are
+imported when they are asked for, so that `spmdtrain --help` takes milliseconds.
 """
 
 import lazy_loader
