@@ -35,6 +35,8 @@ Decay = Annotated[float, Field(gt=0, lt=1), AfterValidator(_in_float32)]
 # Devices count in int32, both steps and elements of a dim.
 Count = Annotated[int, Field(gt=0, lt=2**31)]
 CountOrZero = Annotated[int, Field(ge=0, lt=2**31)]
+# What a run reads in all is counted on the host, and exceeds int32 within hours on many devices.
+Tokens = Annotated[int, Field(gt=0, lt=2**62)]
 # TOML has only lists, so this is not strict about the container; its elements stay strict.
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
 

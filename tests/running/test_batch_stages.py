@@ -1,6 +1,7 @@
 """Stages of a batch: smaller and shorter ones first, and the samples of a run in their order."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -234,3 +235,9 @@ def test_a_stage_that_the_mesh_does_not_divide_is_named(tmp_path):
 
 def test_stages_without_an_end_are_one():
     assert TrainConfig().timetable == (TimedStage(0, None, 16, 128, 1, 0),)
+
+
+def test_a_stage_may_end_after_more_tokens_than_an_int32_counts():
+    stage = BatchStage(tokens=100_000_000_000, global_batch=512)
+    train = TrainConfig(steps=100_000, global_batch=1024, sequence_length=4096, stages=(stage,))
+    assert train.timetable[0].last == math.ceil(100e9 / (512 * 4096))

@@ -4,7 +4,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from spmdtrain.config.settings import Count, Fraction, NonNegative, Positive, Settings, Strings
+from spmdtrain.config.settings import (
+    Count,
+    Fraction,
+    NonNegative,
+    Positive,
+    Settings,
+    Strings,
+    Tokens,
+)
 
 
 class MixSource(Settings):
@@ -22,9 +30,7 @@ class MixSource(Settings):
 class MixPhase(Settings):
     """A phase at the beginning of a run, in which the sources of `data.mix` have other weights."""
 
-    tokens: Annotated[int, Field(gt=0, lt=2**62)] = Field(
-        description="it ends with the sample in which the run has read so many"
-    )
+    tokens: Tokens = Field(description="it ends with the sample in which the run has read so many")
     weights: Annotated[tuple[NonNegative, ...], Field(strict=False)] = Field(
         description="weight of each source, in the order of data.mix; 0: it is not read"
     )

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_serializer, model_validator
 
-from spmdtrain.config.settings import Count, Fraction, NonNegative, Positive, Settings
+from spmdtrain.config.settings import Count, Fraction, NonNegative, Positive, Settings, Tokens
 from spmdtrain.config.stages import TimedStage, timetable
 
 # The settings that each loss of pairs has, with their defaults: those of the papers.
@@ -25,7 +25,7 @@ class BatchStage(Settings):
     """
 
     until: Count | None = Field(default=None, description="its last step")
-    tokens: Count | None = Field(
+    tokens: Tokens | None = Field(
         default=None,
         description="instead of until: it ends with the step in which the run has read so many",
     )
