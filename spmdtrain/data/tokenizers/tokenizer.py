@@ -221,10 +221,7 @@ def end_of_text(tokenizer: Tokenizer, asked: str, name: str) -> tuple[Tokenizer,
     if asked == "none":
         return tokenizer, None
     if asked != "auto":
-        found = tokenizer.id_of(asked)
-        if found is None:
-            raise DataError(f"the tokenizer {name} has no token {asked!r} to end a text with")
-        return _with_control(tokenizer, asked), found
+        return _with_asked(tokenizer, asked, name, "end")
     if isinstance(tokenizer, ByteTokenizer):
         return tokenizer, END_BYTE
     if isinstance(tokenizer, CharacterTokenizer):
@@ -264,10 +261,7 @@ def begin_of_text(tokenizer: Tokenizer, asked: str, name: str) -> tuple[Tokenize
     if asked == "none":
         return tokenizer, None
     if asked != "auto":
-        found = tokenizer.id_of(asked)
-        if found is None:
-            raise DataError(f"the tokenizer {name} has no token {asked!r} to begin a text with")
-        return _with_control(tokenizer, asked), found
+        return _with_asked(tokenizer, asked, name, "begin")
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return tokenizer, None
     folder = tokenizer_file(name).parent
@@ -284,6 +278,17 @@ def begin_of_text(tokenizer: Tokenizer, asked: str, name: str) -> tuple[Tokenize
     if not found:
         return tokenizer, None
     return tokenizer.with_control(filter(None, [tokenizer.token_of(found[0])])), found[0]
+
+
+def _with_asked(tokenizer: Tokenizer, asked: str, name: str, does: str) -> tuple[Tokenizer, int]:
+    """Returns the tokenizer with a token that a person named, and its id.
+
+    Raises DataError if there is no such token, which `does` something to a text: "end" or "begin".
+    """
+    found = tokenizer.id_of(asked)
+    if found is None:
+        raise DataError(f"the tokenizer {name} has no token {asked!r} to {does} a text with")
+    return _with_control(tokenizer, asked), found
 
 
 def _with_control(tokenizer: Tokenizer, token: str) -> Tokenizer:
