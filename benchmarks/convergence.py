@@ -33,7 +33,7 @@ class Option:
     margin: float
     baseline: tuple[str, ...] = ()
     islands: int = 1  # runs that meet; the loss is that of the first, after the last meeting
-    tables: str = ""  # TOML behind that of every run: lists of tables are no settings
+    tables: str = ""  # TOML that follows that of every run: `--set` takes no lists of tables
 
 
 BFLOAT16 = ("precision.compute=bfloat16",)

@@ -120,7 +120,7 @@ class _Case:
         return there and changed_setting(self._opened.written, self._step - 1, last) is None
 
     def _hidden(self) -> Mismatch | None:
-        """Returns what differs up to the next record of the state's leaves, behind equal figures.
+        """Returns what differs up to the next record of the state's leaves, though figures agree.
 
         A weight that no later batch reads may be wrong without a trace in any loss.
         """

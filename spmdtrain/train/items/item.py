@@ -108,7 +108,7 @@ class Item:
     ask for it. `rests(start, value)` returns the spec of each leaf: `as_parameters`, `whole` or
     `per_data_shard`. `update(value, taken)` is its value after a step. `figures` are what the step
     reports about it, by name: each is a function of the value before the step and the step.
-    `project(value, moved)` changes the weights behind their update, before the step is judged;
+    `project(value, moved)` changes the weights after their update, before the step is judged;
     None: it leaves them alone.
 
     `name` is its key in `TrainState.items`, and its name in a checkpoint: an identifier.

@@ -69,7 +69,7 @@ def at_rest(x: Any, mesh: Mesh, spec: P) -> Any:
 
 
 def project(values: Mapping[str, Value], moved: Moved) -> tuple[Params, dict[str, Projected]]:
-    """Returns the weights as items leave them behind their update, and what the items made; for
+    """Returns the weights as items leave them after their update, and what the items made; for
     tracing.
     """
     found = {}

@@ -1,6 +1,6 @@
 """Keeps the masks of [sparsity]: which elements of a matrix stay, while the others are zero.
 
-An update moves all elements; behind it those that do not stay are set to zero again. Momentum and
+An update moves all elements; after it those that do not stay are set to zero again. Momentum and
 gradients stay dense: an element that was zero may come back when it is chosen anew, if one update
 makes it larger than one that stays.
 
