@@ -26,7 +26,7 @@ COMPILES_FASTER = frozenset({"first"})
 # Rooms of tests/ that call what differs most from one jax to the next.
 NEAR_JAX = {"compiled", "kernels", "parallel"}
 # Rooms whose tests compile, or read what jax and Orbax give.
-MEET_JAX = NEAR_JAX | {"certify", "checkpoints", "models", "pipeline", "running", "train"}
+MEET_JAX = NEAR_JAX | {"checkpoints", "models", "pipeline", "train"}
 # Rooms and files whose tests compile nothing.
 WITHOUT_JAX = {
     "config",

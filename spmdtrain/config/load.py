@@ -8,6 +8,7 @@ from other settings, and a reader of the written config derives it anew.
 """
 
 import difflib
+import functools
 import json
 import os
 import re
@@ -374,7 +375,13 @@ def _parse(annotation: Any, text: str) -> Any:
         inside = text[1:-1] if bracketed else text
         items = [item.strip().strip("\"'") for item in inside.split(",")]
         return [_parse(item_type, item) for item in items if item]
-    return TypeAdapter(annotation).validate_strings(text)
+    return _adapter(annotation).validate_strings(text)
+
+
+@functools.cache
+def _adapter(annotation: Any) -> TypeAdapter[Any]:
+    """Returns what checks values of a type; building it takes longer than checking one."""
+    return TypeAdapter(annotation)
 
 
 def _parse_free(text: str) -> Any:
@@ -457,6 +464,7 @@ def _inner_class(annotation: Any) -> type[Settings] | None:
     return None
 
 
+@functools.cache
 def _alternatives(annotation: Any) -> list[Any]:
     """Returns the members of a (nested, annotated) union, or the single type."""
     if get_origin(annotation) is Annotated:

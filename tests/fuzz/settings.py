@@ -5,6 +5,7 @@ A setting that is neither drawn nor in `NOT_DRAWN` fails tests/fuzz/test_fuzz.py
 cannot be missed.
 """
 
+import functools
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -248,6 +249,7 @@ LAYOUT = {
 LAYOUT_SECTIONS = {"mesh", "pipeline", "checkpoint", "log", "rules"}
 
 
+@functools.cache
 def settings() -> dict[str, Any]:
     """Dotted name -> type, of every class that a section may have."""
     found = {}

@@ -145,7 +145,6 @@ def test_a_change_leaves_a_run_that_the_schema_accepts():
             assert changed.model_dump() != config_of(numbers).model_dump()
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_draw_trains_as_on_one_device(seed, oracles, room):
     report = examine(draw(seed), oracles, room)

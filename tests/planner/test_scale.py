@@ -30,7 +30,7 @@ compute = "bfloat16"
 """
 # (numbers of devices, settings): each device works on two microbatches of one sequence.
 LAYOUTS = {
-    "fsdp": ((8, 64, 256), ("mesh.fsdp={all}", "train.global_batch={twice}")),
+    "fsdp": ((8, 256), ("mesh.fsdp={all}", "train.global_batch={twice}")),
     "data, ZeRO-1": ((8, 256), ("mesh.data={all}", "train.zero=1", "train.global_batch={twice}")),
     "fsdp and tensor": (
         (8, 256),

@@ -334,6 +334,7 @@ def test_every_step_has_its_own_time_where_the_loop_flushes(waits):
     assert seconds == [1.0] * 5
 
 
+@pytest.mark.core
 @pytest.mark.seconds
 def test_saved_is_said_when_it_is_true(tmp_path, monkeypatch):
     """At the moment of each event the checkpoint can be restored, and the newest one is the newest
@@ -352,6 +353,7 @@ def test_saved_is_said_when_it_is_true(tmp_path, monkeypatch):
     assert seen == [(2, True), (4, True), (6, True), (7, True)]
 
 
+@pytest.mark.core
 @pytest.mark.seconds
 def test_a_step_after_a_save_can_be_profiled_on_several_devices(tmp_path):
     settings = (
@@ -369,6 +371,7 @@ def test_a_step_after_a_save_can_be_profiled_on_several_devices(tmp_path):
     ]
 
 
+@pytest.mark.core
 @pytest.mark.seconds
 def test_a_save_takes_no_memory_of_the_devices(tmp_path, monkeypatch):
     """Replicated weights are not cut into slices on the devices: what just fits while training fits

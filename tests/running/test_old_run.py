@@ -33,6 +33,7 @@ def train(run: str, *overrides: str) -> list[float]:
     return [line["loss"] for line in lines]
 
 
+@pytest.mark.core
 @pytest.mark.seconds
 def test_it_goes_on_as_if_it_had_never_stopped(capsys):
     mesh = ("mesh.data=2", "mesh.fsdp=2", "mesh.context=2")

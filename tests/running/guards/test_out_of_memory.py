@@ -24,6 +24,7 @@ DEVICES = jax.devices()
 ONE = {"devices": DEVICES[:1]}
 
 
+@pytest.mark.core
 @pytest.mark.seconds
 def test_at_compile_time_the_line_names_needs_and_a_change_that_fits(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -55,6 +56,7 @@ def test_at_compile_time_the_line_names_needs_and_a_change_that_fits(tmp_path, m
     assert needs[0] <= limit
 
 
+@pytest.mark.core
 @pytest.mark.seconds
 def test_what_jax_raises_at_run_time_is_the_same_line(tmp_path, monkeypatch):
     def exhausted(*_):
