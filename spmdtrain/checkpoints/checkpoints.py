@@ -73,8 +73,15 @@ class Checkpoints(SavedSteps):
         Waits for the previous save, if it is still under way. `completed` tells when this one is on
         disk.
         """
-        trees = arrays_of(state)
-        arrays = named_leaves(trees)
+        layout = self._setup.model.stage_layout
+        self._store.save(step, arrays_of(state), self.whole_meta(step, state, meta), layout)
+
+    def whole_meta(self, step: int, state: TrainState, meta: Meta) -> Meta:
+        """Returns all that a checkpoint says about itself: `meta`, and what its arrays are.
+
+        Waits for the devices. All processes must call it, and all get the same fingerprints.
+        """
+        arrays = named_leaves(arrays_of(state))
         leaves = describe(arrays)
         layout = self._setup.model.stage_layout
         of_model = describe(named_leaves(self._without_padding(by_parameter(state), layout)))
@@ -88,8 +95,7 @@ class Checkpoints(SavedSteps):
         } | meta
         if self.retention:
             meta |= self.retention.meta([*self._store.steps(), step])
-        meta["digest"] = digest(meta)
-        self._store.save(step, trees, meta, layout)
+        return meta | {"digest": digest(meta)}
 
     def _fingerprints(self, arrays: Mapping[str, jax.Array]) -> dict[str, Fingerprint]:
         """Returns the fingerprints of arrays; one after another if memory is short."""
@@ -134,9 +140,6 @@ class Checkpoints(SavedSteps):
         """
         meta, _ = self._meta(step)
         found, meta = self._restored(step, saved_by_parameter(abstract, meta))
-        counter = jax.make_array_from_callback(
-            (), abstract.step.sharding, lambda _: abstract.step.dtype.type(step)
-        )
         values = {}
         for item, asked in items.of(abstract.items):
             value = found.get(item.name)
@@ -146,7 +149,7 @@ class Checkpoints(SavedSteps):
                 value = self._read_unlike_parameters(step, item, asked)
             if value is not None:
                 values[item.name] = value
-        state = TrainState(counter, found["params"], found["state"], values)
+        state = TrainState(step_counter(step, abstract), found["params"], found["state"], values)
         return with_items_begun(self._setup, state, abstract.items.keys() - values), meta
 
     def _read_unlike_parameters(self, step: int, item: Item, asked: Value) -> Value | None:
@@ -283,3 +286,9 @@ class Checkpoints(SavedSteps):
                 meta=meta,
             )
         return meta, layout_saved
+
+
+def step_counter(step: int, abstract: TrainState) -> jax.Array:
+    """Returns the number of completed steps as a state holds it, on the devices of `abstract`."""
+    number = abstract.step.dtype.type(step)
+    return jax.make_array_from_callback((), abstract.step.sharding, lambda _: number)

@@ -18,12 +18,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint that was read. `damaged`: why each newer step was not, newest first."""
+    """A checkpoint that was read, or a snapshot if it is `from_memory`.
+
+    `damaged`: why each newer step was not read, newest first.
+    """
 
     step: int
     state: TrainState
     meta: Meta
     damaged: dict[int, DamagedError] = field(default_factory=dict)
+    from_memory: bool = False
 
 
 def newest_good(

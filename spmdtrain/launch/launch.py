@@ -7,7 +7,8 @@ stacks, and all are ended.
 
 A failure that may pass (a process was killed or hung, a bug) is followed by another attempt, after
 a pause that doubles. A failure that would only recur (the settings, the data, numbers that
-diverged, a full disk) is not, and neither are CYCLES failures in a row without a new checkpoint.
+diverged, a full disk) is not, and neither are CYCLES failures in a row without a new checkpoint or
+snapshot. The last of them begins from the disk: the snapshots may be what it fails with.
 """
 
 import math
@@ -28,6 +29,7 @@ from spmdtrain.config.errors import (
     PeerLostError,
     StorageError,
 )
+from spmdtrain.launch.memory import HostMemory
 from spmdtrain.launch.patience import Patience
 from spmdtrain.launch.place import Place
 from spmdtrain.launch.ranks import Rank, Ranks
@@ -86,7 +88,8 @@ class Launcher:
         self._patience = Patience(step_seconds)
         self._commands = 0  # signals received
         self._warnings = 0
-        self._saved = -1  # the newest step on disk
+        self._saved = -1  # the newest step on disk, or in the memory of all processes
+        self._memory = HostMemory()
         self.goodput = Goodput()
         self.attempts = 0
 
@@ -102,6 +105,7 @@ class Launcher:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+            self._memory.close()
 
     def _attempts(self) -> int:
         without_progress = 0
@@ -112,23 +116,31 @@ class Launcher:
             if ending.line:
                 say(ending.line)
             if ending.code in FINAL or self._asked_to_end:
-                return ending.code
+                return self._over(ending.code)
             progressed = self._saved > saved_before
             without_progress = 1 if progressed else without_progress + 1
             if without_progress >= CYCLES:
                 say(f"{CYCLES} attempts without a new checkpoint: giving up")
-                return ending.code
+                return self._over(ending.code)
+            if without_progress == CYCLES - 1:
+                self._memory.clear()
             pause = min(PAUSE_SECONDS * 2 ** (without_progress - 1), LONGEST_PAUSE)
             say(f"attempt {self.attempts + 1} starts in {pause:.0f} s")
             self._sleep(pause)
             if self._asked_to_end:
-                return ending.code
+                return self._over(ending.code)
+
+    def _over(self, code: int) -> int:
+        """Returns the exit code of the last attempt, which nothing follows."""
+        if code not in (DONE, PREEMPTED):
+            self.goodput.over()
+        return code
 
     def _attempt(self) -> Ending:
         flags = self._place.flags(self._processes)
         self.goodput.enter(pulse.BEGIN)
         commands = {number: [*self._command, *more] for number, more in flags.items()}
-        with Ranks(commands) as ranks:
+        with Ranks(commands, self._memory) as ranks:
             ending = self._watch(ranks)
         if ending.code not in (DONE, PREEMPTED):
             self.goodput.failed(hung=ending.code == HangError.exit_code)
@@ -141,7 +153,7 @@ class Launcher:
         since = -math.inf
         while True:
             for rank, what, step in ranks.listen(POLL_SECONDS):
-                self._note(rank, what, step, leads=rank is ranks.ranks[0])
+                self._note(ranks, rank, what, step)
             is_another = time.monotonic() - since > 2 * signals.HANDED_ON_SECONDS
             if self._asked_to_end > handed_on and is_another:
                 handed_on += 1
@@ -152,14 +164,17 @@ class Launcher:
             if ending := self._hang(ranks):
                 return ending
 
-    def _note(self, rank: Rank, what: str, step: int, leads: bool) -> None:
+    def _note(self, ranks: Ranks, rank: Rank, what: str, step: int) -> None:
         """Handles a message. The first process of this host drives the account of time."""
-        if leads:
+        if rank is ranks.ranks[0]:
             self.goodput.heard(what, step)
         if what == pulse.DONE:
             rank.done = True
         elif what == pulse.SAVED:
             self._saved = max(self._saved, step)
+        elif what == pulse.HELD:
+            rank.held = step
+            self._saved = max(self._saved, min(each.held for each in ranks.ranks))
         elif what != pulse.UNDONE:
             now = time.monotonic()
             self._patience.learn(rank.phase, now - rank.since)
@@ -198,7 +213,7 @@ class Launcher:
         by_themselves = [rank for rank in ranks.ranks if rank.code is not None]
         ranks.end()
         for rank, what, step in ranks.listen(0.0):
-            self._note(rank, what, step, leads=rank is ranks.ranks[0])
+            self._note(ranks, rank, what, step)
 
         codes = {rank.code for rank in ranks.ranks}
         if codes == {DONE} and all(rank.done for rank in ranks.ranks):

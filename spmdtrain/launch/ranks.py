@@ -10,7 +10,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from spmdtrain.launch.memory import HostMemory
 from spmdtrain.processes import pulse
+from spmdtrain.processes.snapshots import given
 
 STACKS_SECONDS = 2.0  # for the stacks of all processes to be printed
 TERM_SECONDS = 5.0  # between SIGTERM and SIGKILL
@@ -29,6 +31,7 @@ class Rank:
     step: int = 0
     since: float = field(default_factory=time.monotonic)
     done: bool = False
+    held: int = 0  # the step of its newest snapshot
     heard: bytes = b""  # the start of a line
 
     @property
@@ -40,12 +43,13 @@ class Rank:
 class Ranks:
     """The processes of this host. Use it as a context: none is left at its end."""
 
-    def __init__(self, commands: Mapping[int, Sequence[str]]):
-        """Starts the processes.
+    def __init__(self, commands: Mapping[int, Sequence[str]], memory: HostMemory):
+        """Starts the processes, with the slots that `memory` keeps for each.
 
         `commands`: the arguments of `spmdtrain` for each, by its number.
         """
         self._selector = selectors.DefaultSelector()
+        self._memory = memory
         self.ranks = [self._started(number, command) for number, command in commands.items()]
 
     def __enter__(self) -> "Ranks":
@@ -59,10 +63,11 @@ class Ranks:
 
     def _started(self, number: int, command: Sequence[str]) -> Rank:
         read, write = os.pipe()
+        slots = self._memory.files(number)
         process = subprocess.Popen(
             [*PROGRAM, *command],
-            env=os.environ | {pulse.PIPE: str(write)},
-            pass_fds=[write],
+            env=os.environ | {pulse.PIPE: str(write), given.SLOTS: given.described(slots)},
+            pass_fds=[write, *slots],
             start_new_session=True,  # Ctrl-C reaches the launcher, which hands it on
             preexec_fn=_end_with_the_launcher,  # noqa: PLW1509 - the launcher's other thread waits for signals
         )

@@ -73,6 +73,8 @@ def _read(events: Iterable[Event], until: float | None) -> tuple[Report, list[St
             goodput.enter(DOWN)
         else:
             goodput.failed()
+            if following is None:
+                goodput.over()
     return goodput.report(), spent
 
 
@@ -127,6 +129,7 @@ def _of_event(event: Event) -> Iterator[tuple[float, str, int]]:
             yield time, pulse.BEGIN, 0
         case "started" | "resumed":
             yield begin, pulse.RESTORE, 0
+            yield time, pulse.UNDONE, step
             yield time, pulse.COMPILE, 0
         case "compiled":
             yield time, pulse.FIRST_STEP, step + 1
@@ -140,6 +143,10 @@ def _of_event(event: Event) -> Iterator[tuple[float, str, int]]:
             yield time, _GO_ON, step + 1
         case "saved":
             yield time, pulse.SAVED, step
+        case "snapshot":
+            yield begin, pulse.SAVE, step
+            yield time, pulse.HELD, step
+            yield time, _GO_ON, step + 1
         case "rolled_back":
             yield begin, pulse.RESTORE, step
             yield begin, pulse.UNDONE, event["to_step"]

@@ -2,7 +2,8 @@
 
 Every moment belongs to one class, so the classes sum to the wall time. Only `step` is training that
 counts. Steps undone by a failure move from `step` to `repeated` as soon as the checkpoint from
-which the run continues is known.
+which the run continues is known. Those of which the launcher holds a snapshot are not undone unless
+the run continues from an earlier step, or not at all.
 """
 
 import time
@@ -34,6 +35,7 @@ class Goodput:
         self._since = self._begin
         self._class = DOWN
         self._step = 0
+        self._held = 0  # the newest step of which there is a snapshot
         self._unsaved: list[tuple[int, float]] = []  # (step, its seconds), not yet on disk
         self.seconds: dict[str, float] = dict.fromkeys(CLASSES, 0.0)
 
@@ -49,6 +51,8 @@ class Goodput:
             self.undone(step)
         elif what == pulse.SAVED:
             self.saved(step)
+        elif what == pulse.HELD:
+            self._held = step
         elif what in pulse.PHASES:
             self.enter(what, step)
 
@@ -57,14 +61,19 @@ class Goodput:
         self._unsaved = [each for each in self._unsaved if each[0] > step]
 
     def failed(self, hung: bool = False) -> None:
-        """Notes that an attempt failed: what it had not saved is repeated."""
+        """Notes that an attempt failed: what it had neither saved nor in memory is repeated."""
         if hung:
             self._class = HANG
         self.enter(DOWN)
+        self.undone(self._held)
+
+    def over(self) -> None:
+        """Notes that no attempt follows a failed one: what was only in memory is lost."""
         self.undone(0)
 
     def undone(self, after: int) -> None:
         """Notes that the steps after this one are repeated, except those on disk."""
+        self._held = min(self._held, after)
         undone = sum(seconds for step, seconds in self._unsaved if step > after)
         self._unsaved = [each for each in self._unsaved if each[0] <= after]
         self.seconds[pulse.STEP] -= undone

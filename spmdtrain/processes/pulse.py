@@ -33,6 +33,7 @@ PHASES = (BEGIN, RESTORE, COMPILE, FIRST_STEP, STEP, SAVE, EVALUATE, END)
 
 # News rather than phases:
 SAVED = "saved"  # the checkpoint of the step is complete on disk
+HELD = "held"  # a snapshot of the step is whole in the launcher's memory
 DONE = "done"  # the run has ended normally
 UNDONE = "undone"  # the steps after this one will be repeated
 
@@ -99,6 +100,6 @@ def parse(line: str) -> tuple[str, int] | None:
     None if it is malformed, e.g. cut short when its writer was killed.
     """
     what, _, step = line.partition(" ")
-    if what not in (*PHASES, SAVED, DONE, UNDONE) or not step.isdecimal():
+    if what not in (*PHASES, SAVED, HELD, DONE, UNDONE) or not step.isdecimal():
         return None
     return what, int(step)

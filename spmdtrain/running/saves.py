@@ -1,5 +1,6 @@
 """Saves checkpoints during a run, and reports those that have become complete."""
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -7,6 +8,7 @@ import jax
 
 from spmdtrain.checkpoints.checkpoints import Checkpoints
 from spmdtrain.checkpoints.identity import Meta
+from spmdtrain.checkpoints.snapshots.snapshots import Snapshots
 from spmdtrain.config.errors import DivergedError
 from spmdtrain.processes import pulse
 from spmdtrain.running.guards.bad_steps import BadSteps
@@ -22,10 +24,10 @@ class Saves:
 
     The run starts at step `first`, at the global sample index `sample`. Each checkpoint stores
     `kept()` (of the run and its data), `bad_steps` and `early_stop` (of its
-    evaluations).
+    evaluations). So does each of the `snapshots`, if the launcher keeps them.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what is saved, and all that is saved with it
         self,
         setup: Setup,
         kept: Callable[[], Meta],
@@ -35,10 +37,13 @@ class Saves:
         sample: int,
         bad_steps: BadSteps | None = None,
         early_stop: EarlyStop | None = None,
+        *,
+        snapshots: Snapshots | None = None,
     ):
         self.bad_steps = bad_steps or BadSteps()
         self.early_stop = early_stop or EarlyStop(setup.config.eval)
         self.checkpoints = checkpoints
+        self.snapshots = snapshots
         self._setup = setup
         self._reporter = reporter
         self._first = first
@@ -54,8 +59,7 @@ class Saves:
             self.checkpoints.wait()
             self.announce()
             self._exports.wait()
-        where = {"sample": self._sample_after(step), "guard": self.bad_steps.document()}
-        self.checkpoints.save(step, state, where | self.early_stop.document() | self._kept())
+        self.checkpoints.save(step, state, self._meta_after(step))
         arrays = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         self._held[step] = {"bytes": arrays}
 
@@ -63,6 +67,33 @@ class Saves:
         """Reports that the save of `step`, now in the background, held up the loop."""
         self._held[step]["seconds"] = seconds
         self._reporter.event("saving", step, **self._held[step])
+
+    def is_snapshot_due(self, step: int) -> bool:
+        """Returns True if the state after `step` is to be copied into the launcher's memory."""
+        every = self._setup.config.checkpoint.memory_every
+        return self.snapshots is not None and step % every == 0
+
+    def take_snapshot(self, step: int, state: TrainState, since: float) -> None:
+        """Copies `state` into the launcher's memory, and reports it.
+
+        It has held up the loop since `since`, a time of `time.perf_counter`.
+        """
+        assert self.snapshots is not None  # it is due
+        self.snapshots.take(step, state, self._meta_after(step))
+        pulse.tell(pulse.HELD, step)
+        seconds = time.perf_counter() - since
+        size = self.snapshots.bytes
+        self._reporter.event("snapshot", step, bytes=size, seconds=seconds)
+
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing of this run has been saved, neither on disk nor in memory."""
+        return not self.checkpoints.steps() and (self.snapshots is None or self.snapshots.is_empty)
+
+    def _meta_after(self, step: int) -> Meta:
+        """Returns what a checkpoint of `step` stores next to the arrays."""
+        where = {"sample": self._sample_after(step), "guard": self.bad_steps.document()}
+        return where | self.early_stop.document() | self._kept()
 
     def evaluated(self, step: int, figures: Mapping[str, Any]) -> None:
         """Records an evaluation: it may decide which checkpoints are kept, and end the run."""

@@ -128,13 +128,24 @@ class Watch:
         return asked or ("stopped_early" if self._saves.early_stop.is_over else None)
 
     def save_if_due(self, number: int, state: TrainState, ending: Status | None) -> None:
-        """Saves `state` if a save is due, and always at the end."""
-        if not (ending or self._interval.is_due(number) or self._saves.wants(number)):
+        """Saves `state` if a save or a snapshot is due, and always at the end."""
+        on_disk = ending or self._interval.is_due(number) or self._saves.wants(number)
+        in_memory = not ending and self._saves.is_snapshot_due(number)
+        if not (on_disk or in_memory):
             return
         self._late.flush()
-        if ending or self._guard.lets_save:
-            with self._pause():
-                self._save(number, state)
+        if not (ending or self._guard.lets_save):
+            return
+        with self._pause():
+            pulse.tell(pulse.SAVE, number)
+            start = time.perf_counter()
+            self._guard.check_state(number, state)
+            self._replicas.before_save(number, state)
+            if on_disk:
+                self._save(number, state, start)
+                start = time.perf_counter()
+            if in_memory:
+                self._saves.take_snapshot(number, state, start)
 
     def end(self, number: int, ending: Status) -> None:
         """Waits for the last save after step `number`, and reports why the loop is over."""
@@ -149,11 +160,8 @@ class Watch:
         """
         return statistics.median(self._settled) if self._settled else None
 
-    def _save(self, number: int, state: TrainState) -> None:
-        pulse.tell(pulse.SAVE, number)
-        start = time.perf_counter()
-        self._guard.check_state(number, state)
-        self._replicas.before_save(number, state)
+    def _save(self, number: int, state: TrainState, start: float) -> None:
+        """Saves `state` on disk. It has held up the loop since `start`."""
         self._saves.save(number, state)
         stopped = time.perf_counter() - start
         self._saves.held_up(number, pulse.phase().seconds)

@@ -10,6 +10,7 @@ from spmdtrain.cli.shared_arguments import add_config, add_devices, positive_int
 from spmdtrain.config import DONE, UserError, load, to_toml
 from spmdtrain.processes import pulse
 from spmdtrain.processes.scheduler import is_first
+from spmdtrain.processes.snapshots import given
 from spmdtrain.running.report import stages
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def add_train(commands) -> None:
 def run_train(parsed: argparse.Namespace) -> int:
     """Trains or resumes a run. Returns PREEMPTED if it was asked to stop and has saved."""
     pulse.begin()
+    given.take()
     config = load(parsed.config, parsed.set)
     if parsed.print_config:
         from spmdtrain.processes import xla_flags

@@ -30,6 +30,11 @@ class CheckpointConfig(Settings):
         default=0,
         description="one checkpoint per this many steps is kept forever; 0: none",
     )
+    memory_every: CountOrZero = Field(
+        default=0,
+        description="steps between copies of the state in memory of `spmdtrain launch`, from which "
+        "the run continues after a process has died; 0: none",
+    )
     export: CountOrZero = Field(
         default=0,
         description="checkpoints from one export to the next, a Hugging Face directory "

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from spmdtrain.checkpoints.identity import changes, describe_changes
 from spmdtrain.checkpoints.meta import Meta
@@ -36,8 +37,10 @@ class StartingPoint:
 
 def resume_or_begin(session: Session) -> StartingPoint:
     """Returns the start of a run: at the checkpoint that was found, or else of a new run."""
-    if session.found is not None:
-        return _resume(session, session.found)
+    found = session.finding.found
+    pulse.tell(pulse.UNDONE, session.done)
+    if found is not None:
+        return _resume(session, found)
     stages.enter("making the first weights")
     state = _begin(session)
     step = int(state.step)
@@ -63,15 +66,18 @@ def _resume(session: Session, found: Found) -> StartingPoint:
     recall_progress(session.prepared.data, found.meta)
     differs = changes(found.meta, setup.config, session.prepared.seams)
     changed = {"changed": differs} if differs else {}
-    took = {"seconds": pulse.phase().seconds}
+    took: dict[str, Any] = {"seconds": pulse.phase().seconds}
     mesh = dict(setup.mesh.shape)
     line = f"resumed {session.prepared.directory} at step {step}"
+    if found.from_memory:
+        line += ", from the launcher's memory"
+        took["from_memory"] = True
     reporter.event("resumed", step, line, from_step=step, mesh=mesh, **changed, **took)
     if differs:
         reporter.say(f"changed since step {step}: {describe_changes(differs)}")
     if adapted := session.prepared.adapted.line:
         reporter.event("adapted", step, adapted, why=adapted)
-    for line in session.remarks:
+    for line in session.finding.remarks:
         reporter.say(line)
     return _start(session, found.state, step, found.meta["sample"], found.meta)
 

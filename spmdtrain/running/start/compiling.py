@@ -31,10 +31,11 @@ def compiled_step(session: Session) -> tuple[Callable, dict[str, Any]]:
     prepared = session.prepared
     session.reporter.say(_introduction(setup, prepared.data))
     pulse.tell(pulse.COMPILE)
-    kept = kernels.keep(session.found.meta, setup) if session.found else {}
+    found = session.finding.found
+    kept = kernels.keep(found.meta, setup) if found else {}
     lowered = session.lowered or lower_step(setup)
-    if session.found:
-        kernels.check_kept(kept, f"step {session.found.step} of {prepared.directory}")
+    if found:
+        kernels.check_kept(kept, f"step {found.step} of {prepared.directory}")
     check_program(lowered)
     step, report = compile_step(setup, lowered)
     step, report = with_stages(setup, step, report, session.done)

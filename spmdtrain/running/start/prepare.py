@@ -38,6 +38,11 @@ class Prepared:
     launched: float
 
     @property
+    def chooses(self) -> bool:
+        """True if the user has chosen where the run starts: from scratch, or at a step."""
+        return self.fresh or self.step is not None
+
+    @property
     def is_new(self) -> bool:
         """True if nothing in the directory is resumed."""
         return self.fresh or newest_step(self.directory) is None

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import jax
 
 from spmdtrain.checkpoints.checkpoints import Checkpoints
-from spmdtrain.checkpoints.newest import Found
 from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.running.compile_step import lower_step
 from spmdtrain.running.guards.memory import MemoryGuard
@@ -18,7 +17,7 @@ from spmdtrain.running.report.reporter import Reporter
 from spmdtrain.running.seams import Hook, MakeSink
 from spmdtrain.running.start.agreement import check_model
 from spmdtrain.running.start.directory import check_given, check_source, open_directory
-from spmdtrain.running.start.find import find
+from spmdtrain.running.start.find import Finding, find
 from spmdtrain.running.start.prepare import Prepared
 from spmdtrain.train.given.placed import placed
 from spmdtrain.train.setup import Setup
@@ -29,8 +28,8 @@ from spmdtrain.train.state import TrainState
 class Session:
     """A run that holds its directory.
 
-    `done` is the number of completed steps that it starts from. `found` is the checkpoint it
-    resumes from, with `remarks` about it; `given` is the state that a caller starts it from.
+    `done` is the number of completed steps that it starts from. `finding` is the checkpoint it
+    resumes from, with remarks about it; `given` is the state that a caller starts it from.
     `lowered` is the traced step if it has been traced already.
     """
 
@@ -41,8 +40,7 @@ class Session:
     reporter: Reporter
     memory: MemoryGuard
     done: int
-    found: Found | None
-    remarks: Sequence[str]
+    finding: Finding
     given: TrainState | None
     lowered: jax.stages.Lowered | None
 
@@ -75,7 +73,8 @@ def open_session(
         this = held.enter_context(attempt(directory, prepared.launched, setup.config.log.report))
         checkpoints = Checkpoints(directory, setup, Retention(setup.config.checkpoint))
         held.enter_context(contextlib.closing(checkpoints))
-        found, remarks = find(prepared, setup, checkpoints)
+        finding = find(prepared, setup, checkpoints)
+        found = finding.found
         done = found.step if found else 0 if given is None else int(given.step)
         reporter = Reporter(directory, setup.config, done, sinks, hooks)
         held.enter_context(reporter)
@@ -87,8 +86,7 @@ def open_session(
             reporter=reporter,
             memory=memory,
             done=done,
-            found=found,
-            remarks=remarks,
+            finding=finding,
             given=given,
             lowered=lowered,
         )

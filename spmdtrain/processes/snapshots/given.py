@@ -1,0 +1,38 @@
+"""Hands the slots of a process from the launcher to it: their descriptors, in the environment."""
+
+import json
+import os
+from collections.abc import Sequence
+
+from spmdtrain.processes.snapshots.slot import Slot
+
+SLOTS = "SPMDTRAIN_SNAPSHOTS"  # environment variable with the file descriptors
+PER_PROCESS = 2  # one is whole while the other one is written
+
+_slots: list[Slot] = []
+
+
+def described(files: Sequence[int]) -> str:
+    """Returns what the environment says of the files of slots."""
+    return json.dumps([*files])
+
+
+def take() -> None:
+    """Takes the slots that the launcher has opened for this process, if there is one."""
+    said = os.environ.pop(SLOTS, "")
+    _slots.clear()
+    if not said:
+        return
+    files = json.loads(said)
+    try:
+        for file in files:
+            os.set_inheritable(file, False)
+            os.fstat(file)
+    except OSError:  # inherited from a launcher that is not ours
+        return
+    _slots.extend(Slot(file) for file in files)
+
+
+def slots() -> list[Slot]:
+    """Returns the slots of this process; none without a launcher, or not on Linux."""
+    return [*_slots]

@@ -1,0 +1,65 @@
+"""Opens the snapshots of a run in the slots that its launcher gives it, if there is memory."""
+
+import json
+import socket
+
+from spmdtrain.checkpoints.checkpoints import Checkpoints
+from spmdtrain.checkpoints.snapshots.snapshots import Snapshots
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.processes.processes import said_by_all, together
+from spmdtrain.processes.snapshots import given
+from spmdtrain.running.guards.host_memory import available_bytes
+from spmdtrain.train.setup import Setup
+
+
+def open_snapshots(setup: Setup, checkpoints: Checkpoints, *, clear: bool) -> Snapshots | None:
+    """Returns the snapshots of this process, or None if the settings ask for none.
+
+    With `clear`, those of earlier attempts are forgotten. Raises ConfigError if no launcher keeps
+    them, or if a host has too little memory. All processes must call it.
+    """
+    config = setup.config.checkpoint
+    if not config.memory_every:
+        return None
+    asked = f"checkpoint.memory_every={config.memory_every}"
+    slots = given.slots()
+    with together():
+        if not slots:
+            raise ConfigError(
+                "only a launcher on Linux keeps a state in memory when a process dies",
+                asked=asked,
+                fix="spmdtrain launch train ..., or --set checkpoint.memory_every=0",
+            )
+    snapshots = Snapshots(slots, setup, checkpoints)
+    if clear:
+        snapshots.clear()
+    wanted = sum(max(snapshots.slot_bytes - slot.reserved, 0) for slot in slots)
+    if any(device.platform != "cpu" for device in setup.mesh.local_devices):
+        wanted += snapshots.bytes  # a copy on its way from the devices
+    _check_room(asked, wanted)
+    with together():
+        try:
+            snapshots.reserve()
+        except OSError as error:
+            raise ConfigError(_too_little(), asked=asked, found=error.strerror or "") from None
+    return snapshots
+
+
+def _check_room(asked: str, wanted: int) -> None:
+    """Raises ConfigError in all processes if those of one host want more than is available."""
+    mine = [socket.gethostname(), wanted, available_bytes()]
+    said = [json.loads(each) for each in said_by_all(json.dumps(mine))]
+    for host in dict.fromkeys(name for name, _, _ in said):
+        needed = sum(of_one for name, of_one, _ in said if name == host)
+        there = min((free for name, _, free in said if name == host and free), default=None)
+        if there is not None and needed > there:
+            raise ConfigError(
+                f"{_too_little()}: {needed / 1e9:.1f} GB on {host}",
+                asked=asked,
+                found=f"{there / 1e9:.1f} GB available",
+                fix="checkpoint.memory_every=0, or a mesh with more hosts along fsdp",
+            )
+
+
+def _too_little() -> str:
+    return "the memory of this host does not hold two more copies of its part of the state"
