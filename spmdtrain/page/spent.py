@@ -96,7 +96,7 @@ def _coarse(found: list[Stretch]) -> list[Stretch]:
 
 def _events(run: RunRead) -> str:
     """Returns the last events other than saves and evaluations, with their figures."""
-    plain = ("saved", "saving", "evaluated", "first_step", "compiled")
+    plain = ("saved", "saving", "snapshot", "evaluated", "first_step", "compiled")
     shown = [event for event in run.events if event["event"] not in plain][-MOST_SHOWN:]
     begin = run.events[0]["time"]
     rows = "".join(

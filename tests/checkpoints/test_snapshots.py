@@ -1,4 +1,4 @@
-"""A run whose process has died goes on from the newest snapshot that is whole, with the same bits."""
+"""A run whose process has died goes on from the newest whole snapshot, with the same bits."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ from spmdtrain.running import loop
 from spmdtrain.running.snapshots import opened
 from spmdtrain.train.shard import shard
 
-pytestmark = pytest.mark.usefixtures("shared_programs")
+pytestmark = pytest.mark.usefixtures("shared_programs", "memory")
 
 STEPS, DIES = 6, 4  # the figures of a step are read before its snapshot is taken
 TINIEST = (
@@ -91,7 +91,7 @@ def assert_as_undisturbed(directory: Path, mesh: tuple[str, ...], tmp_path: Path
 
 @pytest.mark.long
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES.keys())
-def test_it_goes_on_from_the_step_before_and_ends_with_the_same_bits(memory, tmp_path, mesh):
+def test_it_goes_on_from_the_step_before_and_ends_with_the_same_bits(tmp_path, mesh):
     killed(tmp_path / "run", mesh)
     taken = [each for each in events(tmp_path / "run") if each["event"] == "snapshot"]
     assert [each["step"] for each in taken] == list(range(1, DIES))
@@ -153,7 +153,7 @@ def test_what_does_not_fit_is_left_for_the_disk(memory, tmp_path):
     assert begun["from_step"] == 4 and "from_memory" not in begun
 
 
-def test_it_needs_a_launcher_and_memory(memory, tmp_path, monkeypatch):
+def test_it_needs_a_launcher_and_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(opened, "available_bytes", lambda: 1000)
     with pytest.raises(ConfigError, match="does not hold two more .* found 0.0 GB available; try"):
         run(tmp_path / "run", (), "checkpoint.memory_every=1")

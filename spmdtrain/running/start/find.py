@@ -18,9 +18,9 @@ from spmdtrain.train.setup import Setup
 
 @dataclass(frozen=True)
 class Finding:
-    """What a run continues from: a checkpoint or snapshot, None if there is none, with `remarks`.
+    """The checkpoint or snapshot that a run continues from, if there is one, with `remarks`.
 
-    `snapshots`: those of the run, if the settings ask for any.
+    `snapshots` are those of the run, if the settings ask for any.
     """
 
     found: Found | None
