@@ -28,7 +28,7 @@ from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers.narrow import narrow
 from spmdtrain.models.model import LanguageModel
 from spmdtrain.models.projection import FullPrecision, LoadBias, MatmulWeight
-from spmdtrain.models.stack import Stack
+from spmdtrain.models.stack import Stack, frozen_rounds
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.parallel.axes import BATCH_AXES, STACK_AXES, Rules, check_names, owning_axes
 from spmdtrain.parallel.gather import GatherWeight, gathered_axes
@@ -100,6 +100,16 @@ class AbstractModel:
         for path, parameter in self.parameters.items():
             total += round(parameter.size * share) if self.in_stack(path) else parameter.size
         return total
+
+    def frozen_rounds(self, config: RunConfig) -> int:
+        """Returns how many places of the stack, from the first on, `config` freezes.
+
+        Raises ConfigError if its frozen layers are no whole number of rounds.
+        """
+        if not config.frozen_in_stack:
+            return 0
+        layers = config.model.stack_layers
+        return frozen_rounds(config.frozen_in_stack, layers, self.stage_layout.layers)
 
     def freezing_all_but(self, trained: Collection[str]) -> "AbstractModel":
         """Returns the model with only the parameters at `trained` trained."""

@@ -103,13 +103,7 @@ class Stack(nnx.Module):
                 x = checkpoint_name(x, LAYER_INPUT)  # inside the body: outside it names nothing
             return run_block(nnx.merge(graphdef, ctx.gather_layer(parameters)), x, ctx, number)
 
-        frozen, rest = divmod(ctx.frozen_layers * self.rounds, self.count)
-        if rest:
-            raise ConfigError(
-                f"finetune.frozen_layers: {ctx.frozen_layers} of the stack's layers are not a "
-                f"whole number of rounds of {self.count // self.rounds} kinds",
-                fix="another number of layers",
-            )
+        frozen = frozen_rounds(ctx.frozen_layers, self.count, self.rounds)
         side_losses = []
         if frozen:
             x, losses = _run_frozen(body, x, parameters, frozen)
@@ -118,6 +112,21 @@ class Stack(nnx.Module):
         layers = (jnp.arange(frozen, self.rounds), parameters)
         x, losses = jax.lax.scan(rematerialised(body, ctx.remat), x, layers)
         return x, sum_losses(*side_losses, jax.tree.map(jnp.sum, losses))
+
+
+def frozen_rounds(frozen: int, layers: int, rounds: int) -> int:
+    """Returns how many of a stack's `rounds` are the first `frozen` of its `layers`.
+
+    Raises ConfigError if that is no whole number.
+    """
+    found, rest = divmod(frozen * rounds, layers)
+    if rest:
+        raise ConfigError(
+            f"finetune.frozen_layers: {frozen} of the stack's layers are not a whole number of "
+            f"rounds of {layers // rounds} kinds",
+            fix="another number of layers",
+        )
+    return found
 
 
 def _run_frozen(

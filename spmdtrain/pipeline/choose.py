@@ -3,7 +3,8 @@
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.pipeline import file, schedule
-from spmdtrain.pipeline.schedule import Table
+from spmdtrain.pipeline.schedule import Table, without_backward_of
+from spmdtrain.pipeline.stage_layout import StageLayout
 
 
 def choose_table(kind: str, stages: int, chunks: int, microbatches: int) -> Table:
@@ -28,14 +29,22 @@ def choose_table(kind: str, stages: int, chunks: int, microbatches: int) -> Tabl
     return table
 
 
-def pipeline_schedule(config: RunConfig, stages: int, accumulation: int) -> Table:
-    """Returns the schedule that the run asks for, of `accumulation` microbatches."""
+def pipeline_schedule(
+    config: RunConfig, layout: StageLayout, accumulation: int, frozen: int
+) -> Table | None:
+    """Returns the schedule that the run asks for, of `accumulation` microbatches; None: it has one
+    stage.
+
+    Chunks that lie wholly among the first `frozen` layers have no backward.
+    """
+    if layout.stages == 1:
+        return None
     asked = config.pipeline
-    table = choose_table(asked.schedule, stages, asked.chunks, accumulation)
+    table = choose_table(asked.schedule, layout.stages, asked.chunks, accumulation)
     if table.split and config.train.remat != "none":
         raise ConfigError(
             f"train.remat={config.train.remat!r}: {asked.schedule!r} splits a layer's backward "
             "in two",
             fix="--set train.remat=none",
         )
-    return table
+    return without_backward_of(table, frozen // layout.per_chunk)

@@ -77,6 +77,8 @@ class StageProgram:
     - `context_of(microbatch) -> context`: `microbatch` is a traced index
     - `sum_over_stages(x) -> x`: the sum of an activation over `pipeline`
     - `cotangent`: that of the objective, a float32 scalar by which gradients are scaled; None: 1
+    - `frozen`: the first layers, which have no gradients, and neither has the embedding then; the
+      table has no backward of chunks that lie wholly among them
     """
 
     embed: Callable[[Tree, Tree], jax.Array]
@@ -85,6 +87,7 @@ class StageProgram:
     context_of: Callable[[jax.Array], Tree]
     sum_over_stages: Callable[[jax.Array], jax.Array] = sum_over_stages
     cotangent: jax.Array | None = None
+    frozen: int = 0
 
 
 def losses(
@@ -130,7 +133,8 @@ def gradients(
     executor = _Executor(program, table, layout, shared, stack, fixed or {}, keep)
     carry = executor.initial_carry() | executor.initial_backward_carry(totals)
     carry = executor.scan_table(carry, executor.training_tick)
-    executor.run_embed_backward(carry, int(table.leaving_microbatch[-1]))
+    if not program.frozen:
+        executor.run_embed_backward(carry, int(table.leaving_microbatch[-1]))
     # Back from [v, Lc, ...] to the [v, 1, Lc, ...] of a stage's part of the stack.
     stack_gradients = jax.tree.map(lambda total: total[:, None], carry["stack"])
     return *executor.total_losses(carry), carry["shared"], stack_gradients
@@ -310,7 +314,7 @@ class _Executor:
         """
         carry = dict(carry)
         table = self.table
-        if phase.embed_backward:
+        if phase.embed_backward and not self.program.frozen:
             self.run_embed_backward(carry, cell["embed_backward_microbatch"])
         self.store_activation(phase, carry, cell)
         cotangent = self.zeros(self.x)
@@ -432,7 +436,7 @@ class _Executor:
             # A stage without work writes garbage to the trash slot, so no mask is needed.
             carry["deferred"] = _write(carry["deferred"], cell["defer_slot"], made)
         else:
-            made = _mask(has_work, made)
+            made = _mask(self.learning(has_work, cell["backward_chunk"]), made)
             carry["stack"] = _accumulate_at(carry["stack"], cell["backward_chunk"], made)
         return dx
 
@@ -449,7 +453,7 @@ class _Executor:
 
         layers = (weights, fixed, self.layer_numbers(cell["weight_chunk"]), kept, deferred)
         _, made = jax.lax.scan(layer_weight, None, layers)
-        made = _mask(cell["weight_microbatch"] >= 0, made)
+        made = _mask(self.learning(cell["weight_microbatch"] >= 0, cell["weight_chunk"]), made)
         carry["stack"] = _accumulate_at(carry["stack"], cell["weight_chunk"], made)
 
     def embed(self, microbatch: jax.Array | int) -> jax.Array:
@@ -515,6 +519,15 @@ class _Executor:
         first = (jnp.maximum(chunk, 0) * self.layout.stages + self.stage) * layers
         return first + jnp.arange(layers, dtype=jnp.int32)
 
+    def learning(self, has_work: jax.Array, chunk: jax.Array) -> jax.Array:
+        """Returns whether a chunk's gradients count: [], or [Lc] if some layers are frozen.
+
+        The chunk at the edge runs the backward of all its layers, whose bodies are one.
+        """
+        if not self.program.frozen:
+            return has_work
+        return has_work & (self.layer_numbers(chunk) >= self.program.frozen)
+
     def send_to_next(self, y: jax.Array) -> jax.Array:
         """Sends y to the next stage; returns what the previous stage has sent.
 
@@ -576,11 +589,16 @@ def _accumulate_at(totals: Tree, chunk: jax.Array, gradients: Tree) -> Tree:
 
 
 def _mask(has_work: jax.Array, tree: Tree) -> Tree:
-    """Returns the tree, or zeros if there is no work.
+    """Returns the tree, or zeros if there is no work: in all of it, or by its leading dim.
 
     This is a select, not a product: what a stage without work has computed may be NaN.
     """
-    return jax.tree.map(lambda leaf: jnp.where(has_work, leaf, 0), tree)
+
+    def mask(leaf: jax.Array) -> jax.Array:
+        inner = range(has_work.ndim, leaf.ndim) if has_work.ndim else ()
+        return jnp.where(jnp.expand_dims(has_work, inner), leaf, 0)
+
+    return jax.tree.map(mask, tree)
 
 
 def _first_layer(stack: Tree) -> Tree:

@@ -107,10 +107,9 @@ class Table:
     @property
     def activations_wait(self) -> bool:
         """True if some activation arrives before the tick of its forward."""
-        arrives = self.arrive_forward_slot != self.slots
-        runs = self.forward_microbatch >= 0
-        runs[:, 0] &= self.forward_chunk[:, 0] != 0  # stage 0, chunk 0: from the embedding
-        return not np.array_equal(arrives, runs)
+        arriving = arriving_forward(self)
+        arrives = arriving[..., 0] >= 0
+        return bool((arriving != units_of(self, "forward"))[arrives].any())
 
     @property
     def entering_microbatch(self) -> np.ndarray:
@@ -259,11 +258,13 @@ def assign_slots(
     weight: np.ndarray,
     *,
     stash: np.ndarray | None = None,
+    frozen: int = 0,
 ) -> Table:
     """Makes the table of these units, giving everything that waits a slot for as long as it lives.
 
     The units, [ticks, stages, (microbatch, chunk)] each, must have passed `check.check_units`.
-    `stash`, [ticks, stages], sets the stash slots of the forwards by hand.
+    `stash`, [ticks, stages], sets the stash slots of the forwards by hand. The first `frozen`
+    chunks that a microbatch passes have forwards alone.
 
     Slots are assigned greedily, by the start of lives. That takes as many slots as lives that
     overlap at most, so fewer would not do.
@@ -275,34 +276,37 @@ def assign_slots(
     # The last use of what the stash holds.
     weight_ticks = ticks_of(weight, microbatches, chunks) if split else backward_ticks
     activation_arrives, cotangent_arrives = arrival_ticks(forward_ticks, backward_ticks)
+    learns = np.broadcast_to(passed_before(stages, chunks) >= frozen, forward_ticks.shape)
+    last_read = np.where(learns, weight_ticks, forward_ticks)
+    stashed = learns | (activation_arrives < forward_ticks)
 
     # The three rings. `*_of_unit` are [stages, microbatches, chunks].
     if stash is None:
-        stash_of_unit = _share_slots(activation_arrives, weight_ticks)
+        stash_of_unit = _share_slots(activation_arrives, last_read, stashed)
     else:
         stash_of_unit = stash[forward_ticks, np.arange(stages)[:, None, None]]
-    slots = int(stash_of_unit.max()) + 1
+    slots = int(stash_of_unit[stashed].max()) + 1
 
-    cotangents_wait = bool((cotangent_arrives < backward_ticks).any())
-    cotangent_of_unit = _share_slots(cotangent_arrives, backward_ticks)
+    cotangents_wait = bool((cotangent_arrives < backward_ticks)[learns].any())
+    cotangent_of_unit = _share_slots(cotangent_arrives, backward_ticks, learns)
     cotangent_slots = int(cotangent_of_unit.max()) + 1 if cotangents_wait else 0
 
     weights_wait = split and bool((backward_ticks < weight_ticks).any())
-    deferred_of_unit = _share_slots(backward_ticks, weight_ticks)
+    deferred_of_unit = _share_slots(backward_ticks, weight_ticks, learns)
     deferred_slots = int(deferred_of_unit.max()) + 1 if weights_wait else 0
 
     def column(
         slot_of_unit: np.ndarray,
         tick_of_unit: np.ndarray,
         trash: int,
-        among: np.ndarray | bool = True,
+        among: np.ndarray,
     ) -> np.ndarray:
         """Returns [ticks, stages]: the slot of the unit that uses one at this tick, or the trash.
 
-        Only units in `among`, which broadcasts to [stages, microbatches, chunks], use one.
+        Only units in `among`, [stages, microbatches, chunks], use one.
         """
         slot = np.full(forward.shape[:2], trash, np.int32)
-        unit = np.nonzero(np.broadcast_to(among, slot_of_unit.shape))
+        unit = np.nonzero(among)
         stage, _, _ = unit
         slot[tick_of_unit[unit], stage] = slot_of_unit[unit]
         return slot
@@ -311,22 +315,24 @@ def assign_slots(
     enters[0, :, 0] = True
     leaves = np.zeros(forward_ticks.shape, bool)  # its cotangent comes from the head
     leaves[-1, :, -1] = True
-    received = ~leaves & cotangents_wait
+    received = learns & ~leaves & cotangents_wait
     from_head = leaves & cotangents_wait
     arrays = {
-        "forward_slot": column(stash_of_unit, forward_ticks, slots),
-        "backward_slot": column(stash_of_unit, backward_ticks, slots),
-        "weight_slot": column(stash_of_unit, weight_ticks, slots, split),
-        "arrive_forward_slot": column(stash_of_unit, activation_arrives, slots, ~enters),
+        "forward_slot": column(stash_of_unit, forward_ticks, slots, stashed),
+        "backward_slot": column(stash_of_unit, backward_ticks, slots, learns),
+        "weight_slot": column(stash_of_unit, weight_ticks, slots, learns & split),
+        "arrive_forward_slot": column(stash_of_unit, activation_arrives, slots, stashed & ~enters),
         "arrive_backward_slot": column(
             cotangent_of_unit, cotangent_arrives, cotangent_slots, received
         ),
         "head_slot": column(cotangent_of_unit, cotangent_arrives, cotangent_slots, from_head),
         "cotangent_slot": column(
-            cotangent_of_unit, backward_ticks, cotangent_slots, cotangents_wait
+            cotangent_of_unit, backward_ticks, cotangent_slots, learns & cotangents_wait
         ),
-        "defer_slot": column(deferred_of_unit, backward_ticks, deferred_slots, weights_wait),
-        "resume_slot": column(deferred_of_unit, weight_ticks, deferred_slots, weights_wait),
+        "defer_slot": column(
+            deferred_of_unit, backward_ticks, deferred_slots, learns & weights_wait
+        ),
+        "resume_slot": column(deferred_of_unit, weight_ticks, deferred_slots, learns & weights_wait),
     }
     for name, units in zip(WORK, (forward, backward, weight), strict=True):
         arrays[f"{name}_microbatch"] = np.ascontiguousarray(units[..., 0], np.int32)
@@ -341,9 +347,37 @@ def assign_slots(
         slots=slots,
         cotangent_slots=cotangent_slots,
         deferred_slots=deferred_slots,
-        peak_stash=_most_alive(activation_arrives, weight_ticks),
+        peak_stash=_most_alive(activation_arrives, last_read, stashed),
         **arrays,
     )
+
+
+def without_backward_of(table: Table, frozen: int) -> Table:
+    """Returns the table without backward and weight gradients of the first `frozen` chunks that a
+    microbatch passes.
+
+    Ticks without work go, and weight gradients run as many ticks earlier as all of them can. What
+    is left needs the stash of the first stage that still learns.
+    """
+    if not frozen:
+        return table
+    forward, backward, weight = (units_of(table, kind) for kind in WORK)
+    passed = passed_before(table.stages, table.chunks)[:, 0]
+    for units in (backward, weight):
+        learns = passed[np.arange(table.stages), units[..., 1]] >= frozen
+        units[~learns] = -1
+    if table.split:
+        sizes = (table.microbatches, table.chunks)
+        waits = ticks_of(weight, *sizes) - ticks_of(backward, *sizes)
+        weight = np.roll(weight, -int(waits[ticks_of(backward, *sizes) >= 0].min()), axis=0)
+    busy = np.any([(units[..., 0] >= 0).any(1) for units in (forward, backward, weight)], axis=0)
+    work = (units[busy] for units in (forward, backward, weight))
+    return assign_slots(table.kind, table.microbatches, table.chunks, *work, frozen=frozen)
+
+
+def passed_before(stages: int, chunks: int) -> np.ndarray:
+    """Returns [stages, 1, chunks]: how many chunks a microbatch passes before each."""
+    return (np.arange(chunks) * stages + np.arange(stages)[:, None])[:, None]
 
 
 def ticks_of(units: np.ndarray, microbatches: int, chunks: int) -> np.ndarray:
@@ -426,10 +460,13 @@ def _check_sizes(stages: int, microbatches: int, chunks: int) -> None:
 # which something of it must be in its slot.
 
 
-def _share_slots(first: np.ndarray, last: np.ndarray) -> np.ndarray:
-    """Returns each unit's slot, so that lives in one slot of a stage do not overlap."""
+def _share_slots(first: np.ndarray, last: np.ndarray, among: np.ndarray) -> np.ndarray:
+    """Returns each unit's slot, so that lives in one slot of a stage do not overlap.
+
+    Units that are not in `among` have no life, and 0.
+    """
     slot_of_unit = np.zeros(first.shape, np.int64)
-    for stage, lives in enumerate(_lives_by_start(first, last)):
+    for stage, lives in enumerate(_lives_by_start(first, last, among)):
         busy: list[tuple[int, int]] = []  # heap of (last tick, slot)
         free: list[int] = []  # heap of slots that have been used before
         for start, stop, unit in lives:
@@ -444,19 +481,21 @@ def _share_slots(first: np.ndarray, last: np.ndarray) -> np.ndarray:
     return slot_of_unit
 
 
-def _lives_by_start(first: np.ndarray, last: np.ndarray) -> Iterator[list[tuple[int, int, int]]]:
+def _lives_by_start(
+    first: np.ndarray, last: np.ndarray, among: np.ndarray
+) -> Iterator[list[tuple[int, int, int]]]:
     """Yields for each stage (first tick, last tick, flat index of the unit), sorted."""
-    for stage_first, stage_last in zip(first, last, strict=True):
-        units = range(stage_first.size)
-        starts = stage_first.ravel().tolist()
-        stops = stage_last.ravel().tolist()
-        yield sorted(zip(starts, stops, units, strict=True))
+    for stage_first, stage_last, lives in zip(first, last, among, strict=True):
+        units = np.flatnonzero(lives)
+        starts = stage_first.ravel()[units].tolist()
+        stops = stage_last.ravel()[units].tolist()
+        yield sorted(zip(starts, stops, units.tolist(), strict=True))
 
 
-def _most_alive(first: np.ndarray, last: np.ndarray) -> tuple[int, ...]:
+def _most_alive(first: np.ndarray, last: np.ndarray, among: np.ndarray) -> tuple[int, ...]:
     """Returns for each stage the largest number of lives that overlap."""
     change = np.zeros((len(first), last.max() + 2), np.int64)
-    for stage in range(len(first)):
-        np.add.at(change[stage], first[stage].ravel(), 1)
-        np.add.at(change[stage], last[stage].ravel() + 1, -1)
+    for stage, lives in enumerate(among):
+        np.add.at(change[stage], first[stage][lives], 1)
+        np.add.at(change[stage], last[stage][lives] + 1, -1)
     return tuple(change.cumsum(1).max(1).tolist())

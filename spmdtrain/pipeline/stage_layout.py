@@ -51,6 +51,11 @@ class StageLayout:
         """The number of padding places. They cost as much as layers."""
         return self.places - self.layers
 
+    @property
+    def numbers(self) -> np.ndarray:
+        """The number in the stack of the layer at each place, [*shape]; padding has further ones."""
+        return np.arange(self.places).reshape(self.shape)
+
     def staged(self, stack: jax.Array) -> jax.Array:
         """Reshapes [layers, ...] to [*shape, ...]; padding repeats the last layer."""
         if self.padding:

@@ -63,6 +63,11 @@ class Setup:
     state: TrainState  # abstract: shapes, dtypes and shardings
 
     @property
+    def frozen(self) -> int:
+        """The first layers of the stack that have no gradient; with several kinds, its rounds."""
+        return self.model.frozen_rounds(self.config)
+
+    @property
     def gathers_by_layer(self) -> bool:
         """True if layers gather weights for their own use, one layer at a time.
 

@@ -71,10 +71,10 @@ def shard_on(
     rules = make_rules(config.rules, mesh.shape)
     check_matmuls(config, rules, mesh)
     batch_shape = cut_batch(config.train, rules)
-    stages = mesh.shape["pipeline"]
-    accumulation = batch_shape.accumulation
-    table = pipeline_schedule(config, stages, accumulation) if stages > 1 else None
-    model = build_model(config, make, stages, config.pipeline.chunks)
+    model = build_model(config, make, mesh.shape["pipeline"], config.pipeline.chunks)
+    table = pipeline_schedule(
+        config, model.stage_layout, batch_shape.accumulation, model.frozen_rounds(config)
+    )
     model, update_rules = with_update_rules(config, model, optimizer)
     check_frozen(config, model)
     token_loss.check_multi_token(config, model)

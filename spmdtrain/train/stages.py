@@ -27,8 +27,12 @@ def setup_of(setup: Setup, stage: TimedStage) -> Setup:
     config = setup.config.in_stage(stage)
     number = stages_of(setup).index(stage)
     batch_shape = cut_batch(config.train, setup.rules, f"train.stages[{number}].global_batch")
-    places = setup.mesh.shape["pipeline"]
-    table = pipeline_schedule(config, places, batch_shape.accumulation) if places > 1 else None
+    table = pipeline_schedule(
+        config,
+        setup.model.stage_layout,
+        batch_shape.accumulation,
+        setup.model.frozen_rounds(config),
+    )
     return replace(
         setup,
         config=config,

@@ -182,19 +182,22 @@ def _update(
         {path: padding.from_rest(path, x) for path, x in state.params.items()},
         rate,
     )
-    if frozen := setup.config.frozen_in_stack:
-        updates = _above(setup, frozen, updates)
+    if setup.frozen:
+        updates = _above(setup, updates)
     return (
         {path: padding.to_rest(path, x) for path, x in updates.items()},
         {path: padding.tree_to_rest(path, tree) for path, tree in opt_state.items()},
     )
 
 
-def _above(setup: Setup, frozen: int, updates: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns the updates without those of the first `frozen` layers of the stack.
+def _above(setup: Setup, updates: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns the updates without those of the frozen layers of the stack.
 
     These have no gradient, but a rule's weight decay would move them all the same.
     """
-    model = setup.model
-    rows = frozen * model.stage_layout.layers // setup.config.model.stack_layers
-    return {path: x.at[:rows].set(0) if model.in_stack(path) else x for path, x in updates.items()}
+    learns = jnp.asarray(setup.model.stage_layout.numbers >= setup.frozen)
+
+    def above(x: jax.Array) -> jax.Array:
+        return jnp.where(jnp.expand_dims(learns, range(learns.ndim, x.ndim)), x, 0)
+
+    return {path: above(x) if setup.model.in_stack(path) else x for path, x in updates.items()}

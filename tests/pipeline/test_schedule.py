@@ -20,7 +20,9 @@ from spmdtrain.pipeline.schedule import (
     gpipe,
     interleaved,
     one_f_one_b,
+    passed_before,
     units_of,
+    without_backward_of,
     zero_bubble,
 )
 
@@ -101,6 +103,35 @@ def test_what_the_arrays_say_computes_the_exact_gradients(table):
     entering, leaving = random.normal(size=(2, table.microbatches))
     expected = weights.prod() / weights * (entering * leaving).sum()
     np.testing.assert_allclose(run(table, weights, entering, leaving), expected, rtol=1e-9)
+
+
+@FEWER
+@given(table=st.one_of(tables(), waiting_tables()), drawn=st.integers(0, 31))
+def test_chunks_above_frozen_ones_keep_their_gradients(table, drawn):
+    """And those below have none, and need neither more ticks nor more slots."""
+    random = np.random.default_rng(0)
+    weights = random.uniform(0.5, 2.0, (table.stages, table.chunks))
+    entering, leaving = random.normal(size=(2, table.microbatches))
+    frozen = drawn % (table.stages * table.chunks)
+    left = without_backward_of(table, frozen)
+    learns = passed_before(table.stages, table.chunks)[:, 0] >= frozen
+    expected = np.where(learns, weights.prod() / weights * (entering * leaving).sum(), 0)
+    np.testing.assert_allclose(run(left, weights, entering, leaving), expected, rtol=1e-9)
+    assert left.ticks <= table.ticks and left.slots <= table.slots
+    assert left.deferred_slots <= table.deferred_slots
+    assert (left.backward_microbatch >= 0).sum() == table.microbatches * learns.sum()
+
+
+@FEWER
+@given(stages=stages_, microbatches=st.integers(1, 40), drawn=st.integers(0, 7))
+def test_frozen_stages_leave_the_stash_and_the_ticks_of_the_first_one_that_learns(
+    stages, microbatches, drawn
+):
+    frozen = drawn % stages
+    for kind in (one_f_one_b, zero_bubble):
+        table = without_backward_of(kind(stages, microbatches), frozen)
+        assert table.slots == min(microbatches, 2 * (stages - 1 - frozen) + 1)
+        assert table.ticks == max(microbatches + 2 * stages - 2 - frozen, microbatches + stages - 1)
 
 
 @FEWER

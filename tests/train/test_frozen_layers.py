@@ -7,7 +7,16 @@ from functools import cache
 import jax
 import numpy as np
 import pytest
-from helpers import MESHES, batches_of, compiled_step, mesh_of, tiny, trained
+from helpers import (
+    MESHES,
+    assert_gradients_of_one_device,
+    batches_of,
+    compiled_step,
+    mesh_of,
+    pipeline,
+    tiny,
+    trained,
+)
 
 import spmdtrain as st
 from spmdtrain.config import ConfigError
@@ -27,6 +36,13 @@ LAYOUTS = {
 }
 OPTIMIZERS = ("adafactor", "adamw", "lamb", "lion", "muon", "schedule_free_adamw", "sgd")
 BELOW = {"tokens.table_ve", "positions_te"}
+# Frozen layers of six, and a pipeline whose stages lie wholly below, above, and at the edge.
+PIPELINES = [
+    (2, (2, (), "1f1b", 1, 2, "none")),  # the edge is in the first chunk
+    (4, (2, ("data", "fsdp"), "interleaved", 3, 2, "full")),  # ends with a chunk of each stage
+    (4, (4, ("tensor",), "zero_bubble", 1, 1, "none")),  # two stages wholly below
+    (3, (2, (), "gpipe", 1, 1, "dots")),
+]
 
 
 def in_stack(path: str) -> bool:
@@ -62,6 +78,26 @@ def test_the_layers_above_have_the_gradients_that_they_have_without(layout):
         assert np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want) + 1e-9, path
 
 
+@pytest.mark.parametrize(("below", "case"), PIPELINES, ids=lambda x: str(x)[:30])
+def test_gradients_of_a_pipeline_are_those_of_one_device(below, case):
+    numbers = ("model.layers=6", "model.tied=true", f"finetune.frozen_layers={below}")
+    assert_gradients_of_one_device(numbers, pipeline(*case), 1e-5)
+
+
+def test_a_pipeline_moves_nothing_that_is_frozen():
+    """Weight decay would; the last chunk is half padding."""
+    settings = (*LAYERS, FROZEN, "mesh.pipeline=2", "optimizer.weight_decay=0.1")
+    setup, state = begun(*settings)
+    before = jax.device_get(state.params)
+    after = jax.device_get(trained(*settings, steps=1)[1].params)
+    below = setup.model.stage_layout.numbers < 2
+    for path, was in before.items():
+        same = np.array_equal(after[path], was)
+        assert same == (path in BELOW), path
+        if in_stack(path):
+            assert np.array_equal(after[path][below], was[below]), path
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_no_optimizer_moves_what_is_frozen(optimizer):
     settings = (*LAYERS, FROZEN, f"optimizer.name={optimizer}")
@@ -90,6 +126,27 @@ def test_a_step_keeps_no_activations_of_frozen_layers():
     assert frozen < 0.4 * whole, (frozen, whole)
 
 
+def test_stages_below_leave_the_stash_of_those_above():
+    """Of four stages two learn: each keeps four microbatches fewer, as estimated."""
+    deep = (
+        "model.layers=4",
+        "mesh.pipeline=4",
+        "train.global_batch=16",
+        "train.microbatch=2",
+        "train.sequence_length=64",
+    )
+
+    def held(*settings):
+        config = tiny(*deep, *settings)
+        workload = workload_of(config, config.mesh.sizes)
+        memory = compiled_step(*deep, *settings).memory_analysis()
+        return memory.temp_size_in_bytes, step_memory(workload).activations, kept_bytes(workload)
+
+    (whole, estimated, kept), (frozen, left, _) = held(), held("finetune.frozen_layers=2")
+    assert estimated - left == 4 * kept
+    assert whole - frozen > 0.9 * 4 * kept
+
+
 def test_a_frozen_layer_counts_only_its_forward():
     def counted(*settings):
         setup, _ = begun(*settings)
@@ -109,7 +166,6 @@ def test_a_frozen_layer_counts_only_its_forward():
     ("settings", "said"),
     [
         (("finetune.frozen_layers=3",), "of the 3 layers from 1 to 2 can be frozen"),
-        ((FROZEN, "mesh.pipeline=2"), "would wait for the others; set mesh.pipeline=1"),
     ],
 )
 def test_what_cannot_be_frozen_is_refused(settings, said):

@@ -216,11 +216,6 @@ class RunConfig(Settings):
                 f"{asked}: a model with [model.multi_token] learns with all its layers; set "
                 "finetune.frozen_layers=0"
             )
-        if self.mesh.pipeline > 1:
-            raise ValueError(
-                f"{asked}: the first stage of mesh.pipeline={self.mesh.pipeline} would wait for "
-                "the others; set mesh.pipeline=1"
-            )
 
     def _check_sparsity(self) -> None:
         """Refuses settings under which weights would not stay zero, or are not chosen at all."""

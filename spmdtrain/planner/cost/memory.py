@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 from pallas_kernels.attention.xla import BLOCK
 from pallas_kernels.loss.chunks import CHUNK_LOGITS
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.pipeline.choose import choose_table
 from spmdtrain.planner.cost.hardware import Hardware
-from spmdtrain.planner.cost.schedules import SCHEDULES, Pipeline, RingSlots
+from spmdtrain.planner.cost.schedules import SCHEDULES, RingSlots, lay_out, pipeline_of
 from spmdtrain.planner.cost.workload import ModelShape, Workload
 
 if TYPE_CHECKING:
@@ -322,11 +321,11 @@ def _deferred_bytes(model: ModelShape, workload: Workload) -> int:
 
 
 def ring_slots(workload: Workload) -> RingSlots:
-    """Returns the slots of the pipeline's rings, by closed forms, or from the table if unnamed."""
-    pipeline = Pipeline(workload.mesh.pipeline, workload.accumulation, workload.chunks)
-    if workload.schedule in SCHEDULES:
+    """Returns the slots of the pipeline's rings, by closed forms, or else from the table."""
+    pipeline = pipeline_of(workload)
+    table = lay_out(workload.schedule, pipeline, closed_form=True)
+    if table is None:
         return SCHEDULES[workload.schedule].ring_slots(pipeline)
-    table = choose_table(workload.schedule, pipeline.stages, pipeline.chunks, pipeline.microbatches)
     return RingSlots(
         stash=table.slots + 1,
         cotangents=_with_trash(table.cotangent_slots),

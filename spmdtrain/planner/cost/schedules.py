@@ -1,7 +1,8 @@
 """Gives closed forms of the named pipeline schedules: the planner's only look-up by name.
 
 A table of a schedule (pipeline/schedule.py) says everything, but a search asks about thousands of
-layouts and cannot lay out a table for each. Tests hold the closed forms equal to the tables.
+layouts and cannot lay out a table for each. Tests hold the closed forms equal to the tables. They
+know of no frozen chunks, for which a table is laid out all the same.
 
 The words are those of pipeline/schedule.py, and the letters in formulas those of the papers: p
 stages, m microbatches, v chunks per stage. There are two ways to run a schedule:
@@ -13,17 +14,31 @@ stages, m microbatches, v chunks per stage. There are two ways to run a schedule
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from spmdtrain.pipeline.choose import choose_table
+from spmdtrain.pipeline.schedule import Table, without_backward_of
 from spmdtrain.pipeline.timing import Times, exposed_hop
+from spmdtrain.planner.cost.workload import Workload
+
+
+# The largest schedule, in units of each kind of work, that is laid out to estimate it.
+LARGEST_TABLE = 40_000
 
 
 class Pipeline(NamedTuple):
     stages: int
     microbatches: int
     chunks: int
+    frozen: int = 0  # chunks that a microbatch passes first, and that have no backward
+
+    @property
+    def units(self) -> int:
+        """The number of units of each kind of work, on all stages."""
+        return self.stages * self.microbatches * self.chunks
 
 
 class RingSlots(NamedTuple):
@@ -55,6 +70,33 @@ class ClosedForm:
     searched_chunks: tuple[int, ...] = ()  # chunks per stage that a search of layouts tries
 
 
+def pipeline_of(workload: Workload) -> Pipeline:
+    """Returns the sizes of the workload's pipeline."""
+    return Pipeline(
+        workload.mesh.pipeline, workload.accumulation, workload.chunks, workload.frozen_chunks
+    )
+
+
+def lay_out(kind: str, pipeline: Pipeline, *, closed_form: bool = False) -> Table | None:
+    """Returns the table that a run would execute; None: its closed form is to be taken.
+
+    That is so for tables too large to lay out, whose closed form is then a little too much if
+    chunks are frozen, and if `closed_form` says so and there is an exact one.
+    """
+    if kind not in SCHEDULES:
+        table = choose_table(kind, pipeline.stages, pipeline.chunks, pipeline.microbatches)
+        return without_backward_of(table, pipeline.frozen)
+    if pipeline.units > LARGEST_TABLE or (closed_form and not pipeline.frozen):
+        return None
+    return _laid_out(kind, pipeline)
+
+
+@lru_cache(maxsize=1000)
+def _laid_out(kind: str, pipeline: Pipeline) -> Table:
+    table = choose_table(kind, pipeline.stages, pipeline.chunks, pipeline.microbatches)
+    return without_backward_of(table, pipeline.frozen)
+
+
 # In lockstep
 
 
@@ -66,7 +108,7 @@ def lockstep_seconds(kind: str, pipeline: Pipeline, times: Times, overlap: float
     cotangent's send with the weight gradient and the next tick's forward. The excess of a send is
     added.
     """
-    p, m, v = pipeline
+    p, m, v, _ = pipeline
     schedule = SCHEDULES[kind]
     units = m * v  # of each kind of work, per stage
     first_backward = schedule.first_backward(pipeline)
@@ -111,13 +153,13 @@ def _gpipe_rings(pipeline: Pipeline) -> RingSlots:
 
 
 def _paired_rings(pipeline: Pipeline) -> RingSlots:
-    p, m, v = pipeline
+    p, m, v, _ = pipeline
     stash = min(m * v, (v - 1) * p + 2 * (p - 1) + 1)
     return RingSlots(stash=stash + 1, cotangents=0, deferred=0)
 
 
 def _zero_bubble_rings(pipeline: Pipeline) -> RingSlots:
-    p, m, v = pipeline
+    p, m, v, _ = pipeline
     return _paired_rings(pipeline)._replace(deferred=min(m * v, p) + 1)
 
 
@@ -125,7 +167,7 @@ def _zero_bubble_rings(pipeline: Pipeline) -> RingSlots:
 
 
 def _order_bubble(pipeline: Pipeline, times: Times) -> float:
-    p, _, v = pipeline
+    p, _, v, _ = pipeline
     return (p - 1) * ((times.forward + times.backward + times.weight) / v + 2 * times.hop)
 
 
@@ -148,7 +190,7 @@ def _one_f_one_b_held(pipeline: Pipeline, stage: int) -> float:
 
 
 def _interleaved_held(pipeline: Pipeline, stage: int) -> float:
-    p, m, v = pipeline
+    p, m, v, _ = pipeline
     return min(m, ((v - 1) * p + 2 * (p - 1 - stage) + 1) / v)
 
 

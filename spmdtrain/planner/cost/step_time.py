@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from spmdtrain.pipeline import timing
-from spmdtrain.pipeline.choose import choose_table
 from spmdtrain.planner.cost.collective_time import (
     all_gather_seconds,
     all_reduce_seconds,
@@ -25,7 +24,7 @@ from spmdtrain.planner.cost.kernel_time import matmul_seconds, memory_seconds
 from spmdtrain.planner.cost.layer_time import NO_WORK, Work, add_work, layer_time
 from spmdtrain.planner.cost.memory import kept_bytes
 from spmdtrain.planner.cost.overlap import LOST_BESIDE_COLLECTIVES, exposed, left_over
-from spmdtrain.planner.cost.schedules import SCHEDULES, Pipeline, lockstep_seconds
+from spmdtrain.planner.cost.schedules import SCHEDULES, lay_out, lockstep_seconds, pipeline_of
 from spmdtrain.planner.cost.software import Software
 from spmdtrain.planner.cost.workload import Workload
 
@@ -37,8 +36,6 @@ HOST_BANDWIDTH = 50e9
 # Bytes per logit that the loss moves in forward and backward: the float32 logit, its maximum and
 # its sum, and the copies of the gradient.
 LOGIT_BYTES = (18, 14)
-# The largest schedule, in ticks x stages, that is laid out as a table to estimate it.
-LARGEST_TABLE = 40_000
 
 # Term -> what bounds it. The order is that of the breakdown.
 BOUND_BY: Mapping[str, str] = {
@@ -125,7 +122,7 @@ def step_time(
     if workload.remat == "full":
         again = NO_WORK._replace(backward=adapters.forward)
         layer["recompute"] = add_work(layer["recompute"], again)
-    below = workload.trained.frozen_layers  # which have no backward
+    below = workload.frozen_per_stage  # which have no backward
     stage = {
         term: (workload.layers_per_stage - below) * sum(work) + below * work.forward
         for term, work in layer.items()
@@ -363,18 +360,19 @@ def _bubble_seconds(
     lockstep; a search ranks all software by it.
     """
     schedule = workload.schedule
-    pipeline = Pipeline(workload.mesh.pipeline, workload.accumulation, workload.chunks)
+    pipeline = pipeline_of(workload)
     if not software.lockstep and not closed_form:
         return SCHEDULES[schedule].order_bubble(pipeline, times)
-    cells = pipeline.microbatches * pipeline.chunks * pipeline.stages
-    if closed_form or (schedule in SCHEDULES and cells > LARGEST_TABLE):
+    table = lay_out(schedule, pipeline, closed_form=closed_form)
+    if table is None:
         # A search assumes that software running its own orders hides whatever it can.
         hops = software.overlap.hops if software.lockstep else 1.0
         whole = lockstep_seconds(schedule, pipeline, times, hops)
     else:
-        table = choose_table(schedule, pipeline.stages, pipeline.chunks, pipeline.microbatches)
         whole = timing.lockstep_time(table, times, software.overlap.hops)
-    return whole - pipeline.microbatches * times.microbatch
+    frozen = pipeline.frozen // pipeline.stages / pipeline.chunks  # of each stage
+    work = times.microbatch - frozen * (times.backward + times.weight)
+    return whole - pipeline.microbatches * work
 
 
 # Split and copied parameters, and the optimizer

@@ -518,11 +518,31 @@ class Workload:
         The first dense layers of a model with experts run on every stage, and so do the blocks of
         further tokens, which count as layers.
         """
+        first = self.model.experts.first_dense if self.model.experts else 0
+        return self.chunks * self.layers_per_chunk + first + self.model.further
+
+    @property
+    def layers_per_chunk(self) -> int:
+        """The number of layers of the fullest chunk, including padding."""
         experts = self.model.experts
         first, every = (experts.first_dense, experts.every) if experts else (0, 1)
-        chunks = self.mesh.pipeline * self.chunks * every
         layers = self.model.layers - first + 2 * self.short_ends
-        return self.chunks * every * -(-layers // chunks) + first + self.model.further
+        return every * -(-layers // (self.mesh.pipeline * self.chunks * every))
+
+    @property
+    def frozen_chunks(self) -> int:
+        """The chunks of a pipeline that a microbatch passes before one that learns."""
+        if self.mesh.pipeline == 1:
+            return 0
+        first = self.model.experts.first_dense if self.model.experts else 0
+        return max(0, self.trained.frozen_layers - first) // self.layers_per_chunk
+
+    @property
+    def frozen_per_stage(self) -> int:
+        """The number of layers without a backward that every stage has."""
+        if self.mesh.pipeline == 1:
+            return self.trained.frozen_layers
+        return self.frozen_chunks // self.mesh.pipeline * self.layers_per_chunk
 
     @property
     def layers_of_last_stage(self) -> int:

@@ -104,4 +104,5 @@ def make_stage_program(
         context_of=context_of,
         sum_over_stages=make_sliced_sum(setup.rules, "pipeline", MANUAL_AXES),
         cotangent=cotangent,
+        frozen=setup.frozen if training else 0,
     )
