@@ -332,7 +332,9 @@ def assign_slots(
         "defer_slot": column(
             deferred_of_unit, backward_ticks, deferred_slots, learns & weights_wait
         ),
-        "resume_slot": column(deferred_of_unit, weight_ticks, deferred_slots, learns & weights_wait),
+        "resume_slot": column(
+            deferred_of_unit, weight_ticks, deferred_slots, learns & weights_wait
+        ),
     }
     for name, units in zip(WORK, (forward, backward, weight), strict=True):
         arrays[f"{name}_microbatch"] = np.ascontiguousarray(units[..., 0], np.int32)

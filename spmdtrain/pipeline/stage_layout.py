@@ -53,7 +53,7 @@ class StageLayout:
 
     @property
     def numbers(self) -> np.ndarray:
-        """The number in the stack of the layer at each place, [*shape]; padding has further ones."""
+        """The number of the layer at each place, [*shape]; places of padding count on."""
         return np.arange(self.places).reshape(self.shape)
 
     def staged(self, stack: jax.Array) -> jax.Array:

@@ -24,7 +24,6 @@ from spmdtrain.pipeline.schedule import Table, without_backward_of
 from spmdtrain.pipeline.timing import Times, exposed_hop
 from spmdtrain.planner.cost.workload import Workload
 
-
 # The largest schedule, in units of each kind of work, that is laid out to estimate it.
 LARGEST_TABLE = 40_000
 
