@@ -11,11 +11,14 @@ diverged, a full disk) is not, and neither are CYCLES failures in a row without 
 snapshot. The last of them begins from the disk: the snapshots may be what it fails with.
 """
 
+import contextlib
+import hashlib
+import json
 import math
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from spmdtrain.config.errors import (
@@ -31,6 +34,7 @@ from spmdtrain.config.errors import (
 )
 from spmdtrain.launch.memory import HostMemory
 from spmdtrain.launch.patience import Patience
+from spmdtrain.launch.peer.peer import Peer
 from spmdtrain.launch.place import Place
 from spmdtrain.launch.ranks import Rank, Ranks
 from spmdtrain.processes import closed_outputs, pulse, signals
@@ -79,9 +83,20 @@ def going_on(command: Sequence[str]) -> list[str]:
 
 
 class Launcher:
-    """The launcher of `command`: the arguments of `spmdtrain`, normally those of `train`."""
+    """The launcher of `command`: the arguments of `spmdtrain`, normally those of `train`.
 
-    def __init__(self, command: Sequence[str], place: Place, processes: int, step_seconds: float):
+    With `copies`, the next host keeps copies of what the processes leave in memory.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        place: Place,
+        processes: int,
+        step_seconds: float,
+        *,
+        copies: bool = False,
+    ):
         self._command = list(command)
         self._place = place
         self._processes = processes
@@ -89,7 +104,8 @@ class Launcher:
         self._commands = 0  # signals received
         self._warnings = 0
         self._saved = -1  # the newest step on disk, or in the memory of all processes
-        self._memory = HostMemory()
+        self._restored = False  # in this attempt
+        self._memory = HostMemory(are_copied=copies)
         self.goodput = Goodput()
         self.attempts = 0
 
@@ -101,11 +117,29 @@ class Launcher:
             if number in COMMANDS or signals.is_free(number)  # not one ignored by nohup
         }
         try:
-            return self._attempts()
+            with self._copied():
+                return self._attempts()
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
             self._memory.close()
+
+    @contextlib.contextmanager
+    def _copied(self) -> Iterator[None]:
+        """Has the snapshots copied to the next host, inside, if they are to be.
+
+        First fetches those that it keeps of this host, if this one takes the place of a lost one.
+        """
+        if not self._memory.are_copied:
+            yield
+            return
+        run = json.dumps([self._command, self._place.hosts, self._place.coordinator])
+        token = hashlib.sha256(run.encode()).hexdigest()
+        processes = list(self._place.flags(self._processes))
+        with Peer(self._place, token, self._memory, processes) as peer:
+            if peer.fetch(lambda: self._asked_to_end > 0):
+                say("the snapshots of this host's processes were fetched from the next host")
+            yield
 
     def _attempts(self) -> int:
         without_progress = 0
@@ -122,7 +156,7 @@ class Launcher:
             if without_progress >= CYCLES:
                 say(f"{CYCLES} attempts without a new checkpoint: giving up")
                 return self._over(ending.code)
-            if without_progress == CYCLES - 1:
+            if without_progress == CYCLES - 1 and self._restored:
                 self._memory.clear()
             pause = min(PAUSE_SECONDS * 2 ** (without_progress - 1), LONGEST_PAUSE)
             say(f"attempt {self.attempts + 1} starts in {pause:.0f} s")
@@ -138,6 +172,7 @@ class Launcher:
 
     def _attempt(self) -> Ending:
         flags = self._place.flags(self._processes)
+        self._restored = False
         self.goodput.enter(pulse.BEGIN)
         commands = {number: [*self._command, *more] for number, more in flags.items()}
         with Ranks(commands, self._memory) as ranks:
@@ -182,6 +217,7 @@ class Launcher:
             rank.step = step
             rank.since = now
             if what not in (pulse.BEGIN, pulse.RESTORE):
+                self._restored = True
                 self._command = going_on(self._command)
 
     def _hang(self, ranks: Ranks) -> Ending | None:

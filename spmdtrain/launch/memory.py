@@ -12,9 +12,13 @@ from spmdtrain.processes.snapshots.slot import Slot
 
 
 class HostMemory:
-    """The slots of each process, opened when they are first asked for."""
+    """The slots of each process, opened when they are first asked for.
 
-    def __init__(self):
+    `are_copied`: what is in them is sent to another host (launch/peer).
+    """
+
+    def __init__(self, *, are_copied: bool = False):
+        self.are_copied = are_copied
         self._slots: dict[int, list[Slot]] = {}
 
     def slots(self, process: int) -> list[Slot]:

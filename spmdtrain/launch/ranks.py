@@ -64,9 +64,10 @@ class Ranks:
     def _started(self, number: int, command: Sequence[str]) -> Rank:
         read, write = os.pipe()
         slots = self._memory.files(number)
+        described = given.described(slots, are_copied=self._memory.are_copied)
         process = subprocess.Popen(
             [*PROGRAM, *command],
-            env=os.environ | {pulse.PIPE: str(write), given.SLOTS: given.described(slots)},
+            env=os.environ | {pulse.PIPE: str(write), given.SLOTS: described},
             pass_fds=[write, *slots],
             start_new_session=True,  # Ctrl-C reaches the launcher, which hands it on
             preexec_fn=_end_with_the_launcher,  # noqa: PLW1509 - the launcher's other thread waits for signals

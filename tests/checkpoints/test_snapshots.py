@@ -155,7 +155,7 @@ def test_what_does_not_fit_is_left_for_the_disk(memory, tmp_path):
 
 def test_it_needs_a_launcher_and_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(opened, "available_bytes", lambda: 1000)
-    with pytest.raises(ConfigError, match="does not hold two more .* found 0.0 GB available; try"):
+    with pytest.raises(ConfigError, match="too little memory .* found 0.0 GB available; try"):
         run(tmp_path / "run", (), "checkpoint.memory_every=1")
     monkeypatch.setattr(given, "_slots", [])
     with pytest.raises(ConfigError, match="only a launcher .* asked checkpoint.memory_every=1"):

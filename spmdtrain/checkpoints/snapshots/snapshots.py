@@ -29,14 +29,16 @@ from spmdtrain.checkpoints.meta import (
 )
 from spmdtrain.checkpoints.newest import Found
 from spmdtrain.checkpoints.snapshots.parts import as_document, parts_of, read, write
+from spmdtrain.config.errors import PeerLostError
 from spmdtrain.processes.processes import said_by_all
-from spmdtrain.processes.snapshots.slot import PAGE, Slot, newest_of
+from spmdtrain.processes.snapshots.slot import PAGE, Head, Slot, newest_of
 from spmdtrain.train.items import items
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
 
 DOCUMENT = 2**20  # bytes reserved for the document of a snapshot; a longer one takes more
 POLL_SECONDS = 0.002
+ARRIVAL_SECONDS = 300.0  # that a snapshot may take to another host
 
 
 class Snapshots:
@@ -75,15 +77,16 @@ class Snapshots:
         newest = newest_of(self._slots)
         head = newest.head() if newest else None
         if newest and head and self._on_a_peer:
-            while newest.arrived != head.number:
-                time.sleep(POLL_SECONDS)
+            _wait_until_arrived(newest, head)
         # The fingerprints in it are sums over all devices: nobody goes on before all are here.
         whole = self._checkpoints.whole_meta(step, state, meta)
         slot = next(slot for slot in self._slots if slot is not newest)
         memory = slot.begin(self.bytes)
         write(named_leaves(arrays_of(state)), self._parts, memory)
         document = {"meta": whole, "parts": as_document(self._parts)}
-        slot.finish(head.number + 1 if head else 1, step, self.bytes, document)
+        # No number comes twice, not even after all have been forgotten.
+        number = max(time.time_ns(), head.number + 1 if head else 0)
+        slot.finish(number, step, self.bytes, document)
 
     def clear(self) -> None:
         """Forgets all snapshots of this process."""
@@ -156,3 +159,17 @@ class Snapshots:
             if item.note:
                 values[item.name] = from_note(item, asked, meta)
         return TrainState(step_counter(step, abstract), params, opt_state, values)
+
+
+def _wait_until_arrived(slot: Slot, head: Head) -> None:
+    """Waits for a snapshot to arrive on another host. Raises PeerLostError if it does not."""
+    deadline = time.monotonic() + ARRIVAL_SECONDS
+    while slot.arrived != head.number:
+        if time.monotonic() > deadline:
+            raise PeerLostError(
+                f"the snapshot of step {head.step} has not arrived on another host",
+                found=f"{ARRIVAL_SECONDS:.0f} s of waiting",
+                fix="a network in which launchers reach each other, or a larger "
+                "checkpoint.memory_every",
+            )
+        time.sleep(POLL_SECONDS)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from spmdtrain.cli.outputs import refuse_unwritable
 from spmdtrain.cli.shared_arguments import duration, positive_int
-from spmdtrain.config import ConfigError
+from spmdtrain.config import ConfigError, load
 from spmdtrain.launch.patience import STEP_SECONDS
 from spmdtrain.running.report.json_lines import write_document
 
@@ -67,11 +67,12 @@ def run_launch(parsed: argparse.Namespace) -> int:
             asked=f"launch {' '.join(command)}".rstrip(),
             fix="spmdtrain launch train CONFIG, followed by other arguments of train",
         )
-    parsed.make_parser().parse_args(command)  # a typo is refused before a process starts
+    train = parsed.make_parser().parse_args(command)  # refuses a typo before a process starts
     if parsed.report is not None:
         refuse_unwritable(Path(parsed.report))  # before hours of training
     place = find_place(os.environ, parsed.local_processes)
-    launcher = Launcher(command, place, parsed.local_processes, parsed.step_seconds)
+    copies = place.hosts > 1 and load(train.config, train.set).checkpoint.memory_peer
+    launcher = Launcher(command, place, parsed.local_processes, parsed.step_seconds, copies=copies)
     code = launcher.run()
     time = launcher.goodput.report()
     spent = {what: seconds for what, seconds in time["seconds"].items() if seconds >= 0.5}

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from spmdtrain.config.settings import Count, CountOrZero, Settings
 
@@ -35,9 +35,22 @@ class CheckpointConfig(Settings):
         description="steps between copies of the state in memory of `spmdtrain launch`, from which "
         "the run continues after a process has died; 0: none",
     )
+    memory_peer: bool = Field(
+        default=False,
+        description="whether another host keeps a copy of what `memory_every` leaves in memory, "
+        "for the day on which a host is lost; needs a launcher on each host",
+    )
     export: CountOrZero = Field(
         default=0,
         description="checkpoints from one export to the next, a Hugging Face directory "
         "RUN/exports/STEP; counted from where the run starts or resumes; the last "
         "checkpoint is always exported; 0: none",
     )
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.memory_peer and not self.memory_every:
+            raise ValueError(
+                "memory_peer copies what memory_every leaves in memory; try memory_every=1"
+            )
+        return self

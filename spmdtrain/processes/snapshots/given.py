@@ -10,20 +10,25 @@ SLOTS = "SPMDTRAIN_SNAPSHOTS"  # environment variable with the file descriptors
 PER_PROCESS = 2  # one is whole while the other one is written
 
 _slots: list[Slot] = []
+_are_copied = False
 
 
-def described(files: Sequence[int]) -> str:
-    """Returns what the environment says of the files of slots."""
-    return json.dumps([*files])
+def described(files: Sequence[int], *, are_copied: bool) -> str:
+    """Returns what the environment says of the files of slots.
+
+    `are_copied`: the launcher sends what is in them to another host.
+    """
+    return json.dumps([are_copied, *files])
 
 
 def take() -> None:
     """Takes the slots that the launcher has opened for this process, if there is one."""
+    global _are_copied
     said = os.environ.pop(SLOTS, "")
     _slots.clear()
     if not said:
         return
-    files = json.loads(said)
+    _are_copied, *files = json.loads(said)
     try:
         for file in files:
             os.set_inheritable(file, False)
@@ -36,3 +41,8 @@ def take() -> None:
 def slots() -> list[Slot]:
     """Returns the slots of this process; none without a launcher, or not on Linux."""
     return [*_slots]
+
+
+def are_copied() -> bool:
+    """Returns True if the launcher copies the snapshots of this process to another host."""
+    return bool(_slots) and _are_copied

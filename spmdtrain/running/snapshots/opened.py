@@ -11,6 +11,8 @@ from spmdtrain.processes.snapshots import given
 from spmdtrain.running.guards.host_memory import available_bytes
 from spmdtrain.train.setup import Setup
 
+TOO_LITTLE = "a host has too little memory for the snapshots of its processes"
+
 
 def open_snapshots(setup: Setup, checkpoints: Checkpoints, *, clear: bool) -> Snapshots | None:
     """Returns the snapshots of this process, or None if the settings ask for none.
@@ -30,18 +32,27 @@ def open_snapshots(setup: Setup, checkpoints: Checkpoints, *, clear: bool) -> Sn
                 asked=asked,
                 fix="spmdtrain launch train ..., or --set checkpoint.memory_every=0",
             )
-    snapshots = Snapshots(slots, setup, checkpoints)
+        if config.memory_peer and not given.are_copied():
+            raise ConfigError(
+                "no other host keeps a copy: this one is alone, or Slurm started the launchers",
+                asked="checkpoint.memory_peer=true",
+                fix="a launcher on each host, with SPMDTRAIN_HOSTS, SPMDTRAIN_HOST and "
+                "SPMDTRAIN_COORDINATOR, or --set checkpoint.memory_peer=false",
+            )
+    snapshots = Snapshots(slots, setup, checkpoints, on_a_peer=config.memory_peer)
     if clear:
         snapshots.clear()
     wanted = sum(max(snapshots.slot_bytes - slot.reserved, 0) for slot in slots)
     if any(device.platform != "cpu" for device in setup.mesh.local_devices):
         wanted += snapshots.bytes  # a copy on its way from the devices
+    if config.memory_peer:
+        wanted += given.PER_PROCESS * snapshots.slot_bytes  # of the host before this one
     _check_room(asked, wanted)
     with together():
         try:
             snapshots.reserve()
         except OSError as error:
-            raise ConfigError(_too_little(), asked=asked, found=error.strerror or "") from None
+            raise ConfigError(TOO_LITTLE, asked=asked, found=error.strerror or "") from None
     return snapshots
 
 
@@ -54,12 +65,8 @@ def _check_room(asked: str, wanted: int) -> None:
         there = min((free for name, _, free in said if name == host and free), default=None)
         if there is not None and needed > there:
             raise ConfigError(
-                f"{_too_little()}: {needed / 1e9:.1f} GB on {host}",
+                f"{TOO_LITTLE}: {needed / 1e9:.1f} GB on {host}",
                 asked=asked,
                 found=f"{there / 1e9:.1f} GB available",
                 fix="checkpoint.memory_every=0, or a mesh with more hosts along fsdp",
             )
-
-
-def _too_little() -> str:
-    return "the memory of this host does not hold two more copies of its part of the state"

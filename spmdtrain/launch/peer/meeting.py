@@ -1,0 +1,104 @@
+"""Tells launchers where the others listen: a server on the first host, which they ask in turn.
+
+Its port is the one after the coordinator's. A launcher that asks says where it listens itself, and
+asks again and again: the first host may be replaced, and then knows nobody.
+"""
+
+import socket
+import socketserver
+import threading
+from contextlib import suppress
+
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.launch.peer.wire import ANY, read_line, send_line, server_family
+
+ASK_SECONDS = 5.0
+ASK_SOON_SECONDS = 0.2  # until all are there
+Addresses = dict[int, tuple[str, int]]  # of the launchers, by the number of their host
+
+
+class MeetingServer(socketserver.ThreadingTCPServer):
+    """The server on the first host, which the others know by the name `name`."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+    request_queue_size = 1024
+    address_family = server_family()
+
+    def __init__(self, name: str, port: int, token: str):
+        """Opens the port. `token` tells the launchers of this run from others."""
+        self.name = name
+        self.token = token
+        self.addresses: Addresses = {}
+        super().__init__((ANY, port), MeetingHandler)
+
+    def server_bind(self):
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        super().server_bind()
+
+    def handle_error(self, request, client_address) -> None:  # noqa: ARG002
+        """Prints no traceback: the launcher asks again."""
+
+
+class MeetingHandler(socketserver.StreamRequestHandler):
+    """A launcher's question."""
+
+    # The library's type does not allow for a custom server.
+    server: "MeetingServer"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def handle(self):
+        token, host, port = read_line(self.rfile)
+        if token != self.server.token:
+            return
+        # The first host may ask itself under an address that no other host can use.
+        where = self.client_address[0] if int(host) else self.server.name
+        self.server.addresses[int(host)] = (where, int(port))
+        send_line(self.connection, [[at, *each] for at, each in self.server.addresses.items()])
+
+
+class Meeting:
+    """This launcher's view of all: `addresses` is what the first host has said last."""
+
+    def __init__(self, name: str, port: int, token: str, host: int, hosts: int):
+        """Opens the server on the first host. Raises ConfigError if its port is taken."""
+        self._at = name.strip("[]"), port
+        self._token = token
+        self._host = host
+        self._hosts = hosts
+        self._over = threading.Event()
+        self._server = None
+        self.addresses: Addresses = {}
+        if host:
+            return
+        try:
+            self._server = MeetingServer(self._at[0], port, token)
+        except OSError as error:
+            raise ConfigError(
+                f"the launchers of a run meet at port {port} of the first host, the one after the "
+                "coordinator's",
+                asked="checkpoint.memory_peer=true",
+                found=error.strerror or "",
+                fix="another port in SPMDTRAIN_COORDINATOR, on all hosts",
+            ) from None
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def begin(self, listens: int) -> None:
+        """Starts to ask, and to say that this launcher listens at the port `listens`."""
+        threading.Thread(target=self._ask, args=(listens,), name="meeting", daemon=True).start()
+
+    def close(self) -> None:
+        self._over.set()
+        if self._server:
+            self._server.shutdown()
+            self._server.server_close()
+
+    def _ask(self, listens: int) -> None:
+        seconds = 0.0
+        while not self._over.wait(seconds):
+            with suppress(OSError), socket.create_connection(self._at, ASK_SECONDS) as connection:
+                send_line(connection, [self._token, self._host, listens])
+                found = read_line(connection.makefile("rb"))
+                self.addresses = {int(at): (str(name), int(port)) for at, name, port in found}
+            is_full = len(self.addresses) == self._hosts
+            seconds = ASK_SECONDS if is_full else ASK_SOON_SECONDS

@@ -1,0 +1,180 @@
+"""Copies the snapshots of this host to the next one, and keeps those of the host before it.
+
+After a process was lost, its launcher still has its snapshots. After a host was lost, another one
+takes its place, whose launcher fetches them from the next host before it starts its processes.
+"""
+
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from spmdtrain.launch.memory import HostMemory
+from spmdtrain.launch.peer.meeting import Meeting
+from spmdtrain.launch.peer.wire import (
+    ANY,
+    read_line,
+    receive,
+    send,
+    send_line,
+    server_family,
+)
+from spmdtrain.launch.place import Place
+from spmdtrain.processes.coordinator import keep_alive
+from spmdtrain.processes.snapshots.slot import Head, Slot, newest_of
+
+KEEP, GIVE = "keep", "give"
+KEPT = "kept"
+POLL_SECONDS = 0.005
+AGAIN_SECONDS = 0.5
+CONNECT_SECONDS = 5.0
+SILENT_SECONDS = 120.0  # of a connection, before it counts as broken
+FETCH_SECONDS = 60.0  # for the next host to be there
+
+
+class KeeperServer(socketserver.ThreadingTCPServer):
+    """A server that keeps the snapshots of the host before this one, and gives them back."""
+
+    daemon_threads = True
+    address_family = server_family()
+
+    def __init__(self, token: str):
+        """Opens any free port. `token` tells the launchers of this run from others."""
+        self.token = token
+        self.kept = HostMemory()
+        self.changing = threading.Lock()
+        super().__init__((ANY, 0), KeeperHandler)
+
+    def server_bind(self):
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        super().server_bind()
+
+    def handle_error(self, request, client_address) -> None:  # noqa: ARG002
+        """Prints no traceback: the other launcher connects again."""
+
+
+class KeeperHandler(socketserver.StreamRequestHandler):
+    """A connection of the host before this one: requests, one after another."""
+
+    # The library's type does not allow for a custom server.
+    server: "KeeperServer"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def handle(self):
+        keep_alive(self.connection)
+        if read_line(self.rfile) != self.server.token:
+            return
+        while True:
+            verb, process, *facts = read_line(self.rfile)
+            with self.server.changing:
+                slots = self.server.kept.slots(int(process))
+                if verb == KEEP:
+                    self._keep(slots, Head(*map(int, facts)))
+                else:
+                    self._give(slots)
+
+    def _keep(self, slots: list[Slot], head: Head) -> None:
+        newest = newest_of(slots)
+        spare = next(slot for slot in slots if slot is not newest)
+        is_whole = receive(self.rfile, spare, head)
+        send_line(self.connection, KEPT if is_whole else "not whole")
+
+    def _give(self, slots: list[Slot]) -> None:
+        whole = [(slot, head) for slot in slots if (head := slot.head())]
+        send_line(self.connection, [[*head] for _, head in whole])
+        for slot, head in whole:
+            send(self.connection, slot, head)
+
+
+class Peer:
+    """The copies on the next host of the snapshots that `processes` leave in `memory`.
+
+    Use it as a context. `place` is that of this host among several.
+    """
+
+    def __init__(self, place: Place, token: str, memory: HostMemory, processes: Sequence[int]):
+        """Raises ConfigError if the launchers cannot meet."""
+        assert place.coordinator is not None  # there are several hosts
+        name, _, port = place.coordinator.rpartition(":")
+        self._next = (place.host + 1) % place.hosts
+        self._token = token
+        self._memory = memory
+        self._processes = processes
+        for process in processes:
+            memory.slots(process)  # before other threads ask
+        self._over = threading.Event()
+        self._meeting = Meeting(name, int(port) + 1, token, place.host, place.hosts)
+        self._keeper = KeeperServer(token)
+
+    def __enter__(self) -> "Peer":
+        threading.Thread(target=self._keeper.serve_forever, daemon=True).start()
+        self._meeting.begin(self._keeper.server_address[1])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._meeting.close()
+        self._keeper.shutdown()
+        self._keeper.server_close()
+
+    def fetch(self, gives_up: Callable[[], bool] = lambda: False) -> bool:
+        """Fetches the snapshots that the next host keeps of this one; returns True if it has them.
+
+        It waits for that host, but not for ever, nor if it `gives_up`. Then the sending begins.
+        """
+        found = False
+        deadline = time.monotonic() + FETCH_SECONDS
+        while time.monotonic() < deadline and not gives_up():
+            with suppress(OSError), self._connection() as connection:
+                source = connection.makefile("rb")
+                found = all([self._fetched(connection, source, at) for at in self._processes])
+                break
+            time.sleep(AGAIN_SECONDS)
+        threading.Thread(target=self._send, name="snapshots", daemon=True).start()
+        return found
+
+    def _fetched(self, connection: socket.socket, source, process: int) -> bool:
+        send_line(connection, [GIVE, process])
+        heads = [Head(*facts) for facts in read_line(source)]
+        slots = self._memory.slots(process)
+        for slot, head in zip(slots, heads, strict=False):
+            if receive(source, slot, head):
+                slot.arrived = head.number
+        return bool(heads)
+
+    def _connection(self) -> socket.socket:
+        """Returns a connection to the next host. Raises OSError if it is not there."""
+        address = self._meeting.addresses.get(self._next)
+        if address is None:
+            raise ConnectionError("the next host is not there yet")
+        connection = socket.create_connection(address, CONNECT_SECONDS)
+        connection.settimeout(SILENT_SECONDS)
+        keep_alive(connection)
+        send_line(connection, self._token)
+        return connection
+
+    def _send(self) -> None:
+        """Sends what is new. A new connection may lead to a host that has nothing yet."""
+        while not self._over.wait(AGAIN_SECONDS):
+            with suppress(OSError), self._connection() as connection:
+                sent: dict[int, int] = {}
+                source = connection.makefile("rb")
+                while not self._over.wait(POLL_SECONDS):
+                    for process in self._processes:
+                        self._send_newest(connection, source, process, sent)
+
+    def _send_newest(
+        self, connection: socket.socket, source, process: int, sent: dict[int, int]
+    ) -> None:
+        slot = newest_of(self._memory.slots(process))
+        head = slot.head() if slot else None
+        if slot is None or head is None or sent.get(process) == head.number:
+            return
+        send_line(connection, [KEEP, process, *head])
+        send(connection, slot, head)
+        if read_line(source) == KEPT:
+            sent[process] = head.number
+            if slot.head() == head:
+                slot.arrived = head.number
