@@ -34,8 +34,7 @@ TINIEST = (
 )
 MESHES = {
     "one device": (),
-    "fsdp 2 tensor 2": ("mesh.fsdp=2", "mesh.tensor=2"),
-    "data 2, zero": ("mesh.data=2", "train.zero=1"),
+    "data 2 fsdp 2, zero": ("mesh.data=2", "mesh.fsdp=2", "train.zero=1"),
 }
 
 

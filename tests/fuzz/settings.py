@@ -152,6 +152,7 @@ NOT_DRAWN = {
     ),
     "checkpoint.keep_best": "needs eval.every; tests/checkpoints/test_keeping.py has it",
     "checkpoint.memory_every": "needs a launcher; tests/checkpoints/test_snapshots.py has it",
+    "checkpoint.memory_peer": "needs several hosts; tests/launch/test_peer.py has it",
     "checkpoint.export": "writes what others read; tests/interop/test_import_and_export.py has it",
     "checkpoint.keep_every": "decides which files stay; tests/checkpoints/test_keeping.py has it",
     **dict.fromkeys(
