@@ -61,6 +61,12 @@ def test_tokens_are_those_of_the_steps_unless_given(config):
     assert offer.steps == config.train.steps
 
 
+def test_epochs_are_no_number_of_tokens_before_the_data_are_read():
+    epochs = load("configs/gpt2_124m.toml", [*SETTINGS, "train.epochs=3"])
+    with pytest.raises(ConfigError, match="train.epochs=3 says how many tokens only once"):
+        offers(epochs, KINDS[:1], [1])
+
+
 @pytest.mark.seconds
 def test_what_does_not_fit_is_last_and_says_so():
     large = load("configs/llama3_8b.toml", ["model.vocab=128256"])

@@ -92,8 +92,16 @@ def offers(
 
 
 def tokens_of(config: RunConfig) -> float:
-    """Returns the tokens of all steps of a run."""
+    """Returns the tokens of all steps of a run.
+
+    Raises ConfigError if it counts epochs: how many steps they are, only its data know.
+    """
     train = config.train
+    if train.epochs is not None:
+        raise ConfigError(
+            f"train.epochs={train.epochs:g} says how many tokens only once the data are read",
+            fix=f"--set train.steps={train.steps}",
+        )
     return float(train.samples_before(train.steps) * train.sequence_length)
 
 
