@@ -92,14 +92,14 @@ def reduction(
 
 
 def codec_of(settings: CompressionConfig, shape: Sequence[int], ways: int) -> Codec | None:
-    """Returns the codec of a gradient that is summed over `ways` devices, or None if it is not
-    compressed.
+    """Returns the 8-bit codec of a gradient that is summed over `ways` devices, or None if it has
+    none.
 
     `shape` is that of one layer, or of one of its experts. Vectors are not compressed, because they
     are few bytes, nor are gradients with less than a block for each device.
     """
     size = math.prod(shape)
-    if settings.codec == "none" or len(shape) < 2 or size < ways * settings.block:
+    if settings.codec not in ("int8", "float8") or len(shape) < 2 or size < ways * settings.block:
         return None
     return Codec(settings.codec, settings.block)
 

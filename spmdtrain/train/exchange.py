@@ -4,6 +4,7 @@
 pipeline. Layers that gather also scatter the gradients, in each microbatch.
 """
 
+import math
 from collections.abc import Mapping
 
 from jax.sharding import Mesh
@@ -12,10 +13,14 @@ from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import AbstractModel
 from spmdtrain.parallel.axes import Rules, owning_axes
 from spmdtrain.parallel.copies import Copies, copies_of
+from spmdtrain.parallel.feedback.largest import Largest
+from spmdtrain.parallel.feedback.low_rank import LowRank, pays
+from spmdtrain.parallel.feedback.sums import FeedbackCodec
 from spmdtrain.parallel.gather import gathered_axes
 from spmdtrain.parallel.reduce import Reduction, codec_of, reduction
 from spmdtrain.parallel.regions import MANUAL_AXES
 from spmdtrain.train.items.item import Specs
+from spmdtrain.train.updates.kinds import is_matrix, stream_dim
 
 Gathered = Mapping[str, tuple[str, ...]]  # mesh axes, by dotted parameter path
 
@@ -40,6 +45,30 @@ def reductions_of(
         return reduction(specs[path], axes, owning_axes(parameter.axes), codec)
 
     return {path: reduction_of(path) for path in specs}
+
+
+def feedback_codecs(
+    config: RunConfig, model: AbstractModel, sizes: Mapping[str, int]
+) -> dict[str, FeedbackCodec]:
+    """Returns how gradients of matrices cross `data`, by path, if what is not sent is kept.
+
+    A matrix whose factors have more numbers than itself, and one that has not a number to send for
+    each device, have no codec. Neither have others if the settings ask for none of these.
+    """
+    settings = config.compression
+    if not settings.has_feedback or sizes["data"] == 1:
+        return {}
+    codecs: dict[str, FeedbackCodec] = {}
+    for path, parameter in model.parameters.items():
+        if not parameter.is_trained or not is_matrix(path, parameter):
+            continue
+        shape = parameter.shape[parameter.apart :]
+        row = stream_dim(parameter)
+        if settings.rank is not None and pays(shape, row, settings.rank):
+            codecs[path] = LowRank(settings.rank, parameter.apart, row)
+        if settings.keep is not None and math.prod(shape) * settings.keep >= sizes["data"]:
+            codecs[path] = Largest(settings.keep)
+    return codecs
 
 
 def copies_of_weights(

@@ -68,7 +68,8 @@ def with_items_begun(setup: Setup, state: TrainState, names: Collection[str]) ->
     def begin(params: dict[str, jax.Array]) -> items.Values:
         learned = optimizers.learned(setup.update_rules)
         sparse = sparse_paths(setup.config, setup.model)
-        start = Start(setup.config, params, learned, setup.specs, setup.mesh.shape, sparse)
+        of_mesh = (setup.specs, setup.mesh.shape)
+        start = Start(setup.config, params, learned, *of_mesh, sparse, setup.codecs)
         begun = items.begin(start)
         return {name: begun[name] for name in asked}
 

@@ -19,6 +19,7 @@ from spmdtrain.models.abstract import AbstractModel
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.parallel.axes import Rules
 from spmdtrain.parallel.copies import Copies
+from spmdtrain.parallel.feedback.sums import FeedbackCodec
 from spmdtrain.parallel.padding import Padding
 from spmdtrain.parallel.reduce import Reduction
 from spmdtrain.pipeline.schedule import Table
@@ -58,6 +59,7 @@ class Setup:
     specs: Specs  # specs of parameters at rest, and of their reduced gradients, moments and updates
     padding: Padding  # of the parameters, if the mesh does not divide a dim
     reductions: Mapping[str, Reduction]  # of the gradients that a shard has accumulated
+    codecs: Mapping[str, FeedbackCodec]  # of the gradients that are compressed with feedback
     copies: Mapping[str, Copies]  # of the weights, if several devices share one sequence
     gathered: Mapping[str, tuple[str, ...]]  # the axes over which a layer gathers each weight
     state: TrainState  # abstract: shapes, dtypes and shardings

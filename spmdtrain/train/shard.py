@@ -14,7 +14,12 @@ from spmdtrain.parallel.mesh import build_mesh
 from spmdtrain.pipeline.choose import pipeline_schedule
 from spmdtrain.train import token_loss
 from spmdtrain.train.batch import choose_way, cut_batch
-from spmdtrain.train.exchange import copies_of_weights, gathered_weights, reductions_of
+from spmdtrain.train.exchange import (
+    copies_of_weights,
+    feedback_codecs,
+    gathered_weights,
+    reductions_of,
+)
 from spmdtrain.train.resting import lay_to_rest
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.token_loss import TokenLoss
@@ -97,6 +102,7 @@ def shard_on(
         specs=specs,
         padding=padding,
         reductions=reductions_of(config, model, mesh, specs, by_layers),
+        codecs=feedback_codecs(config, model, mesh.shape),
         copies=copies_of_weights(model, rules, specs, by_layers),
         gathered=gathered,
         state=state,

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import AbstractModel, cast_floating
 from spmdtrain.parallel.padding import Padding, Shape, add_zeros_apart
+from spmdtrain.train.exchange import feedback_codecs
 from spmdtrain.train.items import items
 from spmdtrain.train.items.item import Specs, Start
 from spmdtrain.train.items.items import Values, at_rest
@@ -149,7 +150,9 @@ def _start(  # noqa: PLR0913 - all that items begin from
     mesh: Mesh,
 ) -> Start:
     sparse = sparse_paths(config, model)
-    return Start(config, params, optimizers.learned(update_rules), specs, mesh.shape, sparse)
+    codecs = feedback_codecs(config, model, mesh.shape)
+    learned = optimizers.learned(update_rules)
+    return Start(config, params, learned, specs, mesh.shape, sparse, codecs)
 
 
 def _fresh(

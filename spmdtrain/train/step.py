@@ -14,12 +14,13 @@ import jax.numpy as jnp
 
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import matmuls
+from spmdtrain.parallel.feedback.sums import Feedback
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.corrupt import make_corrupt
 from spmdtrain.train.given.arrays import Checked, check_batch, check_params, check_state_here
 from spmdtrain.train.gradients import grad_accumulation, grad_pipeline
 from spmdtrain.train.gradients.sums import means, number_of
-from spmdtrain.train.items import items, loss_scale, spikes
+from spmdtrain.train.items import feedback, items, loss_scale, spikes
 from spmdtrain.train.items.item import Metrics, Moved, Taken
 from spmdtrain.train.setup import Setup, check_setup
 from spmdtrain.train.state import TrainState
@@ -58,14 +59,15 @@ def traced_step(setup: Setup, see: See | None = None) -> Callable[..., Any]:
     of the trained parameters, sharded like them.
     """
     config = setup.config
-    find_gradients = make_gradients(setup)
+    find_gradients = _make_gradients(setup)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         points = optimizers.gradient_points(setup.update_rules, state.params, state.opt_state)
         with matmuls(config.precision.compute):
             scale = state.items.get(loss_scale.ITEM.name)
             cotangent = loss_scale.cotangent(config, scale)
-            gradients, sums = find_gradients(points, state.step, batch, cotangent)
+            kept = feedback.of(state.items)
+            gradients, sums, left = find_gradients(points, state.step, batch, cotangent, kept)
         found_gradients = {path: g for path, g in gradients.items() if path in setup.update_rules}
         gradients, norm = optimizers.clip(found_gradients, config.train.clip, setup.update_rules)
         rate = setup.learning_rate(state.step)
@@ -81,8 +83,8 @@ def traced_step(setup: Setup, see: See | None = None) -> Callable[..., Any]:
         metrics = found | {"grad_norm": norm, "learning_rate": rate}
         loss = found["loss"]
         limits, good = _judge(config, state, loss, norm) if config.judges_steps else (None, None)
-        judged = (limits, good)
-        taken = Taken(config, params, gradients, batch, loss, norm, number, *judged, projected)
+        judged = (limits, good, projected, left)
+        taken = Taken(config, params, gradients, batch, loss, norm, number, *judged)
         if good is not None:
             metrics["skipped"] = 1.0 - good.astype(jnp.float32)
             params, opt_state = items.unless_skipped(
@@ -142,16 +144,28 @@ def make_eval_step(setup: Setup) -> Checked:
 def make_gradients(setup: Setup) -> Callable[..., Any]:
     """Returns `(params, step, batch, cotangent=None) -> (gradients of the mean objective, sums)`.
 
-    The mesh decides between accumulation and pipeline. `cotangent`: the start of the backward pass,
-    see loss_scale.py.
+    `cotangent`: the start of the backward pass, see loss_scale.py. Gradients whose compression
+    keeps what it does not send are summed in full, because nothing carries it on.
+    """
+    find = _make_gradients(setup)
+
+    def in_full(params, step, batch: Batch, cotangent: jax.Array | None = None):
+        return find(params, step, batch, cotangent, None)[:2]
+
+    return in_full
+
+
+def _make_gradients(setup: Setup) -> Callable[..., Any]:
+    """Returns what `grad_accumulation.make_gradients` does, on corrupted tokens where a model
+    restores them. The mesh decides between accumulation and pipeline.
     """
     way = grad_pipeline if setup.pipeline else grad_accumulation
     gradients = way.make_gradients(setup)
     corrupt = make_corrupt(setup)
 
-    def find(params, step, batch: Batch, cotangent: jax.Array | None = None):
+    def find(params, step, batch: Batch, cotangent, kept: Feedback | None):
         given = batch if corrupt is None else corrupt(batch)
-        return gradients(params, step, given, cotangent)
+        return gradients(params, step, given, cotangent, kept)
 
     return find
 

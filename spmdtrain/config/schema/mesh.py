@@ -2,13 +2,14 @@
 gradients are compressed.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from spmdtrain.config.settings import (
     Count,
     CountOrZero,
+    DerivedOrNone,
     Fraction,
     NonNegative,
     Positive,
@@ -81,15 +82,52 @@ class RulesConfig(Settings):
 class CompressionConfig(Settings):
     """The compression of gradients of matrices when they are reduced over `data`."""
 
-    codec: Literal["none", "int8", "float8"] = Field(
+    codec: Literal["none", "int8", "float8", "lowrank", "topk"] = Field(
         default="none",
         description="as precision.accumulate says | 8-bit integers, or e4m3 floats, with a "
-        "float32 scale for each block (arXiv:2306.10209); vectors, and what `fsdp` "
-        "gathers by layer, are not compressed",
+        "float32 scale for each block (arXiv:2306.10209) | thin factors of each matrix "
+        "(arXiv:1905.13727) | the largest numbers (arXiv:1809.07599); the last two keep on each "
+        "device what they have not sent yet; vectors, and what `fsdp` gathers by layer, are not "
+        "compressed",
     )
     block: Annotated[int, Field(ge=16, le=65536)] = Field(
         default=256, description="numbers that share a scale"
     )
+    rank: DerivedOrNone[Annotated[int, Field(ge=1, le=64)]] = Field(
+        default=None, description="lowrank only: columns of each factor; default: 4"
+    )
+    keep: DerivedOrNone[Annotated[float, Field(gt=0, le=0.25)]] = Field(
+        default=None, description="topk only: share of the numbers that is sent; default: 0.01"
+    )
+    after: DerivedOrNone[CountOrZero] = Field(
+        default=None,
+        description="lowrank and topk only: first steps, which are not compressed; default: 0",
+    )
+
+    def derived(self) -> dict[str, Any]:
+        """Returns the settings of the codecs with error feedback, which others do not have."""
+        return {
+            "rank": 4 if self.codec == "lowrank" else None,
+            "keep": 0.01 if self.codec == "topk" else None,
+            "after": 0 if self.has_feedback else None,
+        }
+
+    @model_validator(mode="after")
+    def _check(self):
+        of = {"rank": ("lowrank",), "keep": ("topk",), "after": ("lowrank", "topk")}
+        for name, fitting in of.items():
+            if getattr(self, name) is not None and self.codec not in fitting:
+                raise ValueError(
+                    f"compression.{name}={getattr(self, name):g} belongs to "
+                    f"{' and '.join(map(repr, fitting))}, not to {self.codec!r}; set "
+                    f"compression.codec={fitting[0]!r}"
+                )
+        return self
+
+    @property
+    def has_feedback(self) -> bool:
+        """True if the codec keeps on each device what it has not sent, for later steps."""
+        return self.codec in ("lowrank", "topk")
 
 
 class IslandsConfig(Settings):

@@ -159,6 +159,12 @@ class RunConfig(Settings):
             self._check_frozen_layers()
         if self.sparsity.pattern != "none":
             self._check_sparsity()
+        if self.compression.has_feedback and self.train.zero:
+            raise ValueError(
+                f"compression.codec={self.compression.codec!r} keeps 4 bytes of each weight on "
+                "every device, more than train.zero=1 saves; set train.zero=0, or "
+                "compression.codec='int8'"
+            )
         if self.train.learns_pairs:
             self._check_pairs()
         if self.islands.are_several:
@@ -330,6 +336,12 @@ class RunConfig(Settings):
             raise ValueError(
                 f"sparsity.until={last_choice} is beyond train.steps={self.train.steps}; "
                 f"set sparsity.until={self.train.steps} or earlier"
+            )
+        first = self.compression.after
+        if first is not None and first >= self.train.steps:
+            raise ValueError(
+                f"compression.after={first} leaves nothing to compress of train.steps="
+                f"{self.train.steps}; set compression.after={self.train.steps // 3}"
             )
         late = [step for step in self.log.profile if step > self.train.steps]
         if late:

@@ -18,6 +18,7 @@ from spmdtrain.models.abstract import cast_floating
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.stack import sum_losses
 from spmdtrain.parallel.axes import BATCH_AXES
+from spmdtrain.parallel.feedback.sums import Feedback
 from spmdtrain.parallel.gather import gather_over
 from spmdtrain.parallel.regions import MANUAL_AXES, manual_region
 from spmdtrain.parallel.specs import keep_axes
@@ -25,7 +26,13 @@ from spmdtrain.train.batch import Batch
 from spmdtrain.train.gradients.forward import gather_layer_of, make_context, make_head_losses
 from spmdtrain.train.gradients.forward import make_segment_sums as segment_sums_of_head
 from spmdtrain.train.gradients.further_losses import make_further_losses
-from spmdtrain.train.gradients.reduction import add_copies, mean_gradients, zero_gradients
+from spmdtrain.train.gradients.reduction import (
+    add_copies,
+    feedback_specs,
+    mean_gradients,
+    sending_of,
+    zero_gradients,
+)
 from spmdtrain.train.gradients.sums import (
     count_tokens,
     join_losses,
@@ -41,12 +48,14 @@ BATCH = P(None, BATCH_AXES)  # of a batch's arrays [accumulation, sequences, ...
 
 
 def make_gradients(setup: Setup) -> Callable[..., Any]:
-    """Returns `(params, step, batch, cotangent) -> (gradients of the mean objective, sums)`.
+    """Returns `(params, step, batch, cotangent, feedback) -> (gradients of the mean objective,
+    sums, new feedback)`.
 
     The backward pass starts from `cotangent`, a float32 scalar, and gradients are divided by it at
     the end; None: 1. Gradients and sums are over all microbatches and shards. `sums`: tokens
     (unmasked), loss, and the other losses of the head and the blocks; float32 scalars, or vectors
-    as `means` takes them. The objective is the sum of all losses.
+    as `means` takes them. The objective is the sum of all losses. `feedback`: what compressed
+    gradients of the steps before have left; None: they are summed in full.
     """
     accumulate = setup.config.precision.accumulate
     context = make_context(setup)
@@ -79,18 +88,26 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
         totals, _ = jax.lax.scan(add, (zero_gradients(setup, trained), no_sums), batch)
         return totals
 
-    def local(params, step, batch: Batch, cotangent):
+    def local(params, step, batch: Batch, cotangent, feedback):
         weights = add_copies(setup, _over_data(setup, params))
         split = setup.model.split_trained(weights)
         gradients, sums = accumulated(split, step, batch, cotangent)
         sums = sum_over_shards(sums, setup.rules)
-        return mean_gradients(setup, gradients, total_of(number_of(sums)), cotangent), sums
+        number, sending = total_of(number_of(sums)), sending_of(feedback, step)
+        means, left = mean_gradients(setup, gradients, number, cotangent, sending)
+        return means, sums, left
 
     resting = _resting(setup)
     trained, _ = setup.model.split_trained(resting)
-    in_specs = (resting, P(), BATCH, P())
-    out_specs = (trained, P())
-    return manual_region(local, setup.mesh, MANUAL_AXES, in_specs, out_specs)
+
+    def run(params, step, batch: Batch, cotangent=None, feedback: Feedback | None = None):
+        kept = feedback_specs(setup, feedback)
+        in_specs = (resting, P(), BATCH, P(), kept)
+        out_specs = (trained, P(), kept)
+        region = manual_region(local, setup.mesh, MANUAL_AXES, in_specs, out_specs)
+        return region(params, step, batch, cotangent, feedback)
+
+    return run
 
 
 def make_losses(setup: Setup) -> Callable[..., Any]:

@@ -16,13 +16,20 @@ from jax.sharding import PartitionSpec as P
 from spmdtrain.models.abstract import AbstractModel
 from spmdtrain.models.stack import sum_losses
 from spmdtrain.parallel.axes import BATCH_AXES, owning_axes
+from spmdtrain.parallel.feedback.sums import Feedback
 from spmdtrain.parallel.regions import MANUAL_AXES, manual_region
 from spmdtrain.parallel.specs import drop_axes, keep_axes
 from spmdtrain.pipeline.executor import gradients, losses
 from spmdtrain.pipeline.schedule import Table
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.gradients.further_losses import take_apart
-from spmdtrain.train.gradients.reduction import add_copies, mean_gradients, zero_gradients
+from spmdtrain.train.gradients.reduction import (
+    add_copies,
+    feedback_specs,
+    mean_gradients,
+    sending_of,
+    zero_gradients,
+)
 from spmdtrain.train.gradients.stage_program import find_table_axes, make_stage_program
 from spmdtrain.train.gradients.sums import (
     count_tokens,
@@ -41,7 +48,7 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
     keep = setup.config.train.remat != "full"
     table_axes = find_table_axes(setup)
 
-    def local(params, step, batch: Batch, cotangent):
+    def local(params, step, batch: Batch, cotangent, feedback):
         trained, fixed = setup.model.split_trained(add_copies(setup, params))
         shared_fixed, stack_fixed = _split(setup.model, fixed)
         program = make_stage_program(
@@ -53,12 +60,18 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
             program, table, setup.model.stage_layout, *weights, totals, keep, stack_fixed
         )
         sums = _sums(setup, of_head, of_layers, batch, training=True)
-        number = total_of(number_of(sums))
-        return mean_gradients(setup, {**shared, **stack}, number, cotangent), sums
+        number, sending = total_of(number_of(sums)), sending_of(feedback, step)
+        of_all = {**shared, **stack}
+        means, left = mean_gradients(setup, of_all, number, cotangent, sending)
+        return means, sums, left
 
     resting = {path: keep_axes(MANUAL_AXES, spec) for path, spec in setup.specs.items()}
     trained, _ = setup.model.split_trained(resting)
-    return _whole_over_batch(setup, local, (trained, P()))
+
+    def out_specs(feedback: Feedback | None):
+        return trained, P(), feedback_specs(setup, feedback)
+
+    return _whole_over_batch(setup, local, out_specs)
 
 
 def make_losses(setup: Setup) -> Callable[..., Any]:
@@ -66,7 +79,7 @@ def make_losses(setup: Setup) -> Callable[..., Any]:
     table = _table(setup)
     table_axes = find_table_axes(setup)
 
-    def local(params, step, batch: Batch, cotangent):
+    def local(params, step, batch: Batch, cotangent, feedback):  # noqa: ARG001
         program = make_stage_program(
             setup, table_axes, batch, step, cotangent, fixed={}, training=False
         )
@@ -74,7 +87,7 @@ def make_losses(setup: Setup) -> Callable[..., Any]:
         of_head, of_layers = losses(program, table, setup.model.stage_layout, *weights)
         return _sums(setup, of_head, of_layers, batch, training=False)
 
-    run = _whole_over_batch(setup, local, P())
+    run = _whole_over_batch(setup, local, lambda _: P())
     return lambda params, batch: run(params, None, batch)
 
 
@@ -83,8 +96,12 @@ def _table(setup: Setup) -> Table:
     return setup.pipeline
 
 
-def _whole_over_batch(setup: Setup, local: Callable, out_specs) -> Callable:
-    """Returns `local(params, step, batch, cotangent)` in the manual region.
+def _whole_over_batch(
+    setup: Setup, local: Callable, out_specs: Callable[[Feedback | None], Any]
+) -> Callable:
+    """Returns `local(params, step, batch, cotangent, feedback)` in the manual region.
+
+    `out_specs` are those of its results, given the feedback.
 
     Weights are in compute precision and whole over the axes of the batch. Constraints gather them
     once for all ticks, before the region begins: if layers gathered their own (`gather_layer_of`),
@@ -95,8 +112,6 @@ def _whole_over_batch(setup: Setup, local: Callable, out_specs) -> Callable:
         owning = owning_axes(setup.model.parameters[path].axes)
         whole[path] = drop_axes([axis for axis in BATCH_AXES if axis not in owning], spec)
     params_specs = {path: keep_axes(MANUAL_AXES, spec) for path, spec in whole.items()}
-    in_specs = (params_specs, P(), P(None, BATCH_AXES), P())
-    region = manual_region(local, setup.mesh, MANUAL_AXES, in_specs, out_specs)
 
     def gather(path: str, x: jax.Array) -> jax.Array:
         # Also constrained before the gather: otherwise XLA may gather first and cast afterwards,
@@ -105,10 +120,13 @@ def _whole_over_batch(setup: Setup, local: Callable, out_specs) -> Callable:
         gathered = jax.lax.with_sharding_constraint(resting, NamedSharding(setup.mesh, whole[path]))
         return setup.padding.rest_to_use(path, gathered)
 
-    def run(params, step, batch: Batch, cotangent: jax.Array | None = None):
+    def run(params, step, batch: Batch, cotangent=None, feedback: Feedback | None = None):
         params = setup.model.cast(params, setup.config.precision.compute)
         gathered = {path: gather(path, x) for path, x in params.items()}
-        return region(gathered, step, batch, cotangent)
+        kept = feedback_specs(setup, feedback)
+        in_specs = (params_specs, P(), P(None, BATCH_AXES), P(), kept)
+        region = manual_region(local, setup.mesh, MANUAL_AXES, in_specs, out_specs(feedback))
+        return region(gathered, step, batch, cotangent, feedback)
 
     return run
 

@@ -1,15 +1,40 @@
 """Sums accumulated gradients over the mesh once a step, and divides them."""
 
+from collections.abc import Collection
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from spmdtrain.compiled.parts import part
-from spmdtrain.parallel.reduce import reduce_gradients
+from spmdtrain.parallel.feedback.sums import Feedback, feedback_sums
+from spmdtrain.parallel.reduce import psum_tree, reduce_gradients
 from spmdtrain.parallel.regions import MANUAL_AXES
-from spmdtrain.parallel.specs import drop_axes
+from spmdtrain.parallel.specs import drop_axes, keep_axes
+from spmdtrain.train.items import feedback as feedback_items
 from spmdtrain.train.setup import Setup
+
+
+class Sending(NamedTuple):
+    """What compresses the gradients of a step: what earlier ones left, and its 0-based number."""
+
+    feedback: Feedback
+    step: jax.Array
+
+
+def sending_of(feedback: Feedback | None, step: jax.Array) -> Sending | None:
+    """Returns what compresses the gradients of a step; None if nothing does."""
+    return None if feedback is None else Sending(feedback, step)
+
+
+def feedback_specs(setup: Setup, feedback: Feedback | None) -> Feedback | None:
+    """Returns the specs of feedback at the border of the manual region; None if there is none."""
+    if feedback is None:
+        return None
+    kept = feedback_items.of(setup.state.items)
+    return jax.tree.map(lambda x: keep_axes(MANUAL_AXES, x.sharding.spec), kept)
 
 
 def add_copies(setup: Setup, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -37,29 +62,67 @@ def mean_gradients(
     gradients: dict[str, jax.Array],
     tokens: jax.Array,
     cotangent: jax.Array | None,
-) -> dict[str, jax.Array]:
-    """Returns accumulated gradients, reduced over the manual axes and divided.
+    sending: Sending | None = None,
+) -> tuple[dict[str, jax.Array], Feedback | None]:
+    """Returns (accumulated gradients, reduced over the manual axes and divided; new feedback).
 
     They are divided by the number of `tokens` (unmasked, of the whole batch), and by the cotangent
-    of the objective, if it was not 1.
+    of the objective, if it was not 1. `sending`: None sums all of them in full.
     """
-    reduced = _reduce(setup, gradients)
+    coded = sending.feedback.errors if sending else {}
+    reduced = _reduce(setup, gradients, coded)
     count = jnp.maximum(tokens, 1)
     if cotangent is not None:
         count = count * cotangent
-    return {path: (gradient / count).astype(gradient.dtype) for path, gradient in reduced.items()}
+    means = {path: x / count for path, x in reduced.items()}
+    feedback = None
+    if sending:
+        # Divided first: what is kept must not depend on the tokens and the loss scale of a step.
+        own = {path: means[path] for path in coded}
+        summed, feedback = _over_data(setup, own, sending)
+        means |= summed
+    return {path: x.astype(gradients[path].dtype) for path, x in means.items()}, feedback
 
 
-def _reduce(setup: Setup, gradients: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def _over_data(
+    setup: Setup, own: dict[str, jax.Array], sending: Sending
+) -> tuple[dict[str, jax.Array], Feedback]:
+    """Returns the sums over `data` of what its shards have, by the codecs with feedback.
+
+    The first steps, `compression.after`, sum in full.
+    """
+
+    def coded(own: dict[str, jax.Array], feedback: Feedback):
+        codecs = {path: setup.codecs[path] for path in own}
+        return feedback_sums(own, feedback, codecs, setup.specs, MANUAL_AXES)
+
+    def full(own: dict[str, jax.Array], feedback: Feedback):
+        return psum_tree(own, ("data",)), feedback
+
+    after = setup.config.compression.after
+    wide = {path: x.astype(jnp.float32) for path, x in own.items()}
+    if not after:
+        return coded(wide, sending.feedback)
+    return jax.lax.cond(sending.step < after, full, coded, wide, sending.feedback)
+
+
+def _reduce(
+    setup: Setup, gradients: dict[str, jax.Array], but_for_data: Collection[str]
+) -> dict[str, jax.Array]:
     """Returns accumulated gradients summed over all devices that share a weight.
 
-    They are scattered if it rests split. Copies are summed last, when their slices are small.
+    They are scattered if it rests split. Copies are summed last, when their slices are small. The
+    gradients at the paths `but_for_data` are not summed over `data`.
     """
     padded, reductions, automatic = {}, {}, {}
     for path, gradient in gradients.items():
         copies = setup.copies[path]
         padded[path] = copies.each(partial(setup.padding.use_to_rest, path), gradient)
-        reductions[path] = copies.reduction(setup.reductions[path])
+        reduction = setup.reductions[path]
+        if path in but_for_data:
+            left = tuple(axis for axis in reduction.sum if axis != "data")
+            reduction = replace(reduction, sum=left)
+        reductions[path] = copies.reduction(reduction)
         automatic[path] = drop_axes(MANUAL_AXES, copies.spec(setup.specs[path]))
     reduced = reduce_gradients(padded, reductions, automatic)
     return {path: setup.copies[path].sum(x, setup.specs[path]) for path, x in reduced.items()}

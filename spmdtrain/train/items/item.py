@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import AbstractModel
+from spmdtrain.parallel.feedback.sums import Feedback, FeedbackCodec
 from spmdtrain.parallel.padding import Padding
 from spmdtrain.parallel.specs import drop_axes
 from spmdtrain.train.batch import Batch
@@ -32,7 +33,8 @@ class Start:
 
     `params`: the weights at rest, traced or abstract, and `specs`, their specs. `learned`: the
     paths of those that follow the slope of the loss. `sizes`: devices along each axis of the mesh.
-    `sparse`: the paths of the matrices that [sparsity] makes sparse.
+    `sparse`: the paths of the matrices that [sparsity] makes sparse. `codecs`: those with error
+    feedback, by path of the gradients that they compress.
     """
 
     config: RunConfig
@@ -41,6 +43,7 @@ class Start:
     specs: Specs
     sizes: Mapping[str, int]
     sparse: Collection[str] = ()
+    codecs: Mapping[str, FeedbackCodec] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class Taken:
     float32 scalars. `limits`: the largest loss and gradient norm of a good step, float32 [2].
     `good`: a bool; if it is false, the step did not change the weights. Both are None if nothing
     judges steps. `projected`: what items made of weights that had been moved, by the item's name.
+    `feedback`: what compressed gradients leave for the next step; None if none are compressed so.
     """
 
     config: RunConfig
@@ -86,6 +90,7 @@ class Taken:
     limits: jax.Array | None = None
     good: jax.Array | None = None
     projected: Mapping[str, Projected] = field(default_factory=dict)
+    feedback: Feedback | None = None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmdtrain.train.items import ema, loss_scale, masks, outer, spikes
+from spmdtrain.train.items import ema, feedback, loss_scale, masks, outer, spikes
 from spmdtrain.train.items.item import (
     Item,
     Metrics,
@@ -31,6 +31,8 @@ TABLE: tuple[Item, ...] = (
     outer.OUTER,
     outer.MOMENTUM,
     masks.ITEM,
+    feedback.ERRORS,
+    feedback.FACTORS,
 )
 
 Values = dict[str, Value]  # by the name of the item

@@ -29,6 +29,15 @@ def is_matrix(path: str, parameter: Parameter) -> bool:
     return len(parameter.shape) - parameter.apart >= 2 and not is_bias
 
 
+def stream_dim(parameter: Parameter) -> int:
+    """Returns the dim of a matrix, from 0, that is the residual stream; 0 if none is.
+
+    A tensor with more dims is the matrix from the stream to all the others, or back.
+    """
+    axes = parameter.axes[parameter.apart :]
+    return axes.index("embed") if "embed" in axes else 0
+
+
 def is_table(parameter: Parameter) -> bool:
     """Returns True if it is read row by row, by the id of a token or its position."""
     return not set(parameter.axes).isdisjoint(TABLE_AXES)

@@ -32,7 +32,7 @@ from spmdtrain.config.schema import (
     Sgd,
 )
 from spmdtrain.models.abstract import Parameter
-from spmdtrain.train.updates.kinds import is_matrix, is_table, width_rate
+from spmdtrain.train.updates.kinds import is_matrix, is_table, width_rate, stream_dim
 from spmdtrain.train.updates.optimizers import GradientPoint, Rule, UpdateRules
 from spmdtrain.train.updates.schedule_free import gradient_point, schedule_free
 from spmdtrain.train.updates.small_moments import in_8_bits, in_bfloat16
@@ -152,10 +152,8 @@ def _muon(config: Muon, path: str, parameter: Parameter) -> Transformation:
         return _adamw(config, path, parameter)
     from optax import contrib
 
-    axes = parameter.axes[parameter.apart :]
     shape = parameter.shape[parameter.apart :]
-    # A tensor with more dims is the matrix from the stream to all the others, or back.
-    row = axes.index("embed") if "embed" in axes else 0
+    row = stream_dim(parameter)
     others = tuple(dim for dim in range(len(shape)) if dim != row)
     rows = shape[row]
     columns = math.prod(shape) // rows
