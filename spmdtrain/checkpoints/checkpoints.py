@@ -154,7 +154,7 @@ class Checkpoints(SavedSteps):
 
     def _read_unlike_parameters(self, step: int, item: Item, asked: Value) -> Value | None:
         """Returns an item not sharded like the parameters; None if it must start afresh."""
-        meta, _ = self._meta(step)
+        meta, layout = self._meta(step)
         shapes = shapes_saved(item, asked, meta)
         if shapes is None:
             return None
@@ -163,7 +163,7 @@ class Checkpoints(SavedSteps):
         self._check_trees(step, {item.name: tree}, meta)
         found = self._read(step, lambda: read_leaves(folder, tree, shapes))
         self._verify(step, meta, fingerprints(named_leaves({item.name: found})))
-        return folded(item, found, asked)
+        return folded(self._setup, item, found, asked, layout)
 
     def restore_params(
         self,

@@ -176,7 +176,10 @@ NOT_DRAWN = {
     "precision.rounding": "likewise",
     "compression.codec": "rounds beyond what a draw tolerates; "
     "tests/train/test_compression.py has meshes",
-    "compression.block": "is of compression.codec",
+    **dict.fromkeys(
+        ("compression.block", "compression.rank", "compression.keep", "compression.after"),
+        "is of compression.codec",
+    ),
     **dict.fromkeys(
         (
             "islands.count",

@@ -5,16 +5,19 @@ Items sharded like the parameters are read and laid out again like the parameter
 back as they were saved, or are folded if the mesh needs another shape.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from spmdtrain.checkpoints.leaves.relayout import evenly
+from spmdtrain.checkpoints.leaves.relayout import evenly, in_shape
 from spmdtrain.checkpoints.meta import Meta, describe, has_item, named_leaves, of_items
+from spmdtrain.pipeline.stage_layout import StageLayout
 from spmdtrain.train.items import items
-from spmdtrain.train.items.item import Item, Value, as_parameters
+from spmdtrain.train.items.item import Item, Value, as_parameters, per_data_shard
+from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
 
 WEIGHTS = "params"
@@ -95,19 +98,34 @@ def shapes_saved(item: Item, asked: Value, meta: Meta) -> Value | None:
 
     def leaf(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         shape = tuple(next(shapes))
-        spec = evenly([*x.sharding.spec], shape, x.sharding.mesh.shape)
+        # A stack in another layout has other dims; the first one counts data shards in each.
+        spec = [*x.sharding.spec] if len(shape) == x.ndim else [*x.sharding.spec][:1]
+        spec = evenly(spec, shape, x.sharding.mesh.shape)
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=NamedSharding(x.sharding.mesh, spec))
 
     return jax.tree.map(leaf, asked)
 
 
-def folded(item: Item, found: Value, asked: Value) -> Value:
-    """Returns arrays read in the shapes of `shapes_saved`, folded to the shapes of `asked`."""
-    fold = item.fold
+def folded(setup: Setup, item: Item, found: Value, asked: Value, layout: StageLayout) -> Value:
+    """Returns arrays read in the shapes of `shapes_saved`, folded to the shapes of `asked`.
 
-    def one(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-        return x if fold is None or x.shape == like.shape else fold(x, like.shape)
+    Those of which each data shard holds one of a parameter's shape are also laid out again like the
+    parameter. `layout`: that of the stack when it was saved.
+    """
+    fold = item.fold
+    if fold is None:
+        return found
+
+    def one(path: tuple, x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+        if x.shape == like.shape:
+            return x
+        name = getattr(path[0], "key", "")
+        if item.rests is not per_data_shard or name not in setup.model.parameters:
+            return fold(x, like.shape)
+        x = fold(x, (like.shape[0], *x.shape[1:]))
+        return jax.vmap(lambda each: in_shape(setup, name, each, like.shape[1:], layout))(x)
 
     shardings = jax.tree.map(lambda x: x.sharding, asked)
-    run = jax.jit(lambda tree: jax.tree.map(one, tree, asked), out_shardings=shardings)
+    convert = partial(jax.tree_util.tree_map_with_path, one)
+    run = jax.jit(lambda tree: convert(tree, asked), out_shardings=shardings)
     return run(found)

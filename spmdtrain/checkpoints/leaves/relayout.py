@@ -57,20 +57,29 @@ def lay_out_anew(setup: Setup, path: str, found: Any, asked: Any, layout: StageL
     """
     in_stack = setup.model.in_stack(path)
 
-    def laid_out(x: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        if in_stack:
-            x = setup.model.stage_layout.staged(layout.unstaged(x))
-        shape = without_padding(setup, path, leaf.shape)
-        return add_zeros(cut_to(x, shape), shape, leaf.shape).astype(leaf.dtype)
-
     def kind(x: jax.Array | jax.ShapeDtypeStruct) -> tuple:
         return x.shape, x.dtype
 
     if not in_stack and jax.tree.map(kind, found) == jax.tree.map(kind, asked):
         return found
     shardings = jax.tree.map(lambda leaf: leaf.sharding, asked)
+
+    def laid_out(x: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        return in_shape(setup, path, x, leaf.shape, layout).astype(leaf.dtype)
+
     run = jax.jit(lambda tree: jax.tree.map(laid_out, tree, asked), out_shardings=shardings)
     return run(found)
+
+
+def in_shape(setup: Setup, path: str, x: jax.Array, asked: Shape, layout: StageLayout) -> jax.Array:
+    """Returns a leaf of the parameter at `path` in the shape `asked`.
+
+    If it is in the stack, it lies as `layout` now.
+    """
+    if setup.model.in_stack(path):
+        x = setup.model.stage_layout.staged(layout.unstaged(x))
+    shape = without_padding(setup, path, asked)
+    return add_zeros(cut_to(x, shape), shape, asked)
 
 
 def cut_to(x, shape: Sequence[int]):

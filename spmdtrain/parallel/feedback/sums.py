@@ -38,7 +38,10 @@ def feedback_sums(
     axes split each gradient. Those that the region leaves to XLA are made manual here as well, so
     that a device encodes its own part.
     """
-    full = {path: P(*specs[path], *[None] * (x.ndim - len(specs[path]))) for path, x in gradients.items()}
+    full = {
+        path: P(*specs[path], *[None] * (x.ndim - len(specs[path])))
+        for path, x in gradients.items()
+    }
 
     def local(gradients: dict[str, jax.Array], kept: Feedback):
         return _sums(gradients, kept, codecs, full)

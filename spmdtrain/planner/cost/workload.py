@@ -719,7 +719,7 @@ def workload_of(config: RunConfig, mesh_sizes: Mapping[str, int]) -> Workload:
         own_moment_bytes=MOMENT_BYTES[config.optimizer.moment_dtype],
         sent_gradient_bytes=_sent_gradient_bytes(config),
         gradients_at_weights=config.optimizer.gradients_at_weights,
-        item_bytes=_item_bytes(config),
+        item_bytes=_item_bytes(config) + _error_bytes(config, mesh),
         dense_over_expert="expert" in config.rules.parameters.get("embed", ()),
         experts_over_tensor="tensor" in config.rules.parameters.get("experts", ()),
     )
@@ -728,7 +728,20 @@ def workload_of(config: RunConfig, mesh_sizes: Mapping[str, int]) -> Workload:
 def _sent_gradient_bytes(config: RunConfig) -> float | None:
     """Returns the bytes of a compressed gradient, as if all were matrices: vectors are few."""
     settings = config.compression
+    if settings.rank is not None:
+        # As if all matrices were square: two factors of `rank` columns, in float32.
+        return 4 * min(1.0, 2 * settings.rank / config.model.embed)
+    if settings.keep is not None:
+        return 4 * settings.keep
     return None if settings.codec == "none" else 1 + 4 / settings.block
+
+
+def _error_bytes(config: RunConfig, mesh: MeshShape) -> int:
+    """Returns the bytes of a weight's gradient that a data shard has not sent yet, in float32.
+
+    It is split like the weight, and not over `data`. It is as if all weights were matrices.
+    """
+    return 4 if config.compression.has_feedback and mesh.data > 1 else 0
 
 
 def _context_attention(config: RunConfig) -> str:

@@ -2,8 +2,9 @@
 
 *Errors*: of each compressed gradient what a data shard has not sent yet, in units of the mean
 gradient, so that neither a loss scale nor the number of tokens of a step changes what they mean.
-On a mesh with another number of data shards each begins with the same part of their sum: no gradient
-is lost. *Factors*: the right factors of low-rank sums, which are the same on all data shards.
+On a mesh with another number of data shards each begins with the same part of their sum, so that
+no gradient is lost. *Factors*: the right factors of low-rank sums, which are the same on all data
+shards.
 
 A skipped step leaves both as they were. With one data shard there are none.
 """

@@ -135,7 +135,8 @@ class Item:
     # begins anew there. A resumed run begins it anew in any case.
     lacking: Callable[[str], CheckpointError] | None = None
     # `fold(leaf, shape)`: converts a leaf that is not sharded like the parameters to its shape on
-    # another mesh; None: it begins anew there.
+    # another mesh; None: it begins anew there. Of `per_data_shard` it converts the first dim only,
+    # if the leaf has a parameter's path: the others follow the parameter.
     fold: Callable[[jax.Array, tuple[int, ...]], jax.Array] | None = None
 
 

@@ -32,7 +32,7 @@ from spmdtrain.config.schema import (
     Sgd,
 )
 from spmdtrain.models.abstract import Parameter
-from spmdtrain.train.updates.kinds import is_matrix, is_table, width_rate, stream_dim
+from spmdtrain.train.updates.kinds import is_matrix, is_table, stream_dim, width_rate
 from spmdtrain.train.updates.optimizers import GradientPoint, Rule, UpdateRules
 from spmdtrain.train.updates.schedule_free import gradient_point, schedule_free
 from spmdtrain.train.updates.small_moments import in_8_bits, in_bfloat16
