@@ -59,7 +59,7 @@ def traced_step(setup: Setup, see: See | None = None) -> Callable[..., Any]:
     of the trained parameters, sharded like them.
     """
     config = setup.config
-    find_gradients = _make_gradients(setup)
+    find_gradients = make_coded_gradients(setup)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         points = optimizers.gradient_points(setup.update_rules, state.params, state.opt_state)
@@ -147,7 +147,7 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
     `cotangent`: the start of the backward pass, see loss_scale.py. Gradients whose compression
     keeps what it does not send are summed in full, because nothing carries it on.
     """
-    find = _make_gradients(setup)
+    find = make_coded_gradients(setup)
 
     def in_full(params, step, batch: Batch, cotangent: jax.Array | None = None):
         return find(params, step, batch, cotangent, None)[:2]
@@ -155,7 +155,7 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
     return in_full
 
 
-def _make_gradients(setup: Setup) -> Callable[..., Any]:
+def make_coded_gradients(setup: Setup) -> Callable[..., Any]:
     """Returns what `grad_accumulation.make_gradients` does, on corrupted tokens where a model
     restores them. The mesh decides between accumulation and pipeline.
     """

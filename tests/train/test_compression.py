@@ -1,26 +1,30 @@
-"""[compression]: gradients on meshes near those of wide sums, vectors untouched, runs resumable."""
+"""[compression]: gradients on meshes near those of wide sums, vectors untouched. With error
+feedback what is sent and what is kept add up to the gradient, and what is kept follows a run
+elsewhere.
+"""
 
 from functools import cache
 
 import jax
 import numpy as np
 import pytest
-from helpers import batches_of, mesh_of, tiny
+from helpers import assert_same_bits, batches_of, compiled_step, mesh_of, prepared, tiny, trained
 
 import spmdtrain as st
-from spmdtrain.train.step import make_gradients
+from spmdtrain.planner.cost.workload import workload_of
+from spmdtrain.train.compared.in_order import plain_arrays
+from spmdtrain.train.items import feedback, items
+from spmdtrain.train.items.item import Taken
+from spmdtrain.train.setup import Setup
+from spmdtrain.train.step import make_coded_gradients, make_gradients
 
 pytestmark = pytest.mark.long
 
+SEVERAL = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "train.microbatch=1")
 LAYOUTS = {
     "data": ("mesh.data=4",),
-    "data, fsdp, tensor, zero": (
-        "mesh.data=2",
-        "mesh.fsdp=2",
-        "mesh.tensor=2",
-        "train.microbatch=1",
-        "train.zero=1",
-    ),
+    "data, fsdp, tensor": SEVERAL,
+    "data, fsdp, tensor, zero": (*SEVERAL, "train.zero=1"),
     "pipeline, data, context": (
         "mesh.pipeline=2",
         "mesh.data=2",
@@ -29,12 +33,30 @@ LAYOUTS = {
     ),
 }
 # Where a mesh sums, and how narrow a number is, know nothing of each other.
-CASES = [*((layout, "int8") for layout in LAYOUTS), ("data, fsdp, tensor, zero", "float8")]
+CASES = [
+    ("data", "int8"),
+    ("data, fsdp, tensor, zero", "int8"),
+    ("pipeline, data, context", "int8"),
+    ("data, fsdp, tensor, zero", "float8"),
+]
+LOW_RANK = ("compression.codec=lowrank",)
+LARGEST = ("compression.codec=topk", "compression.keep=0.1")
+WITH_FEEDBACK = {
+    "lowrank on data": (LAYOUTS["data"], LOW_RANK),
+    "lowrank on data, fsdp, tensor": (SEVERAL, LOW_RANK),
+    "lowrank on pipeline, data, context": (LAYOUTS["pipeline, data, context"], LOW_RANK),
+    "topk on data": (LAYOUTS["data"], LARGEST),
+    "topk on pipeline, data, context": (LAYOUTS["pipeline, data, context"], LARGEST),
+}
+
+
+def on_mesh(settings: tuple[str, ...]) -> Setup:
+    return st.shard(tiny(*settings), devices=jax.devices()[: mesh_of(settings)])
 
 
 @cache
 def first_gradients(*settings: str) -> dict[str, np.ndarray]:
-    setup = st.shard(tiny(*settings), devices=jax.devices()[: mesh_of(settings)])
+    setup = on_mesh(settings)
     state = st.init_state(setup)
     with batches_of(setup) as ahead:
         found, _ = jax.device_get(
@@ -57,3 +79,111 @@ def test_matrices_are_near_and_vectors_the_same(layout, codec):
             assert off < {"int8": 0.02, "float8": 0.05}[codec], path
             moved += off > 1e-4
     assert moved >= 5, "few were compressed"
+
+
+@cache
+def sent_and_kept(layout: tuple[str, ...], codec: tuple[str, ...]) -> tuple[dict, dict]:
+    """(gradients that the first step finds, what is kept of them), as plain arrays."""
+    setup = on_mesh(layout + codec)
+    state = st.init_state(setup)
+    with batches_of(setup) as ahead:
+        find = jax.jit(make_coded_gradients(setup))
+        given = (state.params, state.step, next(ahead), None, feedback.of(state.items))
+        sent, _, left = find(*given)
+    kept = {path: x.sum(0) for path, x in jax.device_get(left.errors).items()}
+    return plain_arrays(setup, sent), plain_arrays(setup, kept)
+
+
+@pytest.mark.parametrize("case", WITH_FEEDBACK)
+def test_what_is_sent_and_what_is_kept_add_up_to_the_mean_gradient(case):
+    sent, kept = sent_and_kept(*WITH_FEEDBACK[case])
+    wide = first_gradients(*LAYOUTS["data"])
+    assert len(kept) >= 5, "few were compressed"
+    for path, want in wide.items():
+        most = np.abs(want).max()
+        if path in kept:
+            assert np.abs(kept[path]).max() > 1e-2 * most, f"{path}: nothing was kept"
+        np.testing.assert_allclose(
+            sent[path] + kept.get(path, 0), want, atol=1e-5 * most, err_msg=path
+        )
+
+
+@pytest.mark.parametrize("layout", ["data, fsdp, tensor", "pipeline, data, context"])
+def test_thin_factors_send_the_same_on_every_mesh(layout):
+    want, _ = sent_and_kept(LAYOUTS["data"], LOW_RANK)
+    got, _ = sent_and_kept(LAYOUTS[layout], LOW_RANK)
+    for path, x in want.items():
+        np.testing.assert_allclose(got[path], x, atol=1e-4 * np.abs(x).max(), err_msg=path)
+
+
+SMALL = ("model.embed=16", "model.vocab=32", "train.sequence_length=8", "train.steps=4")
+RESUMED = {
+    "lowrank": ("mesh.data=2", "mesh.tensor=2", "compression.codec=lowrank", "compression.rank=2"),
+    "topk": ("mesh.data=4", *LARGEST, "compression.after=1"),
+}
+# Another number of data shards, another layout of the layers, a table with other padding.
+ELSEWHERE = ("mesh.pipeline=2", "mesh.data=2", "mesh.tensor=2", "train.microbatch=2")
+
+
+@pytest.mark.parametrize("codec", RESUMED)
+def test_a_run_goes_on_to_the_bit_and_takes_what_is_kept_to_another_mesh(codec, tmp_path):
+    settings = (*SMALL, *RESUMED[codec])
+    setup, step = prepared(*settings), compiled_step(*settings)
+    state = st.init_state(setup)
+    with batches_of(setup) as ahead:
+        for _ in range(2):
+            state, _ = step(state, next(ahead))
+        st.save(setup, state, tmp_path / "run")
+        kept = plain_arrays(setup, {k: x.sum(0) for k, x in state.items["errors"].items()})
+        state = st.restore(tmp_path / "run", setup)
+        for _ in range(2):
+            state, _ = step(state, next(ahead))
+    assert_same_bits(state, trained(*settings, steps=4)[1])
+
+    codec_settings = [each for each in settings if each.startswith("compression.")]
+    other = prepared(*SMALL, *ELSEWHERE, *codec_settings)
+    errors = st.restore(tmp_path / "run", other).items["errors"]
+    moved = plain_arrays(other, {path: x.sum(0) for path, x in errors.items()})
+    assert moved.keys() == kept.keys()
+    for path, x in kept.items():
+        assert x.any()
+        np.testing.assert_allclose(moved[path], x, rtol=1e-6, atol=1e-9, err_msg=path)
+
+
+def test_a_skipped_step_keeps_what_was_kept_before_it():
+    config = tiny("mesh.data=2", *LOW_RANK)
+    before = {"errors": {"w": np.ones((2, 3))}, "factors": {"w": np.ones(2)}}
+    bad = feedback.Feedback({"w": np.full((2, 3), np.nan)}, {"w": np.zeros(2)})
+    figures = dict(loss=0, grad_norm=0, number=1)
+    for good, want in ((False, before), (True, {"errors": bad.errors, "factors": bad.factors})):
+        taken = Taken(config, {}, {}, {}, **figures, good=np.bool_(good), feedback=bad)
+        after, _ = items.after_step(before, taken)
+        for name, arrays in want.items():
+            assert np.array_equal(after[name]["w"], arrays["w"], equal_nan=True)
+
+
+def test_what_is_kept_is_counted_where_memory_and_bytes_are():
+    plain, coded = tiny("mesh.data=4"), tiny("mesh.data=4", *LOW_RANK)
+    wide, thin = (workload_of(each, each.mesh.sizes) for each in (plain, coded))
+    assert thin.item_bytes - wide.item_bytes == 4
+    assert thin.sent_gradient_bytes == 4 * 2 * 4 / 32 and wide.sent_gradient_bytes is None
+    largest = tiny("mesh.data=4", *LARGEST)
+    assert workload_of(largest, largest.mesh.sizes).sent_gradient_bytes == pytest.approx(0.4)
+    one = tiny(*LOW_RANK)
+    assert workload_of(one, one.mesh.sizes).item_bytes == 0
+    assert not prepared(*LOW_RANK).state.items, "one data shard sends nothing and keeps nothing"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (("train.zero=1", *LOW_RANK), "more than train.zero=1 saves"),
+        (("compression.codec=int8", "compression.rank=2"), "belongs to 'lowrank', not to 'int8'"),
+        (("compression.codec=lowrank", "compression.keep=0.1"), "belongs to 'topk'"),
+        (("compression.codec=int8", "compression.after=2"), "belongs to 'lowrank' and 'topk'"),
+        (("compression.after=20", *LOW_RANK), "set compression.after=6"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_by_name(settings, said):
+    with pytest.raises(st.ConfigError, match=said):
+        tiny(*settings)
