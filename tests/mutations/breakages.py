@@ -736,7 +736,7 @@ BREAKAGES = [
     Breakage(
         "a search counts no average of the weights",
         "planner/cost/workload.py",
-        "item_bytes=_item_bytes(config),",
+        "item_bytes=_item_bytes(config, mesh),",
         "item_bytes=0,",
         "tests/planner/test_memory.py -k closed_form_of_the_state",
     ),
@@ -772,9 +772,45 @@ BREAKAGES = [
     Breakage(
         "weights are padded anew without leaving their old padding",
         "checkpoints/leaves/relayout.py",
-        "add_zeros(cut_to(x, shape), shape, leaf.shape)",
-        "jax.numpy.resize(x, leaf.shape)",
+        "add_zeros(cut_to(x, shape), shape, asked)",
+        "jax.numpy.resize(x, asked)",
         f"{PIPELINE_RUN} -k 'any_other and thirds'",
+    ),
+    # Compression with error feedback
+    Breakage(
+        "the owner of a sum keeps nothing of what it leaves out",
+        "parallel/feedback/largest.py",
+        "left_ncb = left_ncb.at[jax.lax.axis_index(axis)].add(own_cb - decode(chosen, block))",
+        "left_ncb = left_ncb + 0.0",
+        "tests/parallel/test_feedback.py -k add_up",
+    ),
+    Breakage(
+        "each device keeps what the whole sum lacks of its own part",
+        "parallel/feedback/low_rank.py",
+        "left_amp = m_amp - sum_amp / jax.lax.axis_size(axis)",
+        "left_amp = m_amp - sum_amp",
+        "tests/parallel/test_feedback.py -k add_up",
+    ),
+    Breakage(
+        "a step forgets what earlier ones have not sent",
+        "parallel/feedback/low_rank.py",
+        "x.astype(jnp.float32) + error",
+        "x.astype(jnp.float32)",
+        "tests/parallel/test_feedback.py -k add_up",
+    ),
+    Breakage(
+        "gradients are compressed before they are divided",
+        "train/gradients/reduction.py",
+        "own = {path: means[path] for path in coded}",
+        "own = {path: reduced[path] for path in coded}",
+        "tests/train/test_compression.py -k 'add_up and lowrank'",
+    ),
+    Breakage(
+        "on another mesh each shard takes all that was kept",
+        "train/items/feedback.py",
+        "errors.sum(0) / shape[0]",
+        "errors.sum(0)",
+        "tests/train/test_compression.py -k 'another_mesh and topk'",
     ),
     # Padding
     Breakage(

@@ -719,7 +719,7 @@ def workload_of(config: RunConfig, mesh_sizes: Mapping[str, int]) -> Workload:
         own_moment_bytes=MOMENT_BYTES[config.optimizer.moment_dtype],
         sent_gradient_bytes=_sent_gradient_bytes(config),
         gradients_at_weights=config.optimizer.gradients_at_weights,
-        item_bytes=_item_bytes(config) + _error_bytes(config, mesh),
+        item_bytes=_item_bytes(config, mesh),
         dense_over_expert="expert" in config.rules.parameters.get("embed", ()),
         experts_over_tensor="tensor" in config.rules.parameters.get("experts", ()),
     )
@@ -736,14 +736,6 @@ def _sent_gradient_bytes(config: RunConfig) -> float | None:
     return None if settings.codec == "none" else 1 + 4 / settings.block
 
 
-def _error_bytes(config: RunConfig, mesh: MeshShape) -> int:
-    """Returns the bytes of a weight's gradient that a data shard has not sent yet, in float32.
-
-    It is split like the weight, and not over `data`. It is as if all weights were matrices.
-    """
-    return 4 if config.compression.has_feedback and mesh.data > 1 else 0
-
-
 def _context_attention(config: RunConfig) -> str:
     """Returns the way of attention over `context`; a custom model is assumed to gather by
     itself.
@@ -752,8 +744,8 @@ def _context_attention(config: RunConfig) -> str:
     return "gather" if asked == "auto" and config.model.make else asked
 
 
-def _item_bytes(config: RunConfig) -> int:
-    """Returns the bytes that the items of a state hold for one weight."""
+def _item_bytes(config: RunConfig, mesh: MeshShape) -> int:
+    """Returns the bytes that the items of a state hold for one weight, as if all were matrices."""
     import jax
     from jax.sharding import PartitionSpec
 
@@ -766,4 +758,6 @@ def _item_bytes(config: RunConfig) -> int:
     sparse = () if config.sparsity.pattern == "none" else weight
     start = Start(config, weight, weight, where, dict.fromkeys(AXES, 1), sparse)
     of_weight = [tree["weight"] for tree in items.by_parameter(items.shapes(start))]
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(of_weight))
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(of_weight))
+    # What a data shard has not sent yet, in float32, is split like the weight.
+    return held + (4 if config.compression.has_feedback and mesh.data > 1 else 0)
