@@ -19,7 +19,6 @@ from spmdtrain.models.abstract import AbstractModel
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.parallel.axes import Rules
 from spmdtrain.parallel.copies import Copies
-from spmdtrain.parallel.feedback.sums import FeedbackCodec
 from spmdtrain.parallel.padding import Padding
 from spmdtrain.parallel.reduce import Reduction
 from spmdtrain.pipeline.schedule import Table
@@ -31,7 +30,7 @@ from spmdtrain.train.batch import (
     abstract_batch,
     to_devices,
 )
-from spmdtrain.train.items.item import Specs
+from spmdtrain.train.items.item import Codecs, Specs
 from spmdtrain.train.state import TrainState
 from spmdtrain.train.token_loss import TokenLoss
 from spmdtrain.train.updates import optimizers
@@ -59,7 +58,7 @@ class Setup:
     specs: Specs  # specs of parameters at rest, and of their reduced gradients, moments and updates
     padding: Padding  # of the parameters, if the mesh does not divide a dim
     reductions: Mapping[str, Reduction]  # of the gradients that a shard has accumulated
-    codecs: Mapping[str, FeedbackCodec]  # of the gradients that are compressed with feedback
+    codecs: Codecs  # with error feedback, of gradients that cross `data`
     copies: Mapping[str, Copies]  # of the weights, if several devices share one sequence
     gathered: Mapping[str, tuple[str, ...]]  # the axes over which a layer gathers each weight
     state: TrainState  # abstract: shapes, dtypes and shardings

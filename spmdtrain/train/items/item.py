@@ -22,6 +22,7 @@ from spmdtrain.parallel.specs import drop_axes
 from spmdtrain.train.batch import Batch
 
 Specs = Mapping[str, P]  # by dotted parameter path
+Codecs = Mapping[str, FeedbackCodec]  # by dotted path of the parameters with compressed gradients
 Metrics = dict[str, jax.Array]
 # A tree of arrays. If an item is saved among the arrays of a checkpoint, it must be a dict.
 Value = Any
@@ -43,7 +44,7 @@ class Start:
     specs: Specs
     sizes: Mapping[str, int]
     sparse: Collection[str] = ()
-    codecs: Mapping[str, FeedbackCodec] = field(default_factory=dict)
+    codecs: Codecs = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
