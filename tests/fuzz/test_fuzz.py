@@ -297,7 +297,7 @@ def test_a_planted_traceback_is_found(monkeypatch, oracles, room):
 
     monkeypatch.setattr(grad_accumulation, "make_gradients", broken)
     (kind,) = examine(Draw(0, TWO, FFN_OVER_FSDP), oracles, room).kinds()
-    assert kind.startswith("traceback: KeyError in step.py:make_gradients: _")
+    assert kind.startswith("traceback: KeyError in step.py:make_coded_gradients: _")
 
 
 def test_a_failing_draw_is_made_small():
