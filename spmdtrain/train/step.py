@@ -14,13 +14,12 @@ import jax.numpy as jnp
 
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import matmuls
-from spmdtrain.parallel.feedback.sums import Feedback
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.corrupt import make_corrupt
 from spmdtrain.train.given.arrays import Checked, check_batch, check_params, check_state_here
 from spmdtrain.train.gradients import grad_accumulation, grad_pipeline
 from spmdtrain.train.gradients.sums import means, number_of
-from spmdtrain.train.items import feedback, items, loss_scale, spikes
+from spmdtrain.train.items import items, loss_scale, spikes
 from spmdtrain.train.items.item import Metrics, Moved, Taken
 from spmdtrain.train.setup import Setup, check_setup
 from spmdtrain.train.state import TrainState
@@ -66,7 +65,7 @@ def traced_step(setup: Setup, see: See | None = None) -> Callable[..., Any]:
         with matmuls(config.precision.compute):
             scale = state.items.get(loss_scale.ITEM.name)
             cotangent = loss_scale.cotangent(config, scale)
-            kept = feedback.of(state.items)
+            kept = items.feedback_of(state.items)
             gradients, sums, left = find_gradients(points, state.step, batch, cotangent, kept)
         found_gradients = {path: g for path, g in gradients.items() if path in setup.update_rules}
         gradients, norm = optimizers.clip(found_gradients, config.train.clip, setup.update_rules)
@@ -163,9 +162,9 @@ def make_coded_gradients(setup: Setup) -> Callable[..., Any]:
     gradients = way.make_gradients(setup)
     corrupt = make_corrupt(setup)
 
-    def find(params, step, batch: Batch, cotangent, kept: Feedback | None):
+    def find(params, step, batch: Batch, cotangent, feedback):
         given = batch if corrupt is None else corrupt(batch)
-        return gradients(params, step, given, cotangent, kept)
+        return gradients(params, step, given, cotangent, feedback)
 
     return find
 

@@ -11,9 +11,10 @@ import pytest
 from helpers import assert_same_bits, batches_of, compiled_step, mesh_of, prepared, tiny, trained
 
 import spmdtrain as st
+from spmdtrain.parallel.feedback.sums import Feedback
 from spmdtrain.planner.cost.workload import workload_of
 from spmdtrain.train.compared.in_order import plain_arrays
-from spmdtrain.train.items import feedback, items
+from spmdtrain.train.items import items
 from spmdtrain.train.items.item import Taken
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.step import make_coded_gradients, make_gradients
@@ -88,7 +89,7 @@ def sent_and_kept(layout: tuple[str, ...], codec: tuple[str, ...]) -> tuple[dict
     state = st.init_state(setup)
     with batches_of(setup) as ahead:
         find = jax.jit(make_coded_gradients(setup))
-        given = (state.params, state.step, next(ahead), None, feedback.of(state.items))
+        given = (state.params, state.step, next(ahead), None, items.feedback_of(state.items))
         sent, _, left = find(*given)
     kept = {path: x.sum(0) for path, x in jax.device_get(left.errors).items()}
     return plain_arrays(setup, sent), plain_arrays(setup, kept)
@@ -153,7 +154,7 @@ def test_a_run_goes_on_to_the_bit_and_takes_what_is_kept_to_another_mesh(codec, 
 def test_a_skipped_step_keeps_what_was_kept_before_it():
     config = tiny("mesh.data=2", *LOW_RANK)
     before = {"errors": {"w": np.ones((2, 3))}, "factors": {"w": np.ones(2)}}
-    bad = feedback.Feedback({"w": np.full((2, 3), np.nan)}, {"w": np.zeros(2)})
+    bad = Feedback({"w": np.full((2, 3), np.nan)}, {"w": np.zeros(2)})
     figures = dict(loss=0, grad_norm=0, number=1)
     for good, want in ((False, before), (True, {"errors": bad.errors, "factors": bad.factors})):
         taken = Taken(config, {}, {}, {}, **figures, good=np.bool_(good), feedback=bad)

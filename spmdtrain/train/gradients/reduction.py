@@ -13,7 +13,7 @@ from spmdtrain.parallel.feedback.sums import Feedback, feedback_sums
 from spmdtrain.parallel.reduce import psum_tree, reduce_gradients
 from spmdtrain.parallel.regions import MANUAL_AXES
 from spmdtrain.parallel.specs import drop_axes, keep_axes
-from spmdtrain.train.items import feedback as feedback_items
+from spmdtrain.train.items import items
 from spmdtrain.train.setup import Setup
 
 
@@ -33,7 +33,7 @@ def feedback_specs(setup: Setup, feedback: Feedback | None) -> Feedback | None:
     """Returns the specs of feedback at the border of the manual region; None if there is none."""
     if feedback is None:
         return None
-    kept = feedback_items.of(setup.state.items)
+    kept = items.feedback_of(setup.state.items)
     return jax.tree.map(lambda x: keep_axes(MANUAL_AXES, x.sharding.spec), kept)
 
 

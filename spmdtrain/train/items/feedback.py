@@ -9,8 +9,6 @@ shards.
 A skipped step leaves both as they were. With one data shard there are none.
 """
 
-from collections.abc import Mapping
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -79,10 +77,3 @@ ERRORS = Item(
     fold=_in_equal_parts,
 )
 FACTORS = Item("factors", begin=_begin_factors, rests=_factors_rest, update=_update_factors)
-
-
-def of(values: Mapping[str, Value]) -> Feedback | None:
-    """Returns the feedback among the items of a state; None if nothing keeps any."""
-    if ERRORS.name not in values:
-        return None
-    return Feedback(values[ERRORS.name], values.get(FACTORS.name, {}))
