@@ -11,6 +11,7 @@ import pytest
 from helpers import assert_same_bits, batches_of, compiled_step, mesh_of, prepared, tiny, trained
 
 import spmdtrain as st
+from spmdtrain.config.errors import ConfigError
 from spmdtrain.parallel.feedback.sums import Feedback
 from spmdtrain.planner.cost.workload import workload_of
 from spmdtrain.train.compared.in_order import plain_arrays
@@ -186,5 +187,5 @@ def test_what_is_kept_is_counted_where_memory_and_bytes_are():
     ],
 )
 def test_settings_that_do_not_fit_are_refused_by_name(settings, said):
-    with pytest.raises(st.ConfigError, match=said):
+    with pytest.raises(ConfigError, match=said):
         tiny(*settings)
