@@ -18,7 +18,7 @@ from spmdtrain.train.setup import Setup
 
 
 class Sending(NamedTuple):
-    """What compresses the gradients of a step: what earlier ones left, and its 0-based number."""
+    """The state from which a step compresses its gradients, and its 0-based number."""
 
     feedback: Feedback
     step: jax.Array
