@@ -24,6 +24,7 @@ from .planner.plan import plan as plan
 from .processes.processes import simulate_devices as simulate_devices
 from .processes.xla_flags import set_xla_flags as set_xla_flags
 from .running.device_batches import batches as batches
+from .running.distillation.teacher_weights import with_teacher as with_teacher
 from .running.loop import Outcome as Outcome
 from .running.loop import run as run
 from .running.save_state import save as save

@@ -2,6 +2,7 @@
 files.
 """
 
+import json
 import os
 import tempfile
 from collections.abc import Sequence
@@ -38,6 +39,14 @@ def tiny(*overrides: str) -> RunConfig:
     return from_resolved(
         {"config": TINY, "origin": {}} | {"origin": resolved(RunConfig())["origin"]}, overrides
     )
+
+
+@cache
+def described_run(*overrides: str) -> Path:
+    """A directory that describes the tiny run with these settings, as a run does, and no more."""
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.json").write_text(json.dumps(resolved(tiny(*overrides))))
+    return folder
 
 
 # One mesh of each way to the gradients, beside the one device that answers for both.

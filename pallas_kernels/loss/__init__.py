@@ -4,5 +4,7 @@ api.py.
 
 from pallas_kernels.loss.api import linear_cross_entropy as linear_cross_entropy
 from pallas_kernels.loss.api import shape_logits as shape_logits
+from pallas_kernels.loss.distilled import Head as Head
+from pallas_kernels.loss.distilled import linear_distillation as linear_distillation
 from pallas_kernels.loss.own import linear_token_loss as linear_token_loss
 from pallas_kernels.loss.own import linear_token_losses as linear_token_losses

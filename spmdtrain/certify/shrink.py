@@ -85,6 +85,9 @@ def shrink(config: RunConfig, *, as_is: bool = False, precision: str = "float32"
     values["sparsity"] = {}
     if config.sparsity.pattern != "none":
         lost.append(f"weights that {config.sparsity.pattern} sets to zero: rounding may choose")
+    values["distill"] = {}
+    if config.distill.is_on:
+        lost.append("the loss against a teacher: certified with cross-entropy alone")
     values["islands"] = {}
     if config.islands.are_several:
         lost.append("meetings with other islands, between the steps")

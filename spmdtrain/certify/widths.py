@@ -128,6 +128,7 @@ def at_width(config: RunConfig, embed: int, steps: int) -> RunConfig:
     values["optimizer"] |= {"schedule": "constant", "warmup": 0, "decay_share": None}
     values["optimizer"]["rate_by_batch"] = "none"
     values["log"] = {}
+    values["distill"] = {}  # the rules of muP know no teacher
     return from_resolved({"config": values, "origin": {}})
 
 

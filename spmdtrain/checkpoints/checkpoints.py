@@ -141,7 +141,7 @@ class Checkpoints(SavedSteps):
         meta, _ = self._meta(step)
         found, meta = self._restored(step, saved_by_parameter(abstract, meta))
         values = {}
-        for item, asked in items.of(abstract.items):
+        for item, asked in items.of(items.saved(abstract.items)):
             value = found.get(item.name)
             if item.note:
                 value = from_note(item, asked, meta)

@@ -82,7 +82,14 @@ def identity(setup: Setup, fingerprint: str, seams: Mapping[str, Any]) -> Meta:
         "model": model_function(setup.config),
         "model_code": code_of(setup),
         "settings": _changeable(setup.config, seams),
-    }
+    } | _teacher(setup)
+
+
+def _teacher(setup: Setup) -> Meta:
+    """Returns the fingerprint of the teacher's weights, if the run has one that was opened."""
+    if setup.teacher is None or setup.teacher.on_disk is None:
+        return {}
+    return {"teacher": setup.teacher.on_disk.fingerprint()}
 
 
 def changes(meta: Meta, config: RunConfig, seams: Mapping[str, Any]) -> Changes:
@@ -128,6 +135,14 @@ def check_identity(
                 found=f"{str(then)[:16]} in the checkpoint",
                 fix="the same data and seed, or --fresh for a new run",
             )
+    now = _teacher(setup).get("teacher")
+    if None not in (now, then := meta.get("teacher")) and now != then:
+        raise CheckpointError(
+            f"{where} learned from another teacher than distill.teacher={config.distill.teacher!r}",
+            asked=str(now),
+            found=f"{then} in the checkpoint",
+            fix="the teacher of that run, or --fresh for a new run",
+        )
     for name, then, now in model_changes(meta, config):
         raise CheckpointError(
             f"{name} has changed",
@@ -247,7 +262,7 @@ def _changeable(config: RunConfig, seams: Mapping[str, Any]) -> dict[str, Any]:
 
     A part that the caller replaced is listed under its keyword, by its qualified name.
     """
-    compression, sparsity = config.compression, config.sparsity
+    compression, sparsity, distill = config.compression, config.sparsity, config.distill
     sections = {
         "optimizer": config.optimizer.as_given(),
         "precision": config.precision.as_given(),
@@ -256,6 +271,7 @@ def _changeable(config: RunConfig, seams: Mapping[str, Any]) -> dict[str, Any]:
         "compression": compression.as_given() if compression.codec != "none" else {},
         "finetune": {"dropout": config.finetune.dropout} if config.finetune.dropout else {},
         "guard": config.guard.as_given() if config.guard.in_step else {},
+        "distill": distill.model_dump(mode="json") if distill.is_on else {},
         "sparsity": sparsity.as_given() if sparsity.pattern != "none" else {},
     }
     settings = {

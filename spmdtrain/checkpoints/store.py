@@ -70,7 +70,11 @@ class Store:
             read_only=keep is None,
             multiprocessing_options=_processes(),
         )
-        arrays = ["params", "state", *(item.name for item in items.TABLE if item.note is None)]
+        arrays = [
+            "params",
+            "state",
+            *(item.name for item in items.TABLE if item.is_saved and not item.note),
+        ]
         handlers = {item: (_ByLayer() if by_layer else _array_handler()) for item in arrays}
         handlers |= {"meta": ocp.JsonCheckpointHandler()}
         self._arguments = _SaveByLayer if by_layer else ocp.args.PyTreeSave

@@ -105,9 +105,10 @@ def open_run(
     saved["config"]["model"]["attention"] = "auto"
     saved["config"]["train"] |= {"zero": 0, "microbatch": None, "stages": []}
     saved["config"]["optimizer"]["rate_by_batch"] = "none"
+    saved["config"]["distill"] = {}  # whoever has the run need not have its teacher
     dropped = (
         *("mesh.", "model.attention", "train.zero", "train.microbatch", "train.stages"),
-        "optimizer.rate_by_batch",
+        *("optimizer.rate_by_batch", "distill."),
     )
     if not with_pairs:
         of_pairs = [name for name in saved["config"]["train"] if name.startswith("preference_")]

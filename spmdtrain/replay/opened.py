@@ -34,11 +34,12 @@ from spmdtrain.models.choose import MakeModel, check_make
 from spmdtrain.replay.bundle import is_bundle, read_bundle
 from spmdtrain.replay.written import WrittenRun, read_written
 from spmdtrain.running.compile_step import compile_step, lower_step, with_stages
+from spmdtrain.running.distillation.teacher_weights import shard_with_teacher
 from spmdtrain.running.start import kernels
 from spmdtrain.running.start.other_run import naming_settings, recorded
 from spmdtrain.train.fresh import init_state
 from spmdtrain.train.setup import Setup
-from spmdtrain.train.shard import shard, shard_on
+from spmdtrain.train.shard import shard_on
 from spmdtrain.train.state import TrainState
 
 # Settings that a replay may change: where it computes, never what.
@@ -127,7 +128,8 @@ def open_replay(  # noqa: PLR0913 - one keyword for each thing that a caller may
     given = with_own_parts(config, given)
     holds = bundle.run if bundle else run
     parts = {name: given[name] for name in SEAMS if name != "data"}
-    setup = shard(config, make, devices or devices_of(config), **parts)
+    devices = devices or devices_of(config)
+    setup = shard_with_teacher(config, make, devices, data.tokenizer, **parts)
     elsewhere = any(not each.startswith(OF_PLACES) for each in overrides)
     with (
         kernels.decided(setup),

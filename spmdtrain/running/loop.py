@@ -10,6 +10,7 @@ import jax
 
 from spmdtrain.config.run_files import PREDICTED
 from spmdtrain.config.schema import RunConfig
+from spmdtrain.running.distillation.teacher_weights import shard_with_teacher
 from spmdtrain.running.given import check_arguments
 from spmdtrain.running.outcome import Outcome, conclude, nothing_to_do
 from spmdtrain.running.record.bundle import bundled_at_crash, bundling
@@ -32,7 +33,6 @@ from spmdtrain.running.start.compiling import compiled_step
 from spmdtrain.running.start.prepare import prepare
 from spmdtrain.running.start.session import open_session
 from spmdtrain.running.steps import train_with_returns
-from spmdtrain.train.shard import shard
 
 
 def run(  # noqa: PLR0913 - one keyword for each thing that a caller may replace
@@ -86,7 +86,8 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may replace
     prepared = prepare(config, where.directory, devices, seams, where.fresh, where.step)
     stages.enter("making the model")
     parts = {name: each for name, each in prepared.seams.items() if name != "data"}
-    setup = shard(prepared.config, make, devices, **parts)
+    tokenizer = prepared.data.tokenizer
+    setup = shard_with_teacher(prepared.config, make, devices, tokenizer, **parts)
     sinks = [*where.sinks, bundling(prepared.data)]
     with (
         kernels.decided(setup),

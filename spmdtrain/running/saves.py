@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from spmdtrain.running.guards.bad_steps import BadSteps
 from spmdtrain.running.guards.early_stop import EarlyStop
 from spmdtrain.running.published.exports import Exports
 from spmdtrain.running.report.reporter import Reporter
+from spmdtrain.train.items import items
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
 
@@ -60,7 +62,8 @@ class Saves:
             self.announce()
             self._exports.wait()
         self.checkpoints.save(step, state, self._meta_after(step))
-        arrays = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        kept = replace(state, items=items.saved(state.items))
+        arrays = sum(leaf.nbytes for leaf in jax.tree.leaves(kept))
         self._held[step] = {"bytes": arrays}
 
     def held_up(self, step: int, seconds: float) -> None:

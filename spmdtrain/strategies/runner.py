@@ -14,11 +14,11 @@ from spmdtrain.replay.again import figures_of
 from spmdtrain.replay.rounding import moved
 from spmdtrain.running.compile_step import compile_step, lower_step
 from spmdtrain.running.device_batches import batches
+from spmdtrain.running.distillation.teacher_weights import shard_with_teacher
 from spmdtrain.running.guards.memory import MemoryGuard
 from spmdtrain.running.start import kernels
 from spmdtrain.train.fresh import init_state
 from spmdtrain.train.setup import Setup
-from spmdtrain.train.shard import shard
 from spmdtrain.train.state import TrainState
 
 Figures = list[dict[str, Any]]  # of each step, in the form of metrics.jsonl
@@ -32,7 +32,8 @@ class Runner:
 
     def __init__(self, config: RunConfig, data: Data, make: MakeModel | str | None, count: int):
         self._data = data
-        self.setup: Setup = shard(config, make, jax.devices()[:count])
+        devices = jax.devices()[:count]
+        self.setup: Setup = shard_with_teacher(config, make, devices, data.tokenizer)
         with MemoryGuard(self.setup) as guard, kernels.decided(self.setup):
             self._step: Any
             self._step, report = compile_step(self.setup, lower_step(self.setup))

@@ -9,6 +9,7 @@ from spmdtrain.config.errors import ConfigError
 from spmdtrain.models.context import random_key
 from spmdtrain.train.items import items
 from spmdtrain.train.items.item import Start
+from spmdtrain.train.items.teacher import ITEM as TEACHER
 from spmdtrain.train.setup import Setup, check_setup
 from spmdtrain.train.sparsity.chosen import sparse_paths
 from spmdtrain.train.state import TrainState, fresh_state
@@ -38,7 +39,7 @@ def fresh_but_for(setup: Setup, given: Collection[str]) -> TrainState:
 
     def lacking(state: TrainState) -> TrainState:
         left = {path: x for path, x in state.params.items() if path not in given}
-        return replace(state, params=left)
+        return replace(state, params=left, items=items.saved(state.items))
 
     def fresh(key: jax.Array, yes: jax.Array) -> TrainState:
         whole = fresh_state(
@@ -55,14 +56,15 @@ def fresh_but_for(setup: Setup, given: Collection[str]) -> TrainState:
 
     shardings = jax.tree.map(lambda x: x.sharding, lacking(setup.state))
     key = random_key(setup.config.train.seed, "init")
-    return jax.jit(fresh, out_shardings=shardings)(key, True)
+    return _with_teacher(setup, jax.jit(fresh, out_shardings=shardings)(key, True))
 
 
 def with_items_begun(setup: Setup, state: TrainState, names: Collection[str]) -> TrainState:
     """Returns the state with these items begun from its weights."""
-    if not names:
+    state = _with_teacher(setup, state)
+    asked = {name: setup.state.items[name] for name in names if name != TEACHER.name}
+    if not asked:
         return state
-    asked = {name: setup.state.items[name] for name in names}
     shardings = jax.tree.map(lambda x: x.sharding, asked)
 
     def begin(params: dict[str, jax.Array]) -> items.Values:
@@ -75,3 +77,10 @@ def with_items_begun(setup: Setup, state: TrainState, names: Collection[str]) ->
 
     begun = jax.jit(begin, out_shardings=shardings)(state.params)
     return replace(state, items=state.items | begun)
+
+
+def _with_teacher(setup: Setup, state: TrainState) -> TrainState:
+    """Returns the state with the weights of the teacher, which are read if it has none yet."""
+    if setup.teacher is None or TEACHER.name in state.items:
+        return state
+    return replace(state, items=state.items | {TEACHER.name: setup.teacher.opened.read()})

@@ -7,7 +7,7 @@ the planner take it; no other code derives a spec.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -37,6 +37,40 @@ from spmdtrain.train.updates import optimizers
 from spmdtrain.train.updates.learning_rates import LearningRate
 
 
+class OnDisk(Protocol):
+    """Weights that can be read onto the devices, again and again."""
+
+    def read(self) -> dict[str, jax.Array]:
+        """Returns the weights at rest, by path, in new arrays: a step donates those it gets."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Returns a text that tells these weights from others, on any mesh."""
+        ...
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The model that a run learns from: frozen, on the same mesh, by the same rules.
+
+    `setup` is that of a run of its own, in which every weight is frozen. `on_disk` reads its
+    weights; None: nobody has opened them.
+    """
+
+    setup: "Setup"
+    on_disk: OnDisk | None = None
+
+    @property
+    def opened(self) -> OnDisk:
+        """The weights on disk. Raises ConfigError if nobody has opened them."""
+        if self.on_disk is None:
+            raise ConfigError(
+                "the weights of the teacher have not been opened",
+                fix="setup = st.with_teacher(setup), and a state of that setup",
+            )
+        return self.on_disk
+
+
 @dataclass(frozen=True)
 class Setup:
     """Everything that a training step consists of.
@@ -62,6 +96,7 @@ class Setup:
     copies: Mapping[str, Copies]  # of the weights, if several devices share one sequence
     gathered: Mapping[str, tuple[str, ...]]  # the axes over which a layer gathers each weight
     state: TrainState  # abstract: shapes, dtypes and shardings
+    teacher: Teacher | None = None  # whose weights the state holds, too
 
     @property
     def frozen(self) -> int:

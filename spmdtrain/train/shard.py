@@ -6,26 +6,16 @@ import jax
 from jax.sharding import Mesh
 
 from spmdtrain.config.schema import RunConfig, check_config
-from spmdtrain.models.abstract import build_model
-from spmdtrain.models.choose import MakeModel, choose_model
-from spmdtrain.parallel.axes import make_rules
-from spmdtrain.parallel.matmuls.tensor_matmul import check_matmuls
+from spmdtrain.models.abstract import AbstractModel
+from spmdtrain.models.choose import MakeModel
 from spmdtrain.parallel.mesh import build_mesh
-from spmdtrain.pipeline.choose import pipeline_schedule
-from spmdtrain.train import token_loss
-from spmdtrain.train.batch import choose_way, cut_batch
-from spmdtrain.train.exchange import (
-    copies_of_weights,
-    feedback_codecs,
-    gathered_weights,
-    reductions_of,
-)
-from spmdtrain.train.resting import lay_to_rest
 from spmdtrain.train.setup import Setup
+from spmdtrain.train.setups.alone import Ruled, setup_alone
+from spmdtrain.train.setups.with_teacher import join_teacher
 from spmdtrain.train.token_loss import TokenLoss
 from spmdtrain.train.updates import optimizers
-from spmdtrain.train.updates.chosen_rules import check_frozen, with_update_rules
-from spmdtrain.train.updates.learning_rates import LearningRate, make_learning_rate
+from spmdtrain.train.updates.chosen_rules import with_update_rules
+from spmdtrain.train.updates.learning_rates import LearningRate
 
 
 def shard(
@@ -72,38 +62,9 @@ def shard_on(
     loss: TokenLoss | None = None,
 ) -> Setup:
     """Returns the setup, as `shard` does, on a given mesh, which may be abstract."""
-    config, make = choose_model(config, make)
-    rules = make_rules(config.rules, mesh.shape)
-    check_matmuls(config, rules, mesh)
-    batch_shape = cut_batch(config.train, rules)
-    model = build_model(config, make, mesh.shape["pipeline"], config.pipeline.chunks)
-    table = pipeline_schedule(
-        config, model.stage_layout, batch_shape.accumulation, model.frozen_rounds(config)
-    )
-    model, update_rules = with_update_rules(config, model, optimizer)
-    check_frozen(config, model)
-    token_loss.check_multi_token(config, model)
-    loss = token_loss.choose(config, loss)
-    specs, padding, state = lay_to_rest(config, mesh, model, update_rules, config.train.zero)
-    gathered = gathered_weights(model, specs)
-    by_layers = gathered if table is None else {}
-    return Setup(
-        config=config,
-        make=make,
-        mesh=mesh,
-        rules=rules,
-        model=model,
-        batch_shape=batch_shape,
-        way=choose_way(config, rules, model.keeps_order),
-        update_rules=update_rules,
-        learning_rate=make_learning_rate(config, learning_rate),
-        loss=loss,
-        pipeline=table,
-        specs=specs,
-        padding=padding,
-        reductions=reductions_of(config, model, mesh, specs, by_layers),
-        codecs=feedback_codecs(config, model, mesh.shape),
-        copies=copies_of_weights(model, rules, specs, by_layers),
-        gathered=gathered,
-        state=state,
-    )
+
+    def with_rules(config: RunConfig, model: AbstractModel) -> Ruled:
+        return with_update_rules(config, model, optimizer)
+
+    setup = setup_alone(config, mesh, make, with_rules, learning_rate, loss)
+    return setup if config.distill.teacher is None else join_teacher(setup)

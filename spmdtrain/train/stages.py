@@ -9,7 +9,7 @@ from dataclasses import replace
 from spmdtrain.config.stages import TimedStage
 from spmdtrain.pipeline.choose import pipeline_schedule
 from spmdtrain.train.batch import choose_way, cut_batch
-from spmdtrain.train.setup import Setup
+from spmdtrain.train.setup import Setup, Teacher
 
 
 def stages_of(setup: Setup) -> tuple[TimedStage, ...]:
@@ -39,7 +39,16 @@ def setup_of(setup: Setup, stage: TimedStage) -> Setup:
         batch_shape=batch_shape,
         way=choose_way(config, setup.rules, setup.model.keeps_order),
         pipeline=table,
+        teacher=setup.teacher and _in_stage(setup.teacher, stage),
     )
+
+
+def _in_stage(teacher: Teacher, stage: TimedStage) -> Teacher:
+    """Returns the teacher of a stage, which reads the batches of the stage."""
+    setup = teacher.setup
+    config = setup.config.in_stage(stage)
+    way = choose_way(config, setup.rules, setup.model.keeps_order)
+    return replace(teacher, setup=replace(setup, config=config, way=way))
 
 
 def setup_at(setup: Setup, step: int) -> Setup:

@@ -48,6 +48,11 @@ class TrainState:
         """
         return self.params | self.items.get("ema", {})
 
+    @property
+    def taught(self) -> dict[str, jax.Array] | None:
+        """The weights of the teacher, by the dotted paths of its own model; None without one."""
+        return self.items.get("teacher")
+
 
 Shapes = tuple[dict[str, Any], optimizers.OptimizerState]  # of parameters, of the optimizer state
 
@@ -171,9 +176,14 @@ def _fresh(
 
 
 def resting_bytes(abstract: TrainState) -> tuple[int, int]:
-    """Returns the bytes per device of the parameters, and of everything else in the state."""
-    others = (abstract.step, abstract.opt_state, abstract.items)
-    return bytes_per_device(abstract.params), bytes_per_device(others)
+    """Returns the bytes per device of the parameters, and of everything else in the state.
+
+    The parameters include those of a teacher.
+    """
+    saved = items.saved(abstract.items)
+    frozen = [value for name, value in abstract.items.items() if name not in saved]
+    others = (abstract.step, abstract.opt_state, saved)
+    return bytes_per_device((abstract.params, frozen)), bytes_per_device(others)
 
 
 def bytes_per_device(tree: Any) -> int:

@@ -35,8 +35,9 @@ def make_step(setup: Setup) -> Checked:
 
     Metrics, float32 scalars: loss (mean over the unmasked tokens of the whole batch), grad_norm
     (before clipping), learning_rate, tokens (unmasked); for pairs of answers also pairs, which the
-    loss is then a mean over, and pair_loss.FIGURES; for a mixture loss/SOURCE and tokens/SOURCE; a
-    loss over no tokens is 0, and `tokens` shows it; side_loss if blocks have one; skipped (0 or 1)
+    loss is then a mean over, and pair_loss.FIGURES; for a mixture loss/SOURCE and tokens/SOURCE;
+    with a teacher distill_loss, see taught.py; a loss over no tokens is 0, and `tokens` shows it;
+    side_loss if blocks have one; skipped (0 or 1)
     if a bad step does not change the state, and loss_limit and grad_norm_limit if it is judged by
     earlier steps (spikes.py). With float16 loss_scale, and overflow (0 or 1) if the scale was too
     large, in which case the state does not change either. With experts router_entropy, and the
@@ -66,7 +67,9 @@ def traced_step(setup: Setup, see: See | None = None) -> Callable[..., Any]:
             scale = state.items.get(loss_scale.ITEM.name)
             cotangent = loss_scale.cotangent(config, scale)
             kept = items.feedback_of(state.items)
-            gradients, sums, left = find_gradients(points, state.step, batch, cotangent, kept)
+            gradients, sums, left = find_gradients(
+                points, state.step, batch, cotangent, kept, state.taught
+            )
         found_gradients = {path: g for path, g in gradients.items() if path in setup.update_rules}
         gradients, norm = optimizers.clip(found_gradients, config.train.clip, setup.update_rules)
         rate = setup.learning_rate(state.step)
@@ -141,30 +144,34 @@ def make_eval_step(setup: Setup) -> Checked:
 
 
 def make_gradients(setup: Setup) -> Callable[..., Any]:
-    """Returns `(params, step, batch, cotangent=None) -> (gradients of the mean objective, sums)`.
+    """Returns `find(params, step, batch, cotangent=None, taught=None)`, which gives (gradients of
+    the mean objective, sums).
 
-    `cotangent`: the start of the backward pass, see loss_scale.py. Gradients whose compression
-    keeps what it does not send are summed in full, because nothing carries it on.
+    `cotangent`: the start of the backward pass, see loss_scale.py; default: 1. `taught`: the
+    weights of the teacher, if there is one. Gradients whose compression keeps what it does not send
+    are summed in full, because nothing carries it on.
     """
     find = make_coded_gradients(setup)
 
-    def in_full(params, step, batch: Batch, cotangent: jax.Array | None = None):
-        return find(params, step, batch, cotangent, None)[:2]
+    def in_full(params, step, batch: Batch, cotangent: jax.Array | None = None, taught: Any = None):
+        return find(params, step, batch, cotangent, None, taught)[:2]
 
     return in_full
 
 
 def make_coded_gradients(setup: Setup) -> Callable[..., Any]:
     """Returns what `grad_accumulation.make_gradients` does, on corrupted tokens where a model
-    restores them. The mesh decides between accumulation and pipeline.
+    restores them. The mesh decides between accumulation and pipeline, which has no teacher.
     """
     way = grad_pipeline if setup.pipeline else grad_accumulation
     gradients = way.make_gradients(setup)
     corrupt = make_corrupt(setup)
 
-    def find(params, step, batch: Batch, cotangent, feedback):
+    def find(params, step, batch: Batch, cotangent, feedback, taught: Any = None):
         given = batch if corrupt is None else corrupt(batch)
-        return gradients(params, step, given, cotangent, feedback)
+        if setup.teacher is None:
+            return gradients(params, step, given, cotangent, feedback)
+        return gradients(params, step, given, cotangent, feedback, taught)
 
     return find
 

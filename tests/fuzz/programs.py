@@ -16,8 +16,8 @@ import jax
 
 from spmdtrain.config import RunConfig
 from spmdtrain.replay import opened
-from spmdtrain.running import loop
 from spmdtrain.running.compile_step import compile_step, lower_step, with_stages
+from spmdtrain.running.distillation import teacher_weights
 from spmdtrain.running.start import begin, compiling, session
 from spmdtrain.train import evaluation
 from spmdtrain.train.fresh import init_state
@@ -68,13 +68,12 @@ def shared() -> Iterator[None]:
         return _once("stages", _key_of(setup), lambda: with_stages(setup, step, report))
 
     replaced = [
-        (loop, "shard", setup),
+        (teacher_weights, "shard", setup),
         (session, "lower_step", lowered),
         (compiling, "lower_step", lowered),
         (compiling, "compile_step", compiled),
         (compiling, "with_stages", staged),
         (begin, "init_state", fresh),
-        (opened, "shard", setup),
         (opened, "lower_step", lowered),
         (opened, "compile_step", compiled),
         (opened, "with_stages", staged),

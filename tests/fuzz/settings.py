@@ -208,6 +208,9 @@ NOT_DRAWN = {
         ("train.preference_beta", "train.preference_gamma", "train.preference_lambda"),
         "is of train.preference",
     ),
+    "distill.teacher": "needs another run; tests/train/test_distillation.py has meshes, and "
+    "tests/running/test_taught_run.py has runs",
+    **dict.fromkeys(("distill.temperature", "distill.share"), "is of distill.teacher"),
     "train.init_from": "needs another run: what a draw ends in decides it (check.py, `_begun`)",
     "finetune.kind": "freezes what a draw compares; tests/train/test_adapters.py has meshes",
     **dict.fromkeys(

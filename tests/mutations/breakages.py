@@ -189,7 +189,7 @@ BREAKAGES = [
     ),
     Breakage(
         "training computes in the dtype of the weights",
-        "train/gradients/grad_accumulation.py",
+        "train/gradients/stream.py",
         "values = params | setup.model.cast(here, setup.config.precision.compute)",
         "values = dict(params)",
         PRECISION,
@@ -466,7 +466,7 @@ BREAKAGES = [
     ),
     Breakage(
         "ZeRO-1 gathers float32",
-        "train/gradients/grad_accumulation.py",
+        "train/gradients/stream.py",
         "cast_floating(x, compute)",
         "x",
         f"{LAYOUTS} -k zero_gathers",
@@ -729,7 +729,7 @@ BREAKAGES = [
     Breakage(
         "an estimate forgets the average of the weights",
         "train/state.py",
-        "others = (abstract.step, abstract.opt_state, abstract.items)",
+        "others = (abstract.step, abstract.opt_state, saved)",
         "others = (abstract.step, abstract.opt_state)",
         "tests/planner/test_memory.py -k argument_bytes",
     ),

@@ -26,7 +26,9 @@ OPTIMIZER_STATE = "state"
 
 def arrays_of(state: TrainState) -> dict[str, dict[str, Any]]:
     """Returns the trees of a state that a checkpoint stores as arrays, by item."""
-    arrays = {item.name: value for item, value in items.of(state.items) if item.note is None}
+    arrays = {
+        item.name: value for item, value in items.of(items.saved(state.items)) if item.note is None
+    }
     return {WEIGHTS: state.params, OPTIMIZER_STATE: state.opt_state} | arrays
 
 
@@ -62,7 +64,8 @@ def begins_anew(abstract: TrainState, meta: Meta) -> list[str]:
     return [
         item.name
         for item, asked in items.of(abstract.items)
-        if not item.note
+        if item.is_saved
+        and not item.note
         and item.rests is not as_parameters
         and has_item(meta, item.name)
         and shapes_saved(item, asked, meta) is None

@@ -32,6 +32,7 @@ from spmdtrain.checkpoints.snapshots.parts import as_document, parts_of, read, w
 from spmdtrain.config.errors import PeerLostError
 from spmdtrain.processes.processes import said_by_all
 from spmdtrain.processes.snapshots.slot import PAGE, Head, Slot, newest_of
+from spmdtrain.train.fresh import with_items_begun
 from spmdtrain.train.items import items
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
@@ -158,7 +159,8 @@ class Snapshots:
         for item, asked in items.of(abstract.items):
             if item.note:
                 values[item.name] = from_note(item, asked, meta)
-        return TrainState(step_counter(step, abstract), params, opt_state, values)
+        state = TrainState(step_counter(step, abstract), params, opt_state, values)
+        return with_items_begun(self._setup, state, abstract.items.keys() - values)
 
 
 def _wait_until_arrived(slot: Slot, head: Head) -> None:

@@ -17,7 +17,7 @@ def settings_of_model(folder: Path) -> tuple[str, dict[str, Any]]:
     custom model.
     """
     folder = Path(os.path.expanduser(folder))
-    if not _is_run(folder):
+    if not is_run(folder):
         return str(folder / NAME), read_published(folder).settings
     saved = RunFiles(folder).config
     settings = given_in(saved)["model"]
@@ -29,7 +29,8 @@ def settings_of_model(folder: Path) -> tuple[str, dict[str, Any]]:
     return str(folder / NAME), settings
 
 
-def _is_run(folder: Path) -> bool:
+def is_run(folder: Path) -> bool:
+    """Returns True for the directory of a run."""
     try:
         found = json.loads((folder / NAME).read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -1,10 +1,11 @@
 """Every setting of a run: typed, frozen, each with its unit and meaning.
 
 Each section has a file with its name in TOML: train.py has [train]; [rules] and [islands] are in
-mesh.py, [kernels] is in precision.py, [sparsity] in finetune.py, [own] in ../own/section.py. run.py
-has `RunConfig`, all sections together. A class checks what can be known from its own section, and
-`RunConfig` what needs several sections. What depends on the machine (devices, files) is checked
-where the config meets it. Nothing here imports jax, so `--help` and a typo cost milliseconds.
+mesh.py, [kernels] is in precision.py, [sparsity] in finetune.py, [distill] in train.py, [own] in
+../own/section.py. run.py has `RunConfig`, all sections together. A class checks what can be known
+from its own section, and `RunConfig` what needs several sections. What depends on the machine
+(devices, files) is checked where the config meets it. Nothing here imports jax, so `--help` and a
+typo cost milliseconds.
 
 Descriptions are read by people: they appear in the JSON schema and in the list of settings.
 """
@@ -47,7 +48,7 @@ from spmdtrain.config.schema.optimizer import (
 from spmdtrain.config.schema.pipeline import PipelineConfig, PipelineSchedule
 from spmdtrain.config.schema.precision import KernelsConfig, PrecisionConfig
 from spmdtrain.config.schema.run import RunConfig, check_config
-from spmdtrain.config.schema.train import SEEDS, BatchStage, TrainConfig
+from spmdtrain.config.schema.train import SEEDS, BatchStage, DistillConfig, TrainConfig
 from spmdtrain.config.settings import Settings
 
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
     "BatchStage",
     "CheckpointConfig",
     "DataConfig",
+    "DistillConfig",
     "EvalConfig",
     "ExpertsConfig",
     "CompressionConfig",

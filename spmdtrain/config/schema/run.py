@@ -31,7 +31,7 @@ from spmdtrain.config.schema.optimizer import (
 )
 from spmdtrain.config.schema.pipeline import PipelineConfig
 from spmdtrain.config.schema.precision import KernelsConfig, PrecisionConfig
-from spmdtrain.config.schema.train import TrainConfig
+from spmdtrain.config.schema.train import DistillConfig, TrainConfig
 from spmdtrain.config.settings import Settings
 from spmdtrain.config.stages import TimedStage
 
@@ -48,6 +48,7 @@ class RunConfig(Settings):
         Field(discriminator="name"),
     ] = AdamW()
     finetune: FinetuneConfig = FinetuneConfig()
+    distill: DistillConfig = DistillConfig()
     sparsity: SparsityConfig = SparsityConfig()
     precision: PrecisionConfig = PrecisionConfig()
     compression: CompressionConfig = CompressionConfig()
@@ -169,6 +170,8 @@ class RunConfig(Settings):
             self._check_pairs()
         if self.islands.are_several:
             self._check_islands()
+        if self.distill.is_on:
+            self._check_distill()
         if self.train.stages:
             self._check_stages()
         elif self.optimizer.rate_by_batch != "none":
@@ -288,6 +291,35 @@ class RunConfig(Settings):
             raise ValueError(
                 "data.packing='best_fit' cuts no documents, and a stage of train.stages with its "
                 "own sequence_length would; set data.packing='documents'"
+            )
+
+    def _check_distill(self) -> None:
+        """Refuses settings that do not go with a teacher."""
+        asked = f"distill.teacher={self.distill.teacher!r}"
+        if self.mesh.pipeline != 1:
+            raise ValueError(
+                f"{asked}: the stages of mesh.pipeline={self.mesh.pipeline} hold parts of one "
+                "model, and a teacher has other layers; set mesh.pipeline=1 and split by mesh.fsdp"
+            )
+        if self.islands.are_several:
+            raise ValueError(
+                f"{asked}: each of islands.count={self.islands.count} islands would hold the "
+                "teacher; set islands.count=1"
+            )
+        if self.train.learns_pairs:
+            raise ValueError(
+                f"{asked} is for a loss of tokens, and train.preference="
+                f"{self.train.preference!r} is one of answers; set train.preference='none'"
+            )
+        for name in ("label_smoothing", "z_loss"):
+            if value := getattr(self.train, name):
+                raise ValueError(
+                    f"{asked}: train.{name}={value:g} shapes a loss without a teacher; set "
+                    f"train.{name}=0.0"
+                )
+        if self.model.multi_token:
+            raise ValueError(
+                f"{asked}: a teacher predicts the next token alone; set model.multi_token='none'"
             )
 
     def in_stage(self, stage: TimedStage) -> "RunConfig":

@@ -1,10 +1,19 @@
-"""[train]: the length of training, the batch, the loss, and what saves memory."""
+"""[train]: the length of training, the batch, the loss, and what saves memory; [distill]."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_serializer, model_validator
 
-from spmdtrain.config.settings import Count, Fraction, NonNegative, Positive, Settings, Tokens
+from spmdtrain.config.settings import (
+    Count,
+    DerivedOrNone,
+    Fraction,
+    NonNegative,
+    Positive,
+    Settings,
+    Share,
+    Tokens,
+)
 from spmdtrain.config.stages import TimedStage, timetable
 
 # The settings that each loss of pairs has, with their defaults: those of the papers.
@@ -181,3 +190,47 @@ class TrainConfig(Settings):
         if self.epochs is not None:
             values.pop("steps", None)
         return values
+
+
+class DistillConfig(Settings):
+    """A second, frozen model from whose predictions this one learns (arXiv:1503.02531).
+
+    The loss is (1 - share) x cross-entropy + share x temperature^2 x KL(teacher || student), the
+    divergence of the softmax of both models' logits over the temperature (docs/distillation.md).
+    """
+
+    teacher: str | None = Field(
+        default=None,
+        description="the teacher: a run, whose newest weights it has, or a folder of Hugging Face",
+    )
+    temperature: DerivedOrNone[Positive] = Field(
+        default=None,
+        description="divisor of the logits of both models; above 1 what the teacher finds unlikely "
+        "counts more; default: 1",
+    )
+    share: DerivedOrNone[Share] = Field(
+        default=None,
+        description="share of the loss against the teacher; 1: of no other; default: 0.5",
+    )
+
+    def derived(self) -> dict[str, Any]:
+        """Returns temperature and share, which only a run with a teacher has."""
+        return {
+            "temperature": 1.0 if self.is_on else None,
+            "share": 0.5 if self.is_on else None,
+        }
+
+    @property
+    def is_on(self) -> bool:
+        """True if the run has a teacher."""
+        return self.teacher is not None
+
+    @model_validator(mode="after")
+    def _check(self):
+        for name in ("temperature", "share"):
+            value = getattr(self, name)
+            if value is not None and not self.is_on:
+                raise ValueError(
+                    f"distill.{name}={value:g} belongs to a teacher; set distill.teacher='RUN'"
+                )
+        return self

@@ -30,3 +30,8 @@ def model_flops_per_token(
         4 * model.heads * model.mean_dim * sequence_length * model.seen_share(sequence_length)
     )
     return whole - trained.frozen_layers * of_layer
+
+
+def teacher_flops_per_token(teacher: ModelShape | None, sequence_length: int) -> float:
+    """Returns the FLOPs of a teacher's forward pass per token, a third of a training step's."""
+    return model_flops_per_token(teacher, sequence_length) / 3 if teacher else 0.0

@@ -108,7 +108,14 @@ def closed_form_state(workload: Workload) -> tuple[int, int]:
         adapted = workload.trained.adapted_elements(workload.model, workload.mesh.tensor)
         fewer = workload.frozen_bytes - workload.trained.base_bytes
         parameters -= fewer * workload.layers_per_stage * adapted / workload.mesh.fsdp
+    parameters += workload.frozen_bytes * teacher_elements(workload)
     return int(parameters), int(workload.optimizer_bytes * elements)
+
+
+def teacher_elements(workload: Workload) -> float:
+    """Counts the elements at rest on a device of the teacher, which ZeRO-1 does not split."""
+    teacher = workload.of_teacher
+    return 0.0 if teacher is None else resident_elements(teacher) / teacher.mesh.fsdp
 
 
 def held_elements(workload: Workload, resident: float) -> tuple[float, float]:
@@ -354,13 +361,15 @@ def _accumulated_memory(
     size = workload.compute_bytes
     frozen, elements = held_elements(workload, resident)
     if workload.trained.share == 1 and not workload.zero:
-        elements = parameters / workload.stored_bytes  # exact, where the state was read
+        # Exact, where the state was read.
+        own = parameters - workload.frozen_bytes * teacher_elements(workload)
+        elements = own / workload.stored_bytes
     narrower = size < workload.stored_bytes
     gathers = workload.zero and workload.mesh.data > 1
     copied = narrower or gathers or not workload.gradients_at_weights
     compute_copy = size * elements if copied else 0.0
     if size < workload.frozen_bytes:
-        compute_copy += size * frozen
+        compute_copy += size * (frozen + teacher_elements(workload))
     below = workload.trained.frozen_layers  # which keep nothing, and whose gradients are zeros
     gradients = size * elements * (1 - workload.trained.share_below(model))
     sums = FLOAT32 * elements if workload.accumulation > 1 else 0.0
@@ -385,6 +394,8 @@ def _accumulated_memory(
         layers = min(layers, BETWEEN_HOST_AND_DEVICE)
     activations = layers * kept_bytes(workload) + ends
     logits = _logit_bytes(workload, tensor)
+    if workload.teacher is not None:
+        logits = _logits_of_two(workload, workload.teacher)
 
     of_layer = (
         unscattered
@@ -529,6 +540,19 @@ def _logit_bytes(workload: Workload, ways: int) -> float:
     if chunks > 1 and workload.trained.share:
         table_gradients = FLOAT32 * rows * workload.model.embed
     return logits + table_gradients
+
+
+def _logits_of_two(workload: Workload, teacher: ModelShape) -> float:
+    """Returns the bytes of a chunk's logits of both models, and of what the teacher's are from.
+
+    The two share the size of a chunk. Those of the teacher have no gradient in compute precision.
+    """
+    rows = workload.model.vocab / workload.mesh.tensor
+    chunks = max(1, math.ceil(2 * workload.tokens * rows / CHUNK_LOGITS))
+    size = workload.compute_bytes
+    logits = workload.tokens * rows / chunks * (2 * FLOAT32 + size)
+    table_gradients = FLOAT32 * rows * workload.model.embed * (chunks > 1)
+    return logits + table_gradients + size * workload.tokens * teacher.embed
 
 
 def _recomputed_bytes(workload: Workload) -> float:

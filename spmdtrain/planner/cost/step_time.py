@@ -18,7 +18,7 @@ from spmdtrain.planner.cost.collective_time import (
     all_reduce_seconds,
     send_seconds,
 )
-from spmdtrain.planner.cost.flops import model_flops_per_token
+from spmdtrain.planner.cost.flops import model_flops_per_token, teacher_flops_per_token
 from spmdtrain.planner.cost.hardware import Hardware
 from spmdtrain.planner.cost.kernel_time import matmul_seconds, memory_seconds
 from spmdtrain.planner.cost.layer_time import NO_WORK, Work, add_work, layer_time
@@ -45,6 +45,7 @@ BOUND_BY: Mapping[str, str] = {
     "recompute": "compute",  # repeated by remat
     "launches": "host",  # of kernels, where they take longer than the kernels
     "head": "compute",  # logits, loss and their gradients
+    "teacher": "compute",  # the forward pass of a second model
     "embedding": "memory",
     "tensor_collectives": "network",  # sums of activations over `tensor`
     "context_collectives": "network",  # keys and values over `context`
@@ -82,10 +83,11 @@ class StepTime:
 
     @property
     def model_flops_per_device(self) -> float:
-        """The model FLOP/s: forward and backward once, causal attention."""
-        per_token = model_flops_per_token(
-            self.workload.model, self.workload.sequence_length, self.workload.trained
-        )
+        """The model FLOP/s: forward and backward once, causal attention, a teacher's forward."""
+        workload = self.workload
+        length = workload.sequence_length
+        per_token = model_flops_per_token(workload.model, length, workload.trained)
+        per_token += teacher_flops_per_token(workload.teacher, length)
         return per_token * self.tokens_per_second_per_device
 
     @property
@@ -133,6 +135,7 @@ def step_time(
         terms |= _pipeline_terms(workload, hardware, software, layer, closed_form)
     terms["host_transfers"] = _host_seconds(workload, layer)
     terms["fsdp_collectives"] = _fsdp_seconds(workload, hardware, software, sum(stage.values()))
+    terms["teacher"] = _teacher_seconds(workload, hardware, software)
     terms["data_reduction"] = _reduction_seconds(workload, hardware, software)
     terms["optimizer"] = _optimizer_seconds(workload, hardware, software)
     terms["outside_the_device"] = software.host_seconds
@@ -279,6 +282,22 @@ def _head_seconds(workload: Workload, hardware: Hardware, software: Software) ->
     tensor_group = workload.mesh.group("tensor")
     input_gradient = all_reduce_seconds(workload.activation_bytes, tensor_group, hardware)
     return sum(matmuls) + logits + input_gradient
+
+
+def _teacher_seconds(workload: Workload, hardware: Hardware, software: Software) -> float:
+    """Returns the seconds of a teacher's forward passes, with the gathers that they do not hide."""
+    teacher = workload.of_teacher
+    if teacher is None:
+        return 0.0
+    layers = sum(work.forward for work in layer_time(teacher, hardware, software).values())
+    layers *= teacher.layers_per_stage
+    vocab = -(-teacher.model.vocab // teacher.mesh.tensor)
+    seconds = partial(matmul_seconds, hardware=hardware, software=software, dtype=teacher.dtype)
+    head = seconds(teacher.tokens, vocab, teacher.model.embed)
+    embedding = _embedding_seconds(teacher, hardware, software) / 2  # without its gradient
+    # A layer gathers once, not a second time for a backward.
+    gathers = _fsdp_seconds(teacher, hardware, software, 2 * layers) / 2
+    return teacher.accumulation * (layers + head + embedding) + gathers
 
 
 def _joining_seconds(workload: Workload, hardware: Hardware, software: Software) -> float:

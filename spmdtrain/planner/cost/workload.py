@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+from spmdtrain.config.published.teacher import teacher_settings
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.size import seen_pairs
 from spmdtrain.parallel.axes import batch_shards
@@ -445,6 +446,16 @@ class Workload:
     item_bytes: int = 0  # per weight, of other items of the state, such as its average
     dense_over_expert: bool = False  # `expert` splits all weights, in addition to `fsdp`
     experts_over_tensor: bool = False  # `tensor` owns experts, and does not split each of them
+    teacher: ModelShape | None = None  # a frozen second model, of which only the forward pass runs
+
+    @property
+    def of_teacher(self) -> "Workload | None":
+        """The teacher's part of the run, as a run of its own; None without a teacher."""
+        if self.teacher is None:
+            return None
+        alone = {"remat": "none", "offloads": False, "zero": 0, "item_bytes": 0}
+        frozen = Trained(share=0.0, of_matrices=0.0)
+        return replace(self, model=self.teacher, teacher=None, trained=frozen, **alone)
 
     @property
     def accumulation(self) -> int:
@@ -722,7 +733,13 @@ def workload_of(config: RunConfig, mesh_sizes: Mapping[str, int]) -> Workload:
         item_bytes=_item_bytes(config, mesh),
         dense_over_expert="expert" in config.rules.parameters.get("embed", ()),
         experts_over_tensor="tensor" in config.rules.parameters.get("experts", ()),
+        teacher=_teacher_shape(config),
     )
+
+
+def _teacher_shape(config: RunConfig) -> ModelShape | None:
+    settings = teacher_settings(config)
+    return None if settings is None else model_shape(settings)
 
 
 def _sent_gradient_bytes(config: RunConfig) -> float | None:

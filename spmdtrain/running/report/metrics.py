@@ -3,9 +3,9 @@
 Speed counts all tokens that a step processes, with or without a loss. MFU (model FLOPs utilisation)
 is model FLOPs per token x tokens per second / (devices x peak). The model FLOPs are those of
 `models.size.train_flops_per_token`; for a custom model, and where weights are frozen, those that
-`models.flops` counts. Causal attention counts half, and recomputation does not count. The peak is
-that of dense bfloat16 in pallas_kernels/gpus.py; on hardware not listed there MFU is null, never
-guessed.
+`models.flops` counts; the forward pass of a teacher is added. Causal attention counts half, and
+recomputation does not count. The peak is that of dense bfloat16 in pallas_kernels/gpus.py; on
+hardware not listed there MFU is null, never guessed.
 """
 
 import contextlib
@@ -109,6 +109,10 @@ def make_figures(setup: Setup) -> Callable[[int, dict[str, Any], float], dict[st
             by_length[length] = train_flops_per_token(config.model, length)
         elif peak:
             by_length[length] = counted_flops_per_token(config.in_stage(stage), setup.model)
+        own = by_length.get(length)
+        if setup.teacher is not None and own is not None:
+            teacher = setup.teacher.setup.config.model
+            by_length[length] = own + train_flops_per_token(teacher, length) / 3  # its forward
 
     def figures(step: int, metrics: dict[str, Any], seconds: float) -> dict[str, Any]:
         held = summary.peak_bytes(setup.mesh)

@@ -86,6 +86,9 @@ def _introduction(setup: Setup, data: Data) -> str:
         lines.append(
             "mesh.expert: the model has no experts, and the axis splits the batch as data does"
         )
+    if setup.teacher is not None:
+        learned = quantity(setup.teacher.setup.model.size)
+        lines.append(f"teacher: {learned} parameters of {config.distill.teacher}")
     if setup.way.line:
         lines.append(setup.way.line)
     if setup.pipeline:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from spmdtrain.config.errors import ConfigError
 from spmdtrain.models.abstract import matmuls
 from spmdtrain.train import step
 from spmdtrain.train.batch import Batch
@@ -28,6 +29,12 @@ def make_loss(setup: Setup) -> Checked:
     Jitted; differentiable in `params`. Raises ConfigError if either does not fit this setup.
     """
     check_setup(setup)
+    if setup.teacher is not None:
+        raise ConfigError(
+            "a loss against a teacher is no function of params and batch alone",
+            asked=f"distill.teacher={setup.config.distill.teacher!r}",
+            fix="st.make_step, whose state holds the teacher",
+        )
     find = step.make_gradients(setup)
     compute = setup.config.precision.compute
 

@@ -152,7 +152,7 @@ def make_losses_of(
     sum_losses = make_sum_losses(
         setup.config, setup.loss, vocab=setup.model.rows, training=training
     )
-    axis_name, token_axes = _split_axes(rules, table_axes)
+    axis_name, token_axes = split_axes(rules, table_axes)
 
     def local(hidden_bte, table_ve, targets_bt, mask_bt, part_bn=None):
         losses = sum_losses(hidden_bte, table_ve, targets_bt, mask_bt, axis_name, part_bn)
@@ -161,7 +161,7 @@ def make_losses_of(
     def losses_of(
         hidden_bte: jax.Array, table_ve: jax.Array, ctx: ForwardContext, microbatch: Batch
     ) -> Losses:
-        arrays, names = _head_arrays(rules, hidden_bte, table_ve, microbatch)
+        arrays, names = head_arrays(rules, hidden_bte, table_ve, microbatch)
         if training and "source" in microbatch:
             arrays = (*arrays, by_source(setup, microbatch))
             names = (*names, ("batch", None))
@@ -178,7 +178,7 @@ def make_segment_sums(setup: Setup, table_axes: tuple[str, ...] = ()) -> Callabl
     """
     rules = setup.rules
     options = {"vocab": setup.model.rows, **logit_shape(setup.config.model)}
-    axis_name, token_axes = _split_axes(rules, table_axes)
+    axis_name, token_axes = split_axes(rules, table_axes)
     segments = segment_count(setup.config.train.sequence_length)
 
     def local(hidden_bte, table_ve, targets_bt, mask_bt, segment_ids_bt):
@@ -190,7 +190,7 @@ def make_segment_sums(setup: Setup, table_axes: tuple[str, ...] = ()) -> Callabl
     def segment_sums(
         module: LanguageModel, x_bte: jax.Array, ctx: ForwardContext, microbatch: Batch
     ) -> jax.Array:
-        arrays, names = _head_arrays(rules, *module.head(x_bte, ctx), microbatch)
+        arrays, names = head_arrays(rules, *module.head(x_bte, ctx), microbatch)
         arrays = (*arrays, microbatch["segment_ids"])
         return ctx.local_map(local, arrays, (*names, TOKEN), ("batch", None))
 
@@ -219,7 +219,7 @@ def _make_pair_losses(setup: Setup, table_axes: tuple[str, ...]) -> Callable[...
     return head_losses
 
 
-def _head_arrays(
+def head_arrays(
     rules: Rules, hidden_bte: jax.Array, table_ve: jax.Array, microbatch: Batch
 ) -> tuple[tuple, tuple]:
     """Returns what every loss of the head is computed from, and the logical axes of each."""
@@ -233,7 +233,7 @@ def _head_arrays(
     return arrays, names
 
 
-def _split_axes(
+def split_axes(
     rules: Rules, table_axes: tuple[str, ...]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Returns the mesh axes that split the head's vocabulary, and the automatic ones of tokens."""

@@ -13,26 +13,22 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.partition import axes_of
-from spmdtrain.models.abstract import cast_floating
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.stack import sum_losses
 from spmdtrain.parallel.axes import BATCH_AXES
 from spmdtrain.parallel.feedback.sums import Feedback
-from spmdtrain.parallel.gather import gather_over
 from spmdtrain.parallel.regions import MANUAL_AXES, manual_region
-from spmdtrain.parallel.specs import keep_axes
 from spmdtrain.train.batch import Batch
-from spmdtrain.train.gradients.forward import gather_layer_of, make_context, make_head_losses
+from spmdtrain.train.gradients.forward import make_context, make_head_losses
 from spmdtrain.train.gradients.forward import make_segment_sums as segment_sums_of_head
 from spmdtrain.train.gradients.further_losses import make_further_losses
 from spmdtrain.train.gradients.reduction import (
-    add_copies,
     feedback_specs,
     mean_gradients,
     sending_of,
     zero_gradients,
 )
+from spmdtrain.train.gradients.stream import in_use, make_stream, resting_specs_in
 from spmdtrain.train.gradients.sums import (
     count_tokens,
     join_losses,
@@ -41,6 +37,7 @@ from spmdtrain.train.gradients.sums import (
     sum_over_shards,
     total_of,
 )
+from spmdtrain.train.gradients.taught import make_taught_losses
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.token_loss import Losses
 
@@ -50,6 +47,8 @@ BATCH = P(None, BATCH_AXES)  # of a batch's arrays [accumulation, sequences, ...
 def make_gradients(setup: Setup) -> Callable[..., Any]:
     """Returns `(params, step, batch, cotangent, feedback) -> (gradients of the mean objective,
     sums, new feedback)`.
+
+    With a teacher it takes the teacher's weights at rest, `taught`, too: they have no gradient.
 
     The backward pass starts from `cotangent`, a float32 scalar, and gradients are divided by it at
     the end; None: 1. Gradients and sums are over all microbatches and shards. `sums`: tokens
@@ -61,8 +60,8 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
     context = make_context(setup)
     forward = _make_forward(setup, training=True)
 
-    def minimised(trained, fixed, microbatch: Batch, step, cotangent):
-        losses = forward(fixed | trained, microbatch, context(microbatch, step))
+    def minimised(trained, fixed, taught, microbatch: Batch, step, cotangent):
+        losses = forward(fixed | trained, microbatch, context(microbatch, step), taught)
         total = objective(losses)
         if cotangent is not None:
             total = total * cotangent
@@ -84,28 +83,36 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
             found = of_microbatch(weights, microbatch, step, cotangent)
             return jax.tree.map(jnp.add, totals, found), None
 
-        trained, _ = weights
+        trained, *_ = weights
         totals, _ = jax.lax.scan(add, (zero_gradients(setup, trained), no_sums), batch)
         return totals
 
-    def local(params, step, batch: Batch, cotangent, feedback):
-        weights = add_copies(setup, _over_data(setup, params))
-        split = setup.model.split_trained(weights)
-        gradients, sums = accumulated(split, step, batch, cotangent)
+    def local(params, step, batch: Batch, cotangent, feedback, taught):
+        split = setup.model.split_trained(in_use(setup, params))
+        weights = (*split, setup.teacher and in_use(setup.teacher.setup, taught))
+        gradients, sums = accumulated(weights, step, batch, cotangent)
         sums = sum_over_shards(sums, setup.rules)
         number, sending = total_of(number_of(sums)), sending_of(feedback, step)
         means, left = mean_gradients(setup, gradients, number, cotangent, sending)
         return means, sums, left
 
-    resting = _resting(setup)
+    resting = resting_specs_in(setup)
     trained, _ = setup.model.split_trained(resting)
+    of_teacher = P() if setup.teacher is None else resting_specs_in(setup.teacher.setup)
 
-    def run(params, step, batch: Batch, cotangent=None, feedback: Feedback | None = None):
+    def run(
+        params,
+        step,
+        batch: Batch,
+        cotangent=None,
+        feedback: Feedback | None = None,
+        taught: dict[str, jax.Array] | None = None,
+    ):
         kept = feedback_specs(setup, feedback)
-        in_specs = (resting, P(), BATCH, P(), kept)
+        in_specs = (resting, P(), BATCH, P(), kept, of_teacher)
         out_specs = (trained, P(), kept)
         region = manual_region(local, setup.mesh, MANUAL_AXES, in_specs, out_specs)
-        return region(params, step, batch, cotangent, feedback)
+        return region(params, step, batch, cotangent, feedback, taught)
 
     return run
 
@@ -116,7 +123,7 @@ def make_losses(setup: Setup) -> Callable[..., Any]:
     forward = _make_forward(setup, training=False)
 
     def local(params, batch: Batch):
-        weights = add_copies(setup, _over_data(setup, params))
+        weights = in_use(setup, params)
 
         def one(_, microbatch):
             losses = forward(weights, microbatch, context(microbatch))
@@ -125,7 +132,7 @@ def make_losses(setup: Setup) -> Callable[..., Any]:
         _, sums = jax.lax.scan(one, None, batch)
         return sum_over_shards(jax.tree.map(jnp.sum, sums), setup.rules)
 
-    return manual_region(local, setup.mesh, MANUAL_AXES, (_resting(setup), BATCH), P())
+    return manual_region(local, setup.mesh, MANUAL_AXES, (resting_specs_in(setup), BATCH), P())
 
 
 def make_segment_sums(setup: Setup) -> Callable[..., jax.Array]:
@@ -134,11 +141,11 @@ def make_segment_sums(setup: Setup) -> Callable[..., jax.Array]:
     The result has the log-probabilities of segments: see `forward.make_segment_sums`.
     """
     context = make_context(setup)
-    stream = _make_stream(setup)
+    stream = make_stream(setup)
     of_head = segment_sums_of_head(setup)
 
     def local(params, batch: Batch):
-        weights = add_copies(setup, _over_data(setup, params))
+        weights = in_use(setup, params)
 
         def one(_, microbatch):
             ctx = context(microbatch)
@@ -147,65 +154,27 @@ def make_segment_sums(setup: Setup) -> Callable[..., jax.Array]:
 
         return jax.lax.scan(one, None, batch)[1]
 
-    return manual_region(local, setup.mesh, MANUAL_AXES, (_resting(setup), BATCH), BATCH)
-
-
-def _resting(setup: Setup) -> dict[str, P]:
-    """Returns the specs of weights and of their gradients at the border of the region."""
-    return {path: keep_axes(MANUAL_AXES, spec) for path, spec in setup.specs.items()}
-
-
-def _over_data(setup: Setup, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Gathers over `data` the parameters that ZeRO-1 splits.
-
-    This happens once a step, in compute precision.
-    """
-    if not setup.config.train.zero:
-        return params
-
-    def whole(path: str, x: jax.Array) -> jax.Array:
-        spec = setup.specs[path]
-        if "data" not in axes_of(spec):
-            return x
-        compute = setup.model.dtype(path, setup.config.precision.compute)
-        in_compute = cast_floating(x, compute)
-        gathered = gather_over(("data",), spec, in_compute)
-        gathered = setup.padding.rest_to_use(path, gathered)
-        # A gradient has the dtype of its parameter. One that a layer scatters is a sum over
-        # devices, which must not be rounded to compute precision on its way back.
-        return gathered.astype(x.dtype) if setup.gathered[path] else gathered
-
-    return {path: whole(path, x) for path, x in params.items()}
+    return manual_region(local, setup.mesh, MANUAL_AXES, (resting_specs_in(setup), BATCH), BATCH)
 
 
 def _make_forward(setup: Setup, *, training: bool) -> Callable[..., Losses]:
-    """Returns `forward(params, microbatch, ctx) -> losses`, in compute precision."""
+    """Returns `forward(params, microbatch, ctx, taught) -> losses`, in compute precision.
+
+    `taught`: the weights of the teacher in training, if the run has one.
+    """
+    taught_losses = make_taught_losses(setup) if training else None
     head_losses = make_head_losses(setup, training=training)
     further_losses = make_further_losses(setup) if training else None
-    stream = _make_stream(setup)
+    stream = make_stream(setup)
 
-    def forward(params, microbatch: Batch, ctx: ForwardContext) -> Losses:
+    def forward(params, microbatch: Batch, ctx: ForwardContext, taught: Any = None) -> Losses:
         module, x_bte, side_losses = stream(params, microbatch, ctx)
         if further_losses is not None:
             further = further_losses(module, x_bte, ctx, microbatch)
             side_losses = sum_losses(side_losses, further)
+        if taught_losses is not None:
+            losses = taught_losses(module, x_bte, ctx, microbatch, taught)
+            return join_losses(losses, side_losses)
         return join_losses(head_losses(module, x_bte, ctx, microbatch), side_losses)
 
     return forward
-
-
-def _make_stream(setup: Setup) -> Callable[..., tuple[Any, jax.Array, Losses]]:
-    """Returns `stream(params, microbatch, ctx) -> (module, x_bte, side losses)`, the model up to
-    the head.
-    """
-    gather = gather_layer_of(setup)
-
-    def stream(params, microbatch: Batch, ctx: ForwardContext):
-        here = {path: x for path, x in params.items() if not setup.gathered[path]}
-        # A layer that gathers a weight also casts it.
-        values = params | setup.model.cast(here, setup.config.precision.compute)
-        module = setup.model.bind(values, gather)
-        x_bte, side_losses = module.blocks(module.embed(microbatch["tokens"], ctx), ctx)
-        return module, x_bte, side_losses
-
-    return stream

@@ -21,6 +21,7 @@ from spmdtrain.train.token_loss import Losses, of_the_step
 from spmdtrain.train.updates import router_load
 
 COUNTS = ("tokens", "pairs")
+DISTILLED = "distill_loss"  # of a teacher; its gradient is in that of the loss
 
 
 def join_losses(of_head: Losses, of_layers: Losses) -> Losses:
@@ -37,7 +38,7 @@ def join_losses(of_head: Losses, of_layers: Losses) -> Losses:
 
 def objective(losses: Losses) -> Any:
     """Returns the scalar that training minimises: the sum of all losses."""
-    shown = (*FIGURES, ENTROPY)
+    shown = (*FIGURES, ENTROPY, DISTILLED)
     return sum(total_of(loss) for name, loss in losses.items() if name not in shown)
 
 

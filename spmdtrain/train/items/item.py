@@ -130,8 +130,10 @@ class Item:
     when_skipped: Literal["keep", "update"] = "keep"
     # False: it may hold numbers that are not finite in a good state.
     is_finite: bool = True
-    # None: it is among the arrays of a checkpoint.
+    # None: it is among the arrays of a checkpoint, if it is saved at all.
     note: Note | None = None
+    # False: it never changes, and whoever makes a state reads it anew from elsewhere.
+    is_saved: bool = True
     # `lacking(where)`: the error for restoring a state from a checkpoint without it; None: it
     # begins anew there. A resumed run begins it anew in any case.
     lacking: Callable[[str], CheckpointError] | None = None

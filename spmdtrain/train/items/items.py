@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain.parallel.feedback.sums import Feedback
-from spmdtrain.train.items import ema, feedback, loss_scale, masks, outer, spikes
+from spmdtrain.train.items import ema, feedback, loss_scale, masks, outer, spikes, teacher
 from spmdtrain.train.items.item import (
     Item,
     Metrics,
@@ -34,6 +34,7 @@ TABLE: tuple[Item, ...] = (
     masks.ITEM,
     feedback.ERRORS,
     feedback.FACTORS,
+    teacher.ITEM,
 )
 
 Values = dict[str, Value]  # by the name of the item
@@ -118,6 +119,11 @@ def unless_skipped(good: jax.Array, after: Value, before: Value) -> Value:
 def by_parameter(values: Mapping[str, Value]) -> list[Mapping[str, Value]]:
     """Returns the values that are sharded like the parameters, each by dotted path."""
     return [value for item, value in of(values) if item.rests is as_parameters]
+
+
+def saved(values: Mapping[str, Value]) -> Values:
+    """Returns the values that a checkpoint holds."""
+    return {item.name: value for item, value in of(values) if item.is_saved}
 
 
 def finite(values: Mapping[str, Value]) -> list[Value]:

@@ -44,10 +44,11 @@ def with_update_rules(
 
 
 def check_frozen(config: RunConfig, model: AbstractModel) -> None:
-    """Refuses a dtype of frozen weights if there are none."""
+    """Refuses a dtype of frozen weights if there are none, neither here nor in a teacher."""
     dtype = config.precision.frozen
     is_asked = config.precision.is_given("frozen")
-    if is_asked and not any(each.is_frozen for each in model.parameters.values()):
+    is_any = config.distill.is_on or any(each.is_frozen for each in model.parameters.values())
+    if is_asked and not is_any:
         raise ConfigError(
             f"precision.frozen={dtype!r}: no weight of this run is frozen",
             fix="--set finetune.kind=lora, or --set precision.frozen=none",

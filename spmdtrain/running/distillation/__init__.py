@@ -1,0 +1,1 @@
+"""Opens the teacher of [distill]."""

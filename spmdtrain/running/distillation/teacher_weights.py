@@ -1,0 +1,154 @@
+"""Reads the weights of the teacher that a run names: another run, or a published model."""
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from spmdtrain.checkpoints.checkpoints import Checkpoints
+from spmdtrain.checkpoints.identity import code_of
+from spmdtrain.checkpoints.leaves.fingerprint import Fingerprint, fingerprint, fingerprints
+from spmdtrain.checkpoints.model_code import check_model_code
+from spmdtrain.checkpoints.restore import read_document, read_step
+from spmdtrain.config.errors import CheckpointError, ConfigError
+from spmdtrain.config.published.model_from import is_run
+from spmdtrain.config.published.reading import read_published
+from spmdtrain.config.schema import RunConfig
+from spmdtrain.data.tokenizers.tokenizer import tokenizer_fingerprint
+from spmdtrain.models.choose import MakeModel
+from spmdtrain.running.published.read_weights import read_weights
+from spmdtrain.train.setup import Setup, Teacher, check_setup
+from spmdtrain.train.shard import shard
+
+SHOWN = 16  # hex digits of a fingerprint
+
+
+def shard_with_teacher(
+    config: RunConfig,
+    make: MakeModel | str | None,
+    devices: Sequence[jax.Device] | None,
+    tokenizer: dict[str, Any] | None,
+    **parts: Any,
+) -> Setup:
+    """Returns what `shard` does, with the weights of the teacher opened if the run has one.
+
+    `tokenizer`: the spec of the tokenizer of the data, None if they are ids; `parts` as in `shard`.
+    Raises ConfigError if the teacher is a run with another tokenizer.
+    """
+    setup = with_teacher(shard(config, make, devices, **parts))
+    if setup.teacher is not None and tokenizer is not None:
+        _check_tokenizer(config, tokenizer)
+    return setup
+
+
+def with_teacher(setup: Setup) -> Setup:
+    """Returns the setup with the weights of its teacher opened, so that states can hold them.
+
+    They are read when a state is made: by `init_state`, `restore` or `run`. Without
+    `distill.teacher` the setup is returned unchanged. Raises ConfigError if it is no setup.
+    """
+    check_setup(setup)
+    name, teacher = setup.config.distill.teacher, setup.teacher
+    if name is None or teacher is None:
+        return setup
+    on_disk = TeacherWeights(Path(os.path.expanduser(name)), teacher.setup)
+    return replace(setup, teacher=Teacher(teacher.setup, on_disk))
+
+
+class TeacherWeights:
+    """The weights in the directory of a run or of a published model, in the shards of `setup`.
+
+    Of a run they are those of its newest intact checkpoint when they are first read, and stay those
+    if the run goes on. All processes read together. Raises UserError if there are none, or if they
+    have changed since they were first read.
+    """
+
+    def __init__(self, folder: Path, setup: Setup):
+        self._folder = folder
+        self._setup = setup
+        self._step: int | None = None
+        self._fingerprint = ""
+
+    def read(self) -> dict[str, jax.Array]:
+        params = self._of_run() if is_run(self._folder) else self._published()
+        found = fingerprint_of(self._setup, params)
+        if self._fingerprint not in ("", found):
+            raise CheckpointError(
+                f"the teacher in {self._folder} has changed since it was first read",
+                asked=self._fingerprint,
+                found=found,
+                fix="a copy of it that nobody writes to",
+            )
+        self._fingerprint = found
+        return params
+
+    def fingerprint(self) -> str:
+        if not self._fingerprint:
+            self.read()
+        return self._fingerprint
+
+    def _of_run(self) -> dict[str, jax.Array]:
+        folder, setup = self._folder, self._setup
+        with contextlib.closing(Checkpoints(folder, setup, keep=None)) as checkpoints:
+            self._step, (params, meta) = read_step(
+                checkpoints,
+                folder,
+                self._step,
+                lambda at: checkpoints.restore_params(at, setup.state.params),
+            )
+        check_model_code(meta["model_code"], code_of(setup), f"step {self._step} of {folder}")
+        return params
+
+    def _published(self) -> dict[str, jax.Array]:
+        return read_weights(self._setup, read_published(self._folder))[0]
+
+
+def fingerprint_of(setup: Setup, params: dict[str, jax.Array]) -> str:
+    """Returns a text that tells these weights at rest from others of their dtypes, on any mesh."""
+    found = fingerprints(params)
+    leaves = {
+        path: [*setup.padding.of_model[path], str(x.dtype), *_unpadded(setup, path, x, found[path])]
+        for path, x in params.items()
+    }
+    return hashlib.sha256(json.dumps(leaves, sort_keys=True).encode()).hexdigest()[:SHOWN]
+
+
+def _unpadded(setup: Setup, path: str, x: jax.Array, found: Fingerprint) -> Fingerprint:
+    """Returns the fingerprint of a weight without the rows of zeros that the mesh appended.
+
+    It is a sum over elements, so those of the zeros are subtracted.
+    """
+    shape = setup.padding.of_model[path]
+    if x.shape == shape:
+        return found
+    assert x.shape[1:] == shape[1:], "only rows of a vocabulary are appended to a frozen weight"
+    elements = math.prod(shape)
+    zeros = fingerprint(np.zeros(x.size - elements, x.dtype), elements)
+    first, second = ((ours - theirs) % 2**32 for ours, theirs in zip(found, zeros, strict=True))
+    return first, second
+
+
+def _check_tokenizer(config: RunConfig, tokenizer: dict[str, Any]) -> None:
+    """Refuses a run as the teacher if the same ids are other texts there."""
+    name = config.distill.teacher
+    assert name is not None, "the run has a teacher"
+    folder = Path(os.path.expanduser(name))
+    theirs = read_document(folder)[0].get("tokenizer") if is_run(folder) else None
+    if theirs is None:
+        return
+    ours, other = tokenizer_fingerprint(tokenizer), tokenizer_fingerprint(theirs)
+    if ours != other:
+        raise ConfigError(
+            f"distill.teacher={name!r} has another tokenizer than the data",
+            asked=ours[:SHOWN],
+            found=other[:SHOWN],
+            fix="a teacher with the tokenizer of the run",
+        )

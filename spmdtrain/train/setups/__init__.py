@@ -1,0 +1,1 @@
+"""Makes the setup of a model, and joins it with that of a teacher."""

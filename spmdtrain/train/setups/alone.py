@@ -1,0 +1,77 @@
+"""Makes the setup of a model alone, without a teacher."""
+
+from collections.abc import Callable
+
+from jax.sharding import Mesh
+
+from spmdtrain.config.schema import RunConfig
+from spmdtrain.models.abstract import AbstractModel, build_model
+from spmdtrain.models.choose import MakeModel, choose_model
+from spmdtrain.parallel.axes import make_rules
+from spmdtrain.parallel.matmuls.tensor_matmul import check_matmuls
+from spmdtrain.pipeline.choose import pipeline_schedule
+from spmdtrain.train import token_loss
+from spmdtrain.train.batch import choose_way, cut_batch
+from spmdtrain.train.exchange import (
+    copies_of_weights,
+    feedback_codecs,
+    gathered_weights,
+    reductions_of,
+)
+from spmdtrain.train.resting import lay_to_rest
+from spmdtrain.train.setup import Setup
+from spmdtrain.train.token_loss import TokenLoss
+from spmdtrain.train.updates import optimizers
+from spmdtrain.train.updates.chosen_rules import check_frozen
+from spmdtrain.train.updates.learning_rates import LearningRate, make_learning_rate
+
+Ruled = tuple[AbstractModel, optimizers.UpdateRules]
+
+
+def setup_alone(
+    config: RunConfig,
+    mesh: Mesh,
+    make: MakeModel | str | None,
+    with_rules: Callable[[RunConfig, AbstractModel], Ruled],
+    learning_rate: LearningRate | None,
+    loss: TokenLoss | None,
+) -> Setup:
+    """Returns the setup of the config's model, whatever teacher it has.
+
+    `with_rules` returns the model with what has no rule frozen, and the rules of the others.
+    """
+    config, make = choose_model(config, make)
+    rules = make_rules(config.rules, mesh.shape)
+    check_matmuls(config, rules, mesh)
+    batch_shape = cut_batch(config.train, rules)
+    model = build_model(config, make, mesh.shape["pipeline"], config.pipeline.chunks)
+    table = pipeline_schedule(
+        config, model.stage_layout, batch_shape.accumulation, model.frozen_rounds(config)
+    )
+    model, update_rules = with_rules(config, model)
+    check_frozen(config, model)
+    token_loss.check_multi_token(config, model)
+    loss = token_loss.choose(config, loss)
+    specs, padding, state = lay_to_rest(config, mesh, model, update_rules, config.train.zero)
+    gathered = gathered_weights(model, specs)
+    by_layers = gathered if table is None else {}
+    return Setup(
+        config=config,
+        make=make,
+        mesh=mesh,
+        rules=rules,
+        model=model,
+        batch_shape=batch_shape,
+        way=choose_way(config, rules, model.keeps_order),
+        update_rules=update_rules,
+        learning_rate=make_learning_rate(config, learning_rate),
+        loss=loss,
+        pipeline=table,
+        specs=specs,
+        padding=padding,
+        reductions=reductions_of(config, model, mesh, specs, by_layers),
+        codecs=feedback_codecs(config, model, mesh.shape),
+        copies=copies_of_weights(model, rules, specs, by_layers),
+        gathered=gathered,
+        state=state,
+    )

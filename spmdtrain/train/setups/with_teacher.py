@@ -1,0 +1,42 @@
+"""Joins the setup of a run with that of its teacher."""
+
+from dataclasses import replace
+
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.published.teacher import teacher_settings
+from spmdtrain.config.schema import RunConfig
+from spmdtrain.models.abstract import AbstractModel
+from spmdtrain.train.items.teacher import ITEM as TEACHER
+from spmdtrain.train.setup import Setup, Teacher
+from spmdtrain.train.setups.alone import Ruled, setup_alone
+
+
+def join_teacher(setup: Setup) -> Setup:
+    """Returns the setup of a run with the teacher that it names, whose weights are in its state.
+
+    Raises ConfigError if both cannot read the same batch.
+    """
+    settings = teacher_settings(setup.config)
+    assert settings is not None, "the run names a teacher"
+    asked = f"distill.teacher={setup.config.distill.teacher!r}"
+    if setup.model.corrupt is not None:
+        raise ConfigError(
+            f"{asked} predicts the next token, and this model restores tokens",
+            fix="--set distill.teacher=none",
+        )
+    of_teacher = setup_alone(settings, setup.mesh, None, _all_frozen, None, None)
+    if of_teacher.way.zigzag != setup.way.zigzag:
+        raise ConfigError(
+            f"{asked} reads tokens in another order over mesh.context",
+            asked=setup.way.line,
+            found=of_teacher.way.line,
+            fix="--set model.context_attention=gather",
+        )
+    items = setup.state.items | {TEACHER.name: of_teacher.state.params}
+    state = replace(setup.state, items=items)
+    return replace(setup, state=state, teacher=Teacher(of_teacher))
+
+
+def _all_frozen(config: RunConfig, model: AbstractModel) -> Ruled:
+    del config
+    return model.freezing_all_but(()), {}
