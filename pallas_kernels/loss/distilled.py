@@ -18,7 +18,7 @@ from pallas_kernels.loss.chunks import CHUNK_LOGITS, chunk_count, cut, join, pad
 
 
 class Head(NamedTuple):
-    """What one model's logits are made of: hidden states and a table, and their shape.
+    """The parts of one model's logits: hidden states, a table, and the shape of their product.
 
     x: [b, t, width]. weight: [v, width]. `scale` and `softcap`: as in `linear_cross_entropy`.
     """

@@ -38,7 +38,7 @@ from spmdtrain.train.updates.learning_rates import LearningRate
 
 
 class OnDisk(Protocol):
-    """Weights that can be read onto the devices, again and again."""
+    """The weights of a model on disk, which can be read again and again."""
 
     def read(self) -> dict[str, jax.Array]:
         """Returns the weights at rest, by path, in new arrays: a step donates those it gets."""
