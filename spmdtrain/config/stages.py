@@ -1,4 +1,5 @@
-"""The timetable of `train.stages`: how many samples, of which length, a step reads.
+"""The timetable of `train.stages`: how many samples, of which length, a step reads, and how many
+layers it freezes.
 
 A *sample* is a window of `train.sequence_length` tokens. A stage of shorter sequences cuts each
 sample into pieces, so that the order of samples does not depend on the stages: a step reads the
@@ -25,13 +26,17 @@ class Warmup(Protocol):
     @property
     def sequence_length(self) -> int | None: ...
 
+    @property
+    def frozen_layers(self) -> int | None: ...
+
 
 @dataclass(frozen=True)
 class TimedStage:
-    """The steps after `first`, up to `last`, whose batches are all of one shape.
+    """The steps after `first`, up to `last`, which one program takes.
 
     A step has `global_batch` sequences of `sequence_length` tokens: `pieces` of each of `samples`
     samples. The steps up to `first` have read `samples_before`. The last stage has no `last`.
+    `frozen_layers` replaces `finetune.frozen_layers`, if it is not None.
     """
 
     first: int
@@ -40,6 +45,7 @@ class TimedStage:
     sequence_length: int
     pieces: int
     samples_before: int
+    frozen_layers: int | None = None
 
     @property
     def samples(self) -> int:
@@ -80,7 +86,7 @@ def timetable(
                 f"train.stages[{number}] ends after step {last}, and begins after step {first}; "
                 "set a later end"
             )
-        timed.append(TimedStage(first, last, batch, length, pieces, before))
+        timed.append(TimedStage(first, last, batch, length, pieces, before, stage.frozen_layers))
         before += (last - first) * samples
         first = last
     return *timed, TimedStage(first, None, global_batch, sequence_length, 1, before)

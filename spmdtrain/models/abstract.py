@@ -111,6 +111,18 @@ class AbstractModel:
         layers = config.model.stack_layers
         return frozen_rounds(config.frozen_in_stack, layers, self.stage_layout.layers)
 
+    def below_the_stack(self, config: RunConfig) -> set[str]:
+        """Returns the parameters outside the stack that only embed tokens: the head reads none."""
+
+        def head(module, tokens_bt, x_bte):
+            return module.head(x_bte, ForwardContext(tokens_bt))
+
+        length = config.train.sequence_length
+        tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
+        stream = jax.ShapeDtypeStruct((1, length, config.model.embed), jnp.float32)
+        above = self.read_by(head, tokens, stream)
+        return {path for path in self.parameters if path not in above and not self.in_stack(path)}
+
     def freezing_all_but(self, trained: Collection[str]) -> "AbstractModel":
         """Returns the model with only the parameters at `trained` trained."""
         return replace(

@@ -1,9 +1,8 @@
-"""Traces and compiles the step of a run, one for each shape of a batch."""
+"""Traces and compiles the step of a run, one for each program that its stages need."""
 
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,6 +10,8 @@ import jax.monitoring
 
 from spmdtrain.compiled import canonical, hlo
 from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.schema.train import TrainConfig
+from spmdtrain.config.stages import TimedStage
 from spmdtrain.running.report import stages
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.setup import Setup
@@ -21,14 +22,25 @@ from spmdtrain.train.step import make_step
 CACHE_HIT = "/jax/compilation_cache/cache_hits"  # the name that jax gives the event
 
 
-@dataclass(frozen=True)
 class StagedStep:
-    """The compiled steps of a run with `train.stages`, by the shape of their batch."""
+    """The step of a run with `train.stages`: of each, its own compiled step.
 
-    steps: Mapping[tuple[int, ...], Callable[..., Any]]
+    It counts the steps itself, because reading the number of a state waits for the step before.
+    """
 
-    def __call__(self, state: TrainState, batch: Batch) -> Any:
-        return self.steps[batch["tokens"].shape](state, batch)
+    def __init__(self, train: TrainConfig, steps: Mapping[TimedStage, Callable[..., Any]]):
+        self._train = train
+        self._steps = steps
+        self._done = 0
+        self._last: jax.Array | None = None  # the step of the state that it has returned
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Any]:
+        if state.step is not self._last:
+            self._done = int(state.step)
+        self._done += 1
+        state, metrics = self._steps[self._train.stage_of(self._done)](state, batch)
+        self._last = state.step
+        return state, metrics
 
 
 def lower_step(setup: Setup) -> jax.stages.Lowered:
@@ -62,7 +74,7 @@ def compile_step(setup: Setup, lowered: jax.stages.Lowered) -> tuple[Callable, d
 def with_stages(
     setup: Setup, step: Callable, report: dict[str, Any], done: int = 0
 ) -> tuple[Callable, dict[str, Any]]:
-    """Returns what `compile_step` has returned, for the batches of all of `train.stages`.
+    """Returns what `compile_step` has returned, for all of `train.stages`.
 
     The steps of stages that are over after `done` steps are left out. `stages` in the report has a
     report of each program but that of the last stage.
@@ -70,16 +82,22 @@ def with_stages(
     before = [each for each in stages_of(setup) if each.last is not None and each.last > done]
     if not before:
         return step, report
-    steps = {setup.batch["tokens"].shape: step}
+    programs = {_decides(setup): step}
+    steps = {stages_of(setup)[-1]: step}
     reports = []
     for stage in before:
         own = setup_of(setup, stage)
-        shape = own.batch["tokens"].shape
-        if shape not in steps:
+        if _decides(own) not in programs:
             lowered = make_step(own).lower(own.state, own.batch)
-            steps[shape], found = compile_step(own, lowered)
+            programs[_decides(own)], found = compile_step(own, lowered)
             reports.append({"first": stage.first + 1, "last": stage.last} | found)
-    return StagedStep(steps), report | {"stages": reports}
+        steps[stage] = programs[_decides(own)]
+    return StagedStep(setup.config.train, steps), report | {"stages": reports}
+
+
+def _decides(setup: Setup) -> tuple[tuple[int, ...], int]:
+    """Returns what distinguishes the programs of a run's stages: batch and frozen layers."""
+    return setup.batch["tokens"].shape, setup.frozen
 
 
 @contextlib.contextmanager

@@ -92,6 +92,8 @@ def show(config: RunConfig) -> str:
     )
     for stage in config.train.timetable[:-1]:
         shape = f"{stage.global_batch} sequences of {stage.sequence_length} tokens"
+        frozen = config.in_stage(stage).finetune.frozen_layers
+        shape += f", {frozen} layers frozen" if stage.frozen_layers is not None else ""
         batch += f"\nsteps {stage.first + 1} to {stage.last}: {shape}"
     pipeline = [f"pipeline: {values['pipeline']}"] if values["pipeline"] else []
     way = [setup.way.line] if setup.way.line else []

@@ -211,13 +211,16 @@ def _update(
 
 
 def _above(setup: Setup, updates: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns the updates without those of the frozen layers of the stack.
+    """Returns the updates without those of the frozen layers, and of what only embeds tokens.
 
-    These have no gradient, but a rule's weight decay would move them all the same.
+    These have no gradient, but a rule's weight decay and its momentum of an earlier stage would
+    move them all the same.
     """
+    below = setup.model.below_the_stack(setup.config)
     learns = jnp.asarray(setup.model.stage_layout.numbers >= setup.frozen)
 
     def above(x: jax.Array) -> jax.Array:
         return jnp.where(jnp.expand_dims(learns, range(learns.ndim, x.ndim)), x, 0)
 
-    return {path: above(x) if setup.model.in_stack(path) else x for path, x in updates.items()}
+    cut = {path: above(x) if setup.model.in_stack(path) else x for path, x in updates.items()}
+    return cut | {path: jnp.zeros_like(cut[path]) for path in below & cut.keys()}

@@ -189,6 +189,44 @@ def test_stages_on_a_mesh_train_as_on_one_device(ran, tmp_path, mesh):
     assert lines(tmp_path / "steps.jsonl")[1]["tokens"] == lines(ran / "steps.jsonl")[1]["tokens"]
 
 
+FREEZING = [{"until": 2, "frozen_layers": 1}, {"until": 4, "frozen_layers": 0}]
+DECAYS = ("optimizer.weight_decay=0.1", "optimizer.schedule=constant")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "mesh", [(), ("mesh.pipeline=2", "mesh.data=2", "train.zero=1", "train.microbatch=2")], ids=str
+)
+def test_a_stage_freezes_its_own_layers(tmp_path, mesh):
+    """The first layer, and what embeds: still in steps 1 and 2, and again from step 5 on, whatever
+    momentum they have by then. Resumed inside a stage it is the run to the bit.
+    """
+    model = ("model.layers=2", "model.tied=false", "finetune.frozen_layers=1")
+    small = (*SMALL, *model, *DECAYS, *EVERY_STEP, *mesh)
+    config, devices = staged(*small, stages=FREEZING), jax.devices()[: mesh_of(mesh)]
+    loop.run(config, tmp_path / "run", devices=devices)
+    setup = shard(config, devices=devices)
+
+    def states(run: Path, *steps: int) -> list:
+        checkpoints = Checkpoints(run, setup, keep=None)
+        return [jax.device_get(checkpoints.restore(step, setup.state)[0]) for step in steps]
+
+    steps = range(1, STEPS + 1)
+    after = dict(zip(steps, states(tmp_path / "run", *steps), strict=True))
+    first = setup.model.stage_layout.numbers == 0
+    for path, x in after[6].params.items():
+        below = path in ("tokens.table_ve", "positions_te")
+        frozen = [after[step].params[path] for step in (1, 2, 4, 5, 6)]
+        if setup.model.in_stack(path):
+            assert not np.array_equal(x[~first], frozen[-2][~first]), path
+            frozen, below = [each[first] for each in frozen], True
+        same = [np.array_equal(*frozen[at : at + 2]) for at in range(4)]
+        assert same == [below, False, below, below], path
+    shutil.copytree(tmp_path / "run", tmp_path / "again")
+    loop.run(config, tmp_path / "again", devices=devices, step=3)
+    assert_same_bits(states(tmp_path / "again", STEPS)[0], after[STEPS])
+
+
 @pytest.mark.parametrize(
     ("rule", "want"),
     [("none", [1, 1, 1, 1, 1, 1]), ("linear", [0.25] * 4 + [1, 1]), ("sqrt", [0.5] * 4 + [1, 1])],
@@ -210,6 +248,8 @@ def test_a_rate_follows_the_tokens_of_a_batch_if_asked(rule, want):
         ([{"until": 2, "sequence_length": 4, "global_batch": 6}], (), "not divisible by the 4"),
         ([{"until": 2, "global_batch": 32}], (), "more than the 16 x 16"),
         ([{"until": 2, "global_batch": 2}] * 2, (), "begins after step 2"),
+        (FREEZING, ("model.layers=1",), r"train.stages\[0\].frozen_layers=1: of the 1 layers"),
+        (FREEZING, ("optimizer.name=schedule_free_adamw",), "go on moving"),
         (STAGES, ("train.epochs=1",), "name steps"),
         (STAGES, ("data.packing=best_fit",), "cuts no documents"),
         (STAGES, ("guard.replay_check=5",), "repeats one compiled step"),

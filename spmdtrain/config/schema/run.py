@@ -156,8 +156,8 @@ class RunConfig(Settings):
                 f"guard.expert_load={self.guard.expert_load:g} limits routers, and there is no "
                 "[model.experts]"
             )
-        if self.finetune.frozen_layers:
-            self._check_frozen_layers()
+        for name, frozen in self._frozen_by_name().items():
+            self._check_frozen_layers(name, frozen)
         if self.sparsity.pattern != "none":
             self._check_sparsity()
         if self.compression.has_feedback and self.train.zero:
@@ -210,20 +210,35 @@ class RunConfig(Settings):
         dense = self.model.layers - self.model.stack_layers
         return max(0, self.finetune.frozen_layers - dense)
 
-    def _check_frozen_layers(self) -> None:
+    @property
+    def always_frozen(self) -> int:
+        """The number of first layers that are frozen in all stages of the run."""
+        stages = self.train.timetable
+        return min(self.in_stage(stage).finetune.frozen_layers for stage in stages)
+
+    def _frozen_by_name(self) -> dict[str, int]:
+        """Returns the numbers of frozen layers that are asked for, except 0, by setting."""
+        asked: dict[str, int | None] = {
+            f"train.stages[{number}].frozen_layers": stage.frozen_layers
+            for number, stage in enumerate(self.train.stages)
+        }
+        asked["finetune.frozen_layers"] = self.finetune.frozen_layers
+        return {name: frozen for name, frozen in asked.items() if frozen}
+
+    def _check_frozen_layers(self, name: str, frozen: int) -> None:
         """Refuses a number of frozen layers that leaves nothing to train or cannot be frozen."""
         model = self.model
         dense = model.layers - model.stack_layers
-        asked = f"finetune.frozen_layers={self.finetune.frozen_layers}"
-        if not dense < self.finetune.frozen_layers < model.layers:
+        asked = f"{name}={frozen}"
+        if not dense < frozen < model.layers:
             raise ValueError(
                 f"{asked}: of the {model.layers} layers from {dense + 1} to {model.layers - 1} can "
-                f"be frozen; set finetune.frozen_layers={max(dense + 1, model.layers // 2)}"
+                f"be frozen; set {name}={max(dense + 1, model.layers // 2)}"
             )
         if model.multi_token:
             raise ValueError(
                 f"{asked}: a model with [model.multi_token] learns with all its layers; set "
-                "finetune.frozen_layers=0"
+                f"{name}=0"
             )
 
     def _check_sparsity(self) -> None:
@@ -234,10 +249,10 @@ class RunConfig(Settings):
                 f"{asked}: an adapter adds a dense product to a frozen weight; set "
                 "finetune.kind='full'"
             )
-        if self.finetune.frozen_layers:
+        for name in self._frozen_by_name():
             raise ValueError(
                 f"{asked}: the frozen layers would lose weights and never make up for them; set "
-                "finetune.frozen_layers=0"
+                f"{name}=0"
             )
         if self.islands.are_several:
             raise ValueError(
@@ -275,7 +290,7 @@ class RunConfig(Settings):
             )
 
     def _check_stages(self) -> None:
-        """Refuses settings that do not go with batches of several shapes."""
+        """Refuses settings that do not go with several stages."""
         if self.islands.are_several:
             raise ValueError(
                 f"train.stages: each of islands.count={self.islands.count} islands reads its own "
@@ -285,6 +300,12 @@ class RunConfig(Settings):
             raise ValueError(
                 f"guard.replay_check={self.guard.replay_check} repeats one compiled step, and "
                 "train.stages have several; set guard.replay_check=0"
+            )
+        freezes = any(stage.frozen_layers is not None for stage in self.train.stages)
+        if freezes and isinstance(self.optimizer, ScheduleFreeAdamW):
+            raise ValueError(
+                "train.stages: the average of schedule_free_adamw would go on moving while its "
+                "layer is frozen; set optimizer.name='adamw' for stages with frozen_layers"
             )
         is_short = any(stage.pieces > 1 for stage in self.train.timetable)
         if is_short and self.data.packing == "best_fit":
@@ -326,7 +347,10 @@ class RunConfig(Settings):
         """Returns the settings of a run whose steps are all like those of one of its stages."""
         update = {"global_batch": stage.global_batch, "sequence_length": stage.sequence_length}
         train = self.train.model_copy(update=update | {"stages": ()})
-        return self.model_copy(update={"train": train})
+        if stage.frozen_layers is None:
+            return self.model_copy(update={"train": train})
+        finetune = self.finetune.model_copy(update={"frozen_layers": stage.frozen_layers})
+        return self.model_copy(update={"train": train, "finetune": finetune})
 
     def _check_pairs(self) -> None:
         """Refuses settings that do not go with pairs of answers."""

@@ -6,6 +6,7 @@ from pydantic import Field, model_serializer, model_validator
 
 from spmdtrain.config.settings import (
     Count,
+    CountOrZero,
     DerivedOrNone,
     Fraction,
     NonNegative,
@@ -27,7 +28,8 @@ SEEDS = 2**32  # jax makes keys of 32 bits: a larger seed would collide with a s
 
 
 class BatchStage(Settings):
-    """A stage at the beginning of a run, with smaller batches or shorter sequences.
+    """A stage at the beginning of a run, with smaller batches, shorter sequences or other frozen
+    layers.
 
     A shorter sequence is a piece of a sample of `train.sequence_length`: a stage changes neither
     the samples of a run nor their order, only how many of them a step reads.
@@ -45,14 +47,19 @@ class BatchStage(Settings):
         default=None,
         description="tokens per sequence, a divisor of train.sequence_length; default: the same",
     )
+    frozen_layers: CountOrZero | None = Field(
+        default=None,
+        description="number of first layers that are frozen; default: finetune.frozen_layers",
+    )
 
     @model_validator(mode="after")
     def _check(self):
         if (self.until is None) == (self.tokens is None):
             raise ValueError("train.stages: a stage ends by one of both, until=STEP or tokens=N")
-        if self.global_batch is None and self.sequence_length is None:
+        if all(x is None for x in (self.global_batch, self.sequence_length, self.frozen_layers)):
             raise ValueError(
-                "train.stages: a stage needs a global_batch or a sequence_length of its own"
+                "train.stages: a stage needs a global_batch or a sequence_length of its own, or "
+                "frozen_layers"
             )
         return self
 
@@ -80,7 +87,7 @@ class TrainConfig(Settings):
     stages: Stages = Field(
         default=(),
         description="stages before those settings hold: smaller batches, shorter sequences "
-        "(docs/warmups.md)",
+        "(docs/warmups.md), other frozen layers (docs/finetuning.md)",
     )
     seed: int = Field(
         default=0, ge=0, lt=SEEDS, description="seed of initialisation, data order and dropout"

@@ -660,7 +660,7 @@ def trained_part(config: RunConfig) -> Trained:
     """
     finetune = config.finetune
     patterns = [group.match for group in config.optimizer.groups if group.frozen]
-    below = finetune.frozen_layers
+    below = config.always_frozen
     if not finetune.has_adapters and not patterns:
         return Trained(frozen_layers=below)
     own = config.model.make is not None

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from pallas_kernels import gpus
+from spmdtrain.config.stages import TimedStage
 from spmdtrain.models.flops import counted_flops_per_token
 from spmdtrain.models.size import train_flops_per_token
 from spmdtrain.models.transformer import Transformer
@@ -100,24 +101,25 @@ def make_figures(setup: Setup) -> Callable[[int, dict[str, Any], float], dict[st
     """Returns `figures(step, metrics, seconds)`, which makes a step's line of metrics.jsonl."""
     config = setup.config
     peak = peak_flops(setup.mesh.devices.flat[0].device_kind)
-    by_length: dict[int, float | None] = {}
+    by_stage: dict[TimedStage, float | None] = {}
     parameters = setup.model.parameters.values()
-    whole = all(each.is_trained for each in parameters) and not config.finetune.frozen_layers
+    whole = all(each.is_trained for each in parameters)
     for stage in config.train.timetable:
-        length = stage.sequence_length
-        if setup.make is Transformer and whole:
-            by_length[length] = train_flops_per_token(config.model, length)
+        own = config.in_stage(stage)
+        if setup.make is Transformer and whole and not own.finetune.frozen_layers:
+            by_stage[stage] = train_flops_per_token(config.model, stage.sequence_length)
         elif peak:
-            by_length[length] = counted_flops_per_token(config.in_stage(stage), setup.model)
-        own = by_length.get(length)
-        if setup.teacher is not None and own is not None:
+            by_stage[stage] = counted_flops_per_token(own, setup.model)
+        flops = by_stage.get(stage)
+        if setup.teacher is not None and flops is not None:
             teacher = setup.teacher.setup.config.model
-            by_length[length] = own + train_flops_per_token(teacher, length) / 3  # its forward
+            forward = train_flops_per_token(teacher, stage.sequence_length) / 3
+            by_stage[stage] = flops + forward
 
     def figures(step: int, metrics: dict[str, Any], seconds: float) -> dict[str, Any]:
         held = summary.peak_bytes(setup.mesh)
         stage = config.train.stage_of(step)
-        flops = by_length.get(stage.sequence_length)
+        flops = by_stage.get(stage)
         found = step_figures(metrics, seconds, stage.tokens, flops, setup.mesh.size, peak)
         return found | {"memory_bytes": held}
 

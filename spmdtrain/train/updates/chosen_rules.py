@@ -1,13 +1,9 @@
 """Chooses the update rule of every parameter, including those that no optimizer learns."""
 
-import jax
-import jax.numpy as jnp
-
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.own.parts import own_part
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import AbstractModel
-from spmdtrain.models.context import ForwardContext
 from spmdtrain.train.updates import optimizers, router_load
 from spmdtrain.train.updates.shipped_optimizers import shipped_update_rules
 
@@ -37,8 +33,8 @@ def with_update_rules(
     update_rules = {**update_rules, **of_loads}
     if config.sparsity.pattern != "none":
         _refuse_copies(config, update_rules)
-    if config.frozen_in_stack:
-        below = _below_the_stack(config, model)
+    if config.always_frozen:
+        below = model.below_the_stack(config)
         update_rules = {path: rule for path, rule in update_rules.items() if path not in below}
     return model.freezing_all_but(update_rules), update_rules
 
@@ -65,18 +61,3 @@ def _refuse_copies(config: RunConfig, update_rules: optimizers.UpdateRules) -> N
             found=f"optimizer.name={config.optimizer.name!r}",
             fix="--set optimizer.name=adamw",
         )
-
-
-def _below_the_stack(config: RunConfig, model: AbstractModel) -> set[str]:
-    """Returns the parameters outside the stack that only embed tokens: the head does not read
-    them.
-    """
-
-    def head(module, tokens_bt, x_bte):
-        return module.head(x_bte, ForwardContext(tokens_bt))
-
-    length = config.train.sequence_length
-    tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
-    stream = jax.ShapeDtypeStruct((1, length, config.model.embed), jnp.float32)
-    above = model.read_by(head, tokens, stream)
-    return {path for path in model.parameters if path not in above and not model.in_stack(path)}
