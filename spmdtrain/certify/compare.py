@@ -4,7 +4,7 @@ figure.
 Both steps begin in the same state, so differences do not grow. A figure is the gradient, the update
 or a leaf of the next state, compared by Euclidean norm, or a number that the step reports. How far
 rounding alone moves a figure is measured (noise.py), and called its floor; a figure is wrong beyond
-`MARGIN` floors. Of 768 drawn layouts the farthest was at 3.9, and of planted errors the nearest at 100.
+`MARGIN` floors. Of 768 drawn layouts the farthest was at 3.9, of planted errors the nearest at 100.
 """
 
 import math
