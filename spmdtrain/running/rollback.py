@@ -33,8 +33,6 @@ def go_back(
         raise saves.diverged(bad.step, f"{bad}, and {back}")
     set_aside_damaged(saves.checkpoints, found, reporter)
     saves.checkpoints.quarantine([at for at in saves.checkpoints.steps() if at > found.step])
-    if saves.snapshots:
-        saves.snapshots.clear()
 
     first = found.meta["sample"]
     last = saves.samples(bad.step)[1]

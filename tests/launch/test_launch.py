@@ -16,6 +16,7 @@ from spmdtrain.config import ConfigError
 from spmdtrain.config.errors import HangError, PeerLostError
 from spmdtrain.launch import launch as module
 from spmdtrain.launch import ranks
+from spmdtrain.launch.memory import HostMemory
 from spmdtrain.launch.patience import FACTOR, Patience
 from spmdtrain.launch.place import Place, find_place
 from spmdtrain.processes import pulse, signals
@@ -94,9 +95,12 @@ def test_after_a_fault_the_run_goes_on_from_what_it_saved(launch, capfd, fault, 
 
 
 @pytest.mark.seconds
-def test_three_attempts_without_a_new_checkpoint_are_the_last(launch, capfd):
+def test_three_attempts_without_a_new_checkpoint_are_the_last(launch, capfd, monkeypatch):
+    cleared = []
+    monkeypatch.setattr(HostMemory, "clear", lambda _: cleared.append(1))
     code, launcher = launch("1:2:akill")
     assert (code, launcher.attempts) == (LOST, 3)
+    assert len(cleared) == 1  # the last attempt does not begin from memory
     assert "3 attempts without a new checkpoint: giving up" in capfd.readouterr().err
 
 
@@ -227,6 +231,30 @@ def test_steps_that_the_run_goes_back_before_do_not_count():
     goodput.undone(1)
     seconds = goodput.report()["seconds"]
     assert (seconds["step"], seconds["repeated"], seconds["restore"]) == (1, 5, 4)
+
+
+def test_steps_held_in_memory_count_unless_the_run_goes_on_from_before_them():
+    def seconds_of(*after: tuple[str, int]) -> dict[str, float]:
+        now = iter(range(20))
+        goodput = Goodput(lambda: next(now))
+        for step in (1, 2, 3):
+            goodput.heard(pulse.STEP, step)
+            goodput.heard(pulse.SAVE, step)
+            if step < 3:
+                goodput.heard(pulse.HELD, step)
+        goodput.failed()
+        for what, step in after:
+            goodput.heard(what, step)
+        if not after:
+            goodput.over()
+        return goodput.report()["seconds"]
+
+    resumed = seconds_of((pulse.BEGIN, 0), (pulse.UNDONE, 2))
+    assert (resumed["step"], resumed["repeated"]) == (2, 1)
+    from_disk = seconds_of((pulse.BEGIN, 0), (pulse.UNDONE, 1))
+    assert (from_disk["step"], from_disk["repeated"]) == (1, 2)
+    given_up = seconds_of()
+    assert (given_up["step"], given_up["repeated"]) == (0, 3)
 
 
 KUBERNETES = {"SPMDTRAIN_HOSTS": "2", "SPMDTRAIN_HOST": "1", "SPMDTRAIN_COORDINATOR": "first:1234"}
