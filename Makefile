@@ -12,13 +12,28 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 NO_DEPENDENCIES := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
 
-.PHONY: help train test test-fast test-slow test-hf test-gpu claims mutations certified fuzz fuzz-data faults check docs pages bench-overhead bench-guards bench-pipeline bench-pipeline-cuda bench-gpu bench-torch bench-cpu gpu-hour cuda-compiler aot fleet plan-table schema constraints
+# A part of Shakespeare's plays, which are in the public domain, put together by Andrej Karpathy.
+SHAKESPEARE ?= https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt
+SHAKESPEARE_SHA256 := 86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed
+
+.PHONY: help train open-model test test-fast test-slow test-hf test-gpu claims mutations certified fuzz fuzz-data faults check docs pages bench-overhead bench-guards bench-pipeline bench-pipeline-cuda bench-gpu bench-torch bench-cpu gpu-hour cuda-compiler aot fleet plan-table schema constraints
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
 
 train: $(VENV)/installed  ## a tiny GPT on 8 simulated devices, no download; run it again and it resumes
 	$(BIN)/spmdtrain train configs/quickstart.toml --simulate-devices 8
+
+open-model: build/tinyshakespeare.txt $(VENV)/installed  ## a small Llama on Shakespeare, with samples and a certificate (docs/open_model.md): TIME
+	$(BIN)/spmdtrain train configs/open_model.toml
+	$(BIN)/spmdtrain sample runs/open_model --prompt "ROMEO:" --length 500
+	$(BIN)/spmdtrain certify configs/open_model.toml --out runs/open_model/certificate
+
+build/tinyshakespeare.txt:
+	mkdir -p build
+	$(PYTHON) -c 'import sys, urllib.request; urllib.request.urlretrieve(*sys.argv[1:])' $(SHAKESPEARE) $@.part
+	echo "$(SHAKESPEARE_SHA256)  $@.part" | sha256sum --check --quiet
+	mv $@.part $@
 
 test: $(VENV)/installed-dev  ## every test, on CPU: make test PYTEST_ARGS="-k mesh"
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)

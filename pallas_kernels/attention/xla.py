@@ -6,6 +6,7 @@ backward pass. Segments and given positions are not known while tracing: they ma
 tiles, and skip no tile.
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,10 +16,13 @@ import numpy as np
 
 from pallas_kernels.attention.mask import block_mask, pair_mask, positions, zero_hidden
 from pallas_kernels.attention.problem import Inputs, Problem
-from pallas_kernels.choose import not_interpretable
+from pallas_kernels.choose import device_kind, not_interpretable
 from pallas_kernels.wide import wide_dtype
 
-BLOCK = 512  # queries and keys of a tile
+BLOCK = 512  # queries and keys of a tile, at most
+# On CPUs a tile's scores stay in a core's cache, and causal attention leaves out more tiles.
+CPU_SCORES = 2**18  # of all sequences and heads: 1 MB
+CPU_BLOCK = 64  # at least: the steps of the scan cost as well
 
 
 def refusal(problem: Problem, inputs: Inputs, interpreted: bool) -> str:  # noqa: ARG001
@@ -160,8 +164,7 @@ class _TiledInputs:
         self.inputs = inputs
         _, t, h, d = inputs.q_bthd.shape
         _, s, k, _ = inputs.k_bskd.shape
-        self.block_q = min(BLOCK, t)
-        self.block_k = min(BLOCK, s)
+        self.block_q, self.block_k = _blocks(inputs)
         self.wide = wide_dtype(inputs.q_bthd)
         exact = inputs.q_bthd.dtype == jnp.float32  # not rounded to TF32, nor to bfloat16 on TPU
         self.dot = partial(
@@ -314,6 +317,22 @@ class _TiledInputs:
         b, _, _, t, s = dbias.shape
         whole = dbias.reshape(b, -1, t, s)
         return whole[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
+
+
+def _blocks(inputs: Inputs) -> tuple[int, int]:
+    """Returns the queries and the keys of a tile."""
+    t, s = inputs.lengths
+    if device_kind() != "cpu":
+        return min(BLOCK, t), min(BLOCK, s)
+    b, _, h, _ = inputs.q_bthd.shape
+    scores = CPU_SCORES // (b * h)
+    side = max(CPU_BLOCK, math.isqrt(scores))
+    return _even(t, side), _even(s, side if t > side else max(side, scores // t))
+
+
+def _even(length: int, at_most: int) -> int:
+    """Returns the size of blocks of at most this size, and BLOCK, that leave little to pad."""
+    return -(-length // -(-length // min(BLOCK, at_most)))
 
 
 def _tied(table: jax.Array, q: jax.Array) -> jax.Array:
