@@ -327,12 +327,13 @@ def _blocks(inputs: Inputs) -> tuple[int, int]:
     b, _, h, _ = inputs.q_bthd.shape
     scores = CPU_SCORES // (b * h)
     side = max(CPU_BLOCK, math.isqrt(scores))
-    return _even(t, side), _even(s, side if t > side else max(side, scores // t))
+    keys = side if t > side else max(side, scores // t)
+    return min(BLOCK, _even(t, side)), min(BLOCK, _even(s, keys))
 
 
 def _even(length: int, at_most: int) -> int:
-    """Returns the size of blocks of at most this size, and BLOCK, that leave little to pad."""
-    return -(-length // -(-length // min(BLOCK, at_most)))
+    """Returns the size of blocks of at most this size that leave little to pad."""
+    return -(-length // -(-length // at_most))
 
 
 def _tied(table: jax.Array, q: jax.Array) -> jax.Array:

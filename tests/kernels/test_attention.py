@@ -317,6 +317,21 @@ def test_hidden_tiles_are_skipped():
 
 
 @pytest.mark.parametrize(
+    ("shape", "tiles", "block"),
+    [((8, 256, 8, 32), 10, 64), ((8, 65, 8, 32), 3, 33), ((12, 64, 4, 32), 1, 64)],
+)
+def test_on_cpus_the_scores_of_many_heads_stay_in_the_cache(shape, tiles, block, monkeypatch):
+    q = jnp.zeros(shape)
+    given = prepare(q, q, q, **(DEFAULTS | {"causal": True, "window": None, "softcap": None}))
+    tiled = xla._TiledInputs(*given)
+    assert (len(tiled.table), tiled.block_q, tiled.block_k) == (tiles, block, block)
+    last = prepare(q[:, -1:], q, q, **(DEFAULTS | {"causal": True, "window": None, "softcap": None}))
+    assert len(xla._TiledInputs(*last).table) == 1  # one query for each head: no square
+    monkeypatch.setattr(xla, "device_kind", lambda: "NVIDIA H100 80GB HBM3")
+    assert len(xla._TiledInputs(*given).table) == 1
+
+
+@pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"k": (1, 8, 3, 16), "v": (1, 8, 3, 16)}, "do not fit"),
