@@ -24,7 +24,7 @@ help:  ## this list
 train: $(VENV)/installed  ## a tiny GPT on 8 simulated devices, no download; run it again and it resumes
 	$(BIN)/spmdtrain train configs/quickstart.toml --simulate-devices 8
 
-open-model: build/tinyshakespeare.txt $(VENV)/installed  ## a small Llama on Shakespeare, with samples and a certificate (docs/open_model.md): TIME
+open-model: build/tinyshakespeare.txt $(VENV)/installed  ## a small Llama on Shakespeare, its samples and its certificate (docs/open_model.md): a quarter of an hour
 	$(BIN)/spmdtrain train configs/open_model.toml
 	$(BIN)/spmdtrain sample runs/open_model --prompt "ROMEO:" --length 500
 	$(BIN)/spmdtrain certify configs/open_model.toml --out runs/open_model/certificate

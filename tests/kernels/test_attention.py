@@ -322,10 +322,11 @@ def test_hidden_tiles_are_skipped():
 )
 def test_on_cpus_the_scores_of_many_heads_stay_in_the_cache(shape, tiles, block, monkeypatch):
     q = jnp.zeros(shape)
-    given = prepare(q, q, q, **(DEFAULTS | {"causal": True, "window": None, "softcap": None}))
+    options = DEFAULTS | {"causal": True, "window": None, "softcap": None}
+    given = prepare(q, q, q, **options)
     tiled = xla._TiledInputs(*given)
     assert (len(tiled.table), tiled.block_q, tiled.block_k) == (tiles, block, block)
-    last = prepare(q[:, -1:], q, q, **(DEFAULTS | {"causal": True, "window": None, "softcap": None}))
+    last = prepare(q[:, -1:], q, q, **options)
     assert len(xla._TiledInputs(*last).table) == 1  # one query for each head: no square
     monkeypatch.setattr(xla, "device_kind", lambda: "NVIDIA H100 80GB HBM3")
     assert len(xla._TiledInputs(*given).table) == 1
