@@ -8,6 +8,8 @@ option was written down before its first run; an option that misses it stays in 
 """
 
 import argparse
+import atexit
+import shutil
 import statistics
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import tempfile
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from spmdtrain.config.run_files import RunFiles
@@ -35,6 +38,7 @@ class Option:
     baseline: tuple[str, ...] = ()
     islands: int = 1  # runs that meet; the loss is that of the first, after the last meeting
     tables: str = ""  # TOML that follows that of every run: `--set` takes no lists of tables
+    teacher: tuple[str, ...] = ()  # settings of a run that is trained first, with seed 0
 
 
 BFLOAT16 = ("precision.compute=bfloat16",)
@@ -117,6 +121,13 @@ OPTIONS = (
         tables=SMALLER,
     ),
     Option("sequences of 16, 32, then 64 tokens", STAGED, 0.005, tables=SHORTER),
+    # Trained on the same text in the same steps. Whoever learns from it may not end higher.
+    Option(
+        "a teacher twice as wide",
+        ("distill.temperature=2", "distill.share=0.5"),
+        0.0,
+        teacher=("model.embed=128",),
+    ),
 )
 
 RUN = """
@@ -146,6 +157,18 @@ every = 0
 """
 
 
+@cache
+def trained_teacher(text: Path, settings: tuple[str, ...]) -> Path:
+    """Returns the directory of a run with these settings, trained once for all seeds."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    config = folder / "run.toml"
+    config.write_text(RUN.format(text=text))
+    more = [*settings, "eval.every=0", "train.seed=0"]
+    subprocess.run(command(config, folder / "run", more), cwd=ROOT, stdout=QUIET, check=True)
+    return folder / "run"
+
+
 def held_out_loss(text: Path, option: Option, seed: int) -> float:
     """Returns the loss of the last evaluation of one run, in a process of its own.
 
@@ -154,10 +177,13 @@ def held_out_loss(text: Path, option: Option, seed: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder, "run.toml")
         config.write_text(RUN.format(text=text) + option.tables)
+        taught = []
+        if option.teacher:
+            taught = [f"distill.teacher={trained_teacher(text, option.teacher)}"]
         runs = [Path(folder, f"run{index}") for index in range(option.islands)]
         started = []
         for index, run in enumerate(runs):
-            more = [*option.settings, f"train.seed={seed}"]
+            more = [*taught, *option.settings, f"train.seed={seed}"]
             if option.islands > 1:
                 more += [f"islands.count={option.islands}", f"islands.index={index}"]
                 more += [f"islands.directory={folder}/meetings"]
@@ -180,7 +206,7 @@ def rows(text: Path, options: Sequence[Option], seeds: Sequence[int]) -> Iterato
     found: dict[tuple[tuple[str, ...], str], list[float]] = {}
 
     def losses(option: Option) -> list[float]:
-        key = option.settings, option.tables
+        key = option.settings, option.tables  # which differ where the teachers do
         if key not in found:
             found[key] = [held_out_loss(text, option, seed) for seed in seeds]
         return found[key]
