@@ -25,6 +25,7 @@ TEACHER = (
     *("model.name=llama", "model.embed=24", "model.heads=4", "model.kv_heads=2"),
     *("model.layers=3", "model.vocab=33", "train.sequence_length=8"),
 )
+LARGER = {STUDENT: 4, TEACHER: 10}
 HOW = ("distill.temperature=2", "distill.share=0.4")
 MESHES = {
     "data, fsdp, tensor, zero": (
@@ -54,10 +55,10 @@ class Held:
 
 @cache
 def weights_of(*settings: str) -> dict[str, np.ndarray]:
-    """The plain weights of a fresh model, its matrices ten times as large: it is sure of itself."""
+    """The plain weights of a fresh model with larger matrices, so that a teacher is sure."""
     setup = shard(tiny(*settings), devices=jax.devices()[:1])
     plain = plain_arrays(setup, init_state(setup).params)
-    return {path: 10 * x if x.ndim > 1 else x for path, x in plain.items()}
+    return {path: LARGER[settings] * x if x.ndim > 1 else x for path, x in plain.items()}
 
 
 def taught(*settings: str, teacher: tuple[str, ...] = TEACHER) -> Setup:
