@@ -137,7 +137,7 @@ class Benchmark:
             if workers[0].island:
                 self._meet(workers, present, step)
             if step == self.after and workers[-1].meetings:
-                before_regular = workers[-1].meetings.received
+                _, before_regular = workers[-1].meetings.traffic()
         for each in workers:
             each.ahead.close()
         state = workers[0].state
@@ -145,7 +145,7 @@ class Benchmark:
         time = max(each.clock for each in workers)
         if workers[-1].meetings is None:
             return Run(loss, time)
-        received = workers[-1].meetings.received - before_regular
+        received = workers[-1].meetings.traffic()[1] - before_regular
         weights = sum(x.size for x in state.params.values())
         all_reduces = (self.steps - self.after) * 2 * (ISLANDS - 1) / ISLANDS * 4 * weights
         return Run(loss, time, received / all_reduces)

@@ -5,10 +5,12 @@ Both must happen before jax looks for devices, so the command line calls these f
 
 import contextlib
 import contextvars
+import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from spmdtrain.config.errors import (
     CheckpointError,
@@ -127,6 +129,22 @@ def of_process_0(number: int) -> int:
     if this_process()[1] == 1:
         return number
     return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+
+
+def told_by_process_0(make: Callable[[], Any]) -> Any:
+    """Returns, in every process, what `make` returns in process 0, the only one that calls it.
+
+    It is a value that JSON has. A UserError that `make` raises is raised in every process. A
+    collective: every process must call it.
+    """
+    process, count = this_process()
+    if count == 1:
+        return make()
+    said = ""
+    with together():
+        if process == 0:
+            said = json.dumps(make())
+    return json.loads(said_by_all(said)[0])
 
 
 def said_by_all(text: str) -> list[str]:

@@ -19,7 +19,8 @@ from spmdtrain.data.source import open_data
 from spmdtrain.running.device_batches import batches
 from spmdtrain.running.islands.island import Island
 from spmdtrain.running.islands.meetings import Meetings, parts_of
-from spmdtrain.train.islands.changes import BLOCK, PlacesInRow, Row, mean_of
+from spmdtrain.train.islands.changes import mean_of
+from spmdtrain.train.islands.rows import BLOCK, Held, PlacesInRow, Row
 from spmdtrain.train.islands.timetable import Timetable, deal
 from spmdtrain.train.state import TrainState
 
@@ -69,10 +70,10 @@ def test_fragments_have_every_weight_once_and_much_the_same_size():
 
 @pytest.mark.parametrize("islands", [1, 2, 3, 5])
 def test_parts_are_whole_blocks_and_the_whole_row(islands):
-    parts = parts_of(7 * BLOCK, islands)
-    assert [part.start for part in parts[1:]] == [part.stop for part in parts[:-1]]
-    assert (parts[0].start, parts[-1].stop) == (0, 7 * BLOCK)
-    assert all(part.start % BLOCK == 0 for part in parts)
+    parts = parts_of((2 * BLOCK, 9 * BLOCK), islands)
+    assert [first for first, _ in parts[1:]] == [end for _, end in parts[:-1]]
+    assert (parts[0][0], parts[-1][1]) == (2 * BLOCK, 9 * BLOCK)
+    assert all(first % BLOCK == 0 for first, _ in parts)
 
 
 # --- the mean of changes --------------------------------------------------------------------------
@@ -80,6 +81,10 @@ def test_parts_are_whole_blocks_and_the_whole_row(islands):
 
 def wide(values: np.ndarray) -> Row:
     return Row(values.astype(np.float32), np.zeros(0, np.float32))
+
+
+def whole(values: np.ndarray) -> Held:
+    return Held([(0, values.size)], wide(values))
 
 
 def test_the_mean_is_weighted_and_who_weighs_nothing_may_hold_nan():
@@ -96,9 +101,9 @@ def test_the_mean_is_weighted_and_who_weighs_nothing_may_hold_nan():
 
 def test_what_is_decided_stays_so_and_a_late_change_has_no_say(tmp_path):
     first, late = (Meetings(tmp_path, index, patience=0.0) for index in range(2))
-    first.send(4, wide(np.zeros(BLOCK)), 8)
+    first.send(4, whole(np.zeros(BLOCK)), 8)
     assert first.decide(4, {0, 1}) == {0: 8}
-    late.send(4, wide(np.ones(BLOCK)), 8)
+    late.send(4, whole(np.ones(BLOCK)), 8)
     assert late.decide(4, {0, 1}) == {0: 8}
     assert first.newest() == 4
     assert first.members(8) is None
@@ -107,15 +112,15 @@ def test_what_is_decided_stays_so_and_a_late_change_has_no_say(tmp_path):
 def test_old_meetings_are_forgotten_once_newer_weights_are_left(tmp_path):
     meetings = Meetings(tmp_path, 0, patience=0.0)
     for step in (2, 4, 6, 8):
-        meetings.send(step, wide(np.zeros(BLOCK)), 1)
+        meetings.send(step, whole(np.zeros(BLOCK)), 1)
         meetings.decide(step, {0})
         meetings.promise(step)
         if step in (4, 8):
-            meetings.leave_outer(step, {"outer.w": np.full(3, step, np.float32)})
+            meetings.leave_outer(step, {"outer": whole(np.full(BLOCK, step))})
     kept = [step for step in (2, 4, 6, 8) if meetings.members(step) is not None]
     assert kept == [4, 6, 8], "from the weights before the newest on"
     assert meetings.newest_outer() == 8
-    assert meetings.outer(8, "outer.w").tolist() == [8, 8, 8]
+    assert set(meetings.outer(8, "outer", [(0, BLOCK)]).row.numbers_n) == {8}
     assert meetings.promised(2) == set()
     assert meetings.promised(8) == {0}
 

@@ -4,6 +4,8 @@ The results of meetings stay in the folder. If an island resumes, it repeats its
 it was, and each meeting has the same result. If the others have met without it, because it was away
 or slow, it leaps: it takes the outer weights of the newest meeting, and continues from there with
 its own optimizer state.
+
+An island may have several processes, which take each step and each turn of a meeting together.
 """
 
 import time
@@ -20,10 +22,12 @@ import numpy as np
 from spmdtrain.checkpoints.identity import settings_of
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.processes import pulse
+from spmdtrain.processes.processes import this_process
 from spmdtrain.running.islands.meetings import Meetings, parts_of
 from spmdtrain.running.report.reporter import Reporter
 from spmdtrain.train.batch import Batch
-from spmdtrain.train.islands.changes import Meet, PlacesInRow, Row, make_meet, mean_of
+from spmdtrain.train.islands.changes import Copying, Meet, make_copying, make_meet, mean_of
+from spmdtrain.train.islands.rows import Held, PlacesInRow, to_devices, to_host
 from spmdtrain.train.islands.timetable import Timetable, deal
 from spmdtrain.train.items.outer import MOMENTUM, OUTER
 from spmdtrain.train.setup import Setup
@@ -72,6 +76,10 @@ class Island:
             key: PlacesInRow.of({path: shapes[path] for path in paths})
             for key, paths in dealt.items()
         }
+        process, _ = this_process()
+        self._ranges = {
+            key: places.ranges(setup.mesh, process) for key, places in self._places.items()
+        }
         self._meets: dict[tuple[int | None, bool, float], Meet] = {}
         meetings.agree(_settings(setup, IN_COMMON), _settings(setup, OWN))
 
@@ -95,9 +103,10 @@ class Island:
         paths = self._places[fragment].starts
         outer = {path: state.items[OUTER.name][path] for path in paths}
         params = {path: state.params[path] for path in paths}
-        *row, finite = jax.device_get(self._meet(step, 0.0).change(outer, params))
+        change, finite = self._meet(step, 0.0).change(outer, params)
         weight = self._setup.config.train.global_batch if finite else 0
-        self._meetings.send(step, Row(*row), weight)
+        held = to_host(self._places[fragment], change, self._ranges[fragment])
+        self._meetings.send(step, held, weight)
 
     def take(self, step: int, state: TrainState, at: int) -> tuple[TrainState, dict[str, float]]:
         """Returns the state after the meeting of `step`, and the islands that took part.
@@ -149,32 +158,36 @@ class Island:
         present = set(range(self._settings.count)) if before is None else set(before)
         return present | self._meetings.promised(step)
 
-    def _mean(self, step: int, members: list[int]) -> Row:
-        """Averages the part that is this island's, and returns the whole mean change."""
-        parts = parts_of(self._places[self._timetable.fragment(step)].length, len(members))
+    def _mean(self, step: int, members: list[int]) -> Held:
+        """Averages the part that is this island's, and returns the mean change.
+
+        Each process averages its part of the island's part.
+        """
+        fragment = self._timetable.fragment(step)
+        parts = parts_of((0, self._places[fragment].length), len(members))
         weights = self._meetings.members(step) or {}
+        process, processes = this_process()
 
         def average(part: int) -> None:
-            rows = [self._meetings.change(step, index, parts[part]) for index in members]
+            own = parts_of(parts[part], processes)[process]
+            rows = [self._meetings.change(step, index, own) for index in members]
             mean = mean_of(self._settings, rows, [weights[index] for index in members])
-            self._meetings.leave_mean(step, part, mean)
+            self._meetings.leave_mean(step, part, Held([own], mean))
 
-        own = self._settings.index
-        if own in members:
-            average(members.index(own))
-        found = [
-            self._meetings.mean(step, part, members[part] == own, lambda part=part: average(part))
-            for part in range(len(members))
-        ]
-        return Row(*(np.concatenate(each) for each in zip(*found, strict=True)))
+        if self._settings.index in members:
+            average(members.index(self._settings.index))
+        return self._meetings.mean(step, members, self._ranges[fragment], average)
 
-    def _taken(self, step: int, state: TrainState, mean: Row, mix: float) -> TrainState:
+    def _taken(self, step: int, state: TrainState, mean: Held, mix: float) -> TrainState:
         """Returns the state after the outer step with this mean change."""
-        items = state.items
+        items, setup = state.items, self._setup
+        fragment = self._timetable.fragment(step)
+        in_blocks = self._settings.codec != "none"
+        row = to_devices(self._places[fragment], mean, setup.mesh, in_blocks)
         momentum = items.get(MOMENTUM.name, {})
         trained = {path: state.params[path] for path in items[OUTER.name]}
         outer, momentum, params = self._meet(step, mix).take(
-            items[OUTER.name], momentum, trained, *mean
+            items[OUTER.name], momentum, trained, row
         )
         after = items | {OUTER.name: outer} | ({MOMENTUM.name: momentum} if momentum else {})
         return replace(state, params=state.params | params, items=after)
@@ -196,30 +209,35 @@ class Island:
 
         return jax.jit(copy, out_shardings={path: x.sharding for path, x in abstract.items()})
 
+    @cached_property
+    def _copying(self) -> Copying:
+        return make_copying(self._setup, self._places[None])
+
     def _at_outer(self, state: TrainState) -> TrainState:
         return replace(state, params=state.params | self._copy(state.items[OUTER.name]))
 
     def _as_step(self, step: int) -> jax.Array:
-        return jax.device_put(jnp.int32(step), self._setup.state.step.sharding)
+        return jax.device_put(np.int32(step), self._setup.state.step.sharding)
 
     def _leave_outer(self, step: int, state: TrainState) -> None:
         """Leaves the outer weights for islands that are further behind than the meetings kept."""
-        values = {}
-        for name in (OUTER.name, MOMENTUM.name):
-            for path, x in state.items.get(name, {}).items():
-                values[f"{name}.{path}"] = np.asarray(self._setup.padding.from_rest(path, x))
+        places, ranges = self._places[None], self._ranges[None]
+        values = {
+            name: to_host(places, self._copying.to_row(state.items[name]), ranges)
+            for name in (OUTER.name, MOMENTUM.name)
+            if name in state.items
+        }
         self._meetings.leave_outer(step, values)
 
     def _from_outer(self, step: int, state: TrainState) -> TrainState:
         """Returns the state with the outer weights and momentum that were left after `step`."""
+        places, mesh = self._places[None], self._setup.mesh
         found = {}
         for name in (OUTER.name, MOMENTUM.name):
-            asked = self._setup.state.items.get(name, {})
-            for path, like in asked.items():
-                shape = self._setup.padding.of_model[path]
-                x = self._meetings.outer(step, f"{name}.{path}").reshape(shape)
-                whole = self._setup.padding.to_rest(path, jnp.asarray(x))
-                found.setdefault(name, {})[path] = jax.device_put(whole, like.sharding)
+            if name in state.items:
+                held = self._meetings.outer(step, name, self._ranges[None])
+                row = to_devices(places, held, mesh, in_blocks=False)
+                found[name] = self._copying.from_row(row)
         return replace(state, items=state.items | found)
 
 
@@ -239,12 +257,6 @@ class MeetingStep:
     def __init__(self, setup: Setup, step: Callable[..., Any], reporter: Reporter):
         settings = setup.config.islands
         assert settings.directory is not None and settings.index is not None, "the schema asks"
-        if jax.process_count() > 1:
-            raise ConfigError(
-                f"islands.count={settings.count}: an island of several processes is not built",
-                found=f"{jax.process_count()} processes",
-                fix="one process for each island, with all devices of its host",
-            )
         self._meetings = Meetings(
             Path(settings.directory), settings.index, settings.patience, self._waits
         )
@@ -286,7 +298,7 @@ class MeetingStep:
             return state
         begin = time.perf_counter()
         state, members = self._island.take(met, state, done)
-        (sent, received), told = (self._meetings.sent, self._meetings.received), self._told
+        (sent, received), told = self._meetings.traffic(), self._told
         self._told = sent, received
         self._reporter.event(
             "met",

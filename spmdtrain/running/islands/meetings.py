@@ -8,40 +8,45 @@
     promised/STEP-I/        island I is late, and will be at the meeting of STEP
     outer/STEP/             the outer weights and momentum after the meeting of STEP
 
-Everything is a folder that is written aside and then renamed, which succeeds once: whoever comes
-second leaves what is there. So it is decided once who takes part, and a meeting that an island
-repeats, after it has resumed, comes out as before. Renaming a folder is all that is asked of the
-file system; it may be a mounted one.
+Who takes part is decided once (folder.py), so a meeting that an island repeats, after it has
+resumed, comes out as before.
 
 Each island that takes part averages one part of the row, reads that part alone of the others, and
 reads the other parts of the mean. So it receives what it would in an all-reduce, whatever the
 number of islands. A part whose island is gone is averaged by whoever waits for it.
+
+The processes of an island share its work, and call each method together. They take the same turns,
+as process 0 alone looks into the folder.
 """
 
 import json
-import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import numpy as np
-
-from spmdtrain.config.errors import ConfigError, StorageError
-from spmdtrain.train.islands.changes import BLOCK, Row
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.processes.processes import (
+    of_process_0,
+    said_by_all,
+    this_process,
+    told_by_process_0,
+)
+from spmdtrain.running.islands.folder import Folder
+from spmdtrain.train.islands.rows import BLOCK, Held, Range, Row
 
 AGREED, PROMISED, OUTER = "agreed", "promised", "outer"
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.005, 0.5  # seconds between two looks into the folder
-NUMBERS, SCALES, ABOUT = "numbers", "scales", "about.json"
+CHANGE, MEAN = "change", "mean"
 Members = dict[int, float]  # the islands that take part, by index, with their weights
 
 
 class Meetings:
-    """The folder of the meetings, as island `index` sees it.
+    """The meetings, as island `index` sees them in a folder.
 
-    `patience`: seconds to wait for another island. `waiting` is called while it waits. `sent` and
-    `received` count the bytes of rows that it has written, and read of others.
+    `patience`: seconds to wait for another island. `waiting` is called while it waits.
     """
 
     def __init__(
@@ -51,12 +56,10 @@ class Meetings:
         patience: float,
         waiting: Callable[[], Any] = lambda: None,
     ):
-        self._folder = folder
+        self.folder = Folder(folder, index)
         self._index = index
         self._patience = patience
         self._waiting = waiting
-        self.sent = 0
-        self.received = 0
 
     def agree(self, settings: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         """Compares settings with those of the others, and `own` with what this island had earlier.
@@ -69,178 +72,152 @@ class Meetings:
         )
 
     def _compare(self, where: Path, settings: Mapping[str, Any], why: str) -> None:
-        self._publish(where, {ABOUT: json.dumps(settings).encode()})
-        there = self._document(where)
+        self.folder.leave(where, dict(settings))
+        there = told_by_process_0(lambda: self.folder.document(where))
         for name, own in json.loads(json.dumps(settings)).items():
             if there.get(name) != own:
                 raise ConfigError(
                     f"{name} differs, and {why}",
                     asked=f"{name}={own}",
-                    found=f"{there.get(name)} in {self._folder}",
+                    found=f"{there.get(name)} in {self.folder.root}",
                     fix=f"--set {name}={there.get(name)}, or another islands.directory",
                 )
 
-    def send(self, step: int, row: Row, weight: float) -> None:
+    def send(self, step: int, change: Held, weight: float) -> None:
         """Leaves the change of this island; 0 as weight: it has no say."""
-        about = json.dumps({"weight": weight}).encode()
-        files = {NUMBERS: row.numbers_n, SCALES: row.scales_b, ABOUT: about}
-        if self._publish(_change(step, self._index), files):
-            self.sent += row.nbytes
+        self.folder.leave(_change(step, self._index), {"weight": weight}, {CHANGE: change})
 
     def members(self, step: int) -> Members | None:
         """Returns who takes part in the meeting of this step; None if it is not decided."""
-        if not (self._folder / _decided(step)).exists():
-            return None
-        return {int(index): weight for index, weight in self._document(_decided(step)).items()}
+        found = told_by_process_0(
+            lambda: self.folder.document(_decided(step)) if self._is_decided(step) else None
+        )
+        return None if found is None else {int(index): weight for index, weight in found.items()}
 
     def decide(self, step: int, expected: Collection[int]) -> Members:
         """Waits for the changes of the expected islands, and returns who takes part."""
-
-        def is_ready() -> bool:
-            return (self._folder / _decided(step)).exists() or all(
-                (self._folder / _change(step, index)).exists() for index in expected
+        self._wait(
+            lambda: (
+                self._is_decided(step)
+                or all(self.folder.has(_change(step, index)) for index in expected)
             )
-
-        self._wait(is_ready)
+        )
         if self.members(step) is None:
-            found = (self._folder / _meeting(step)).glob("change-*")
-            present = sorted(int(each.name.partition("-")[2]) for each in found if _is_whole(each))
-            weights = {i: self._document(_change(step, i))["weight"] for i in present}
-            self._publish(_decided(step), {ABOUT: json.dumps(weights).encode()})
+            self.folder.leave(_decided(step), told_by_process_0(lambda: self._present(step)))
         members = self.members(step)
         assert members is not None, "it has just been decided"
         return members
 
-    def change(self, step: int, index: int, part: slice) -> Row:
+    def change(self, step: int, index: int, part: Range) -> Row:
         """Returns a part of the change of an island; its ends are those of blocks."""
-        return self._read(_change(step, index), part, count=index != self._index)
+        where = _change(step, index)
+        own = [where] if index == self._index else []
+        return self.folder.read([where], CHANGE, [part], own).row
 
-    def leave_mean(self, step: int, part: int, mean: Row) -> None:
+    def leave_mean(self, step: int, part: int, mean: Held) -> None:
         """Leaves a part of the mean change."""
-        if self._publish(_mean(step, part), {NUMBERS: mean.numbers_n, SCALES: mean.scales_b}):
-            self.sent += mean.nbytes
+        self.folder.leave(_mean(step, part), {}, {MEAN: mean})
 
-    def mean(self, step: int, part: int, own: bool, otherwise: Callable[[], Any]) -> Row:
-        """Waits for a part of the mean change and returns it; `otherwise` makes it if none does."""
-        self._wait((self._folder / _mean(step, part)).exists)
-        if not (self._folder / _mean(step, part)).exists():
-            otherwise()
-        return self._read(_mean(step, part), slice(None), count=not own)
+    def mean(
+        self, step: int, members: Sequence[int], ranges: Sequence[Range], average: Callable
+    ) -> Held:
+        """Waits for the parts of the mean change that the members make, and returns its `ranges`.
+
+        Calls `average(part)` for one that nobody makes in time.
+        """
+        parts = [_mean(step, part) for part in range(len(members))]
+        for part, where in enumerate(parts):
+            self._wait(lambda where=where: self.folder.has(where))
+            if not told_by_process_0(lambda where=where: self.folder.has(where)):
+                average(part)
+        own = [parts[members.index(self._index)]] if self._index in members else []
+        return self.folder.read(parts, MEAN, ranges, own)
 
     def promise(self, step: int) -> None:
         """Tells the others that this island, which was away, will be at the meeting of `step`."""
-        self._publish(_promise(step, self._index), {ABOUT: b"{}"})
+        self.folder.leave(_promise(step, self._index), {})
 
     def promised(self, step: int) -> set[int]:
         """Returns the islands that were away, and have promised to come to this meeting."""
-        found = (self._folder / PROMISED).glob(f"{step:09d}-*")
-        return {int(each.name.partition("-")[2]) for each in found}
+
+        def found() -> list[int]:
+            left = (self.folder.root / PROMISED).glob(f"{step:09d}-*")
+            return [int(each.name.partition("-")[2]) for each in left]
+
+        return set(told_by_process_0(found))
 
     def newest(self) -> int:
         """Returns the step of the newest meeting that is decided; 0 if none is."""
-        steps = [int(each.name) for each in self._folder.glob("[0-9]*") if each.name.isdigit()]
-        return max((step for step in steps if self.members(step) is not None), default=0)
+        return told_by_process_0(
+            lambda: max(filter(self._is_decided, _steps(self.folder.root)), default=0)
+        )
 
-    def leave_outer(self, step: int, values: Mapping[str, np.ndarray]) -> None:
+    def leave_outer(self, step: int, values: Mapping[str, Held]) -> None:
         """Leaves the outer weights and momentum after this meeting, and forgets older ones.
 
         What lies between the outer weights before these and these is kept.
         """
-        self._publish(Path(OUTER) / f"{step:09d}", dict(values))
-        *_, before = [0, *(each for each in self._steps_of_outer() if each < step)]
-        for each in (*self._folder.glob("[0-9]*"), *(self._folder / OUTER).iterdir()):
-            if each.name.isdigit() and int(each.name) < before:
-                shutil.rmtree(each, ignore_errors=True)
-        for each in (self._folder / PROMISED).glob("*"):
-            if int(each.name.partition("-")[0]) < before:
-                shutil.rmtree(each, ignore_errors=True)
+        self.folder.leave(_outer(step), {}, values)
+        told_by_process_0(lambda: self._forget_before(step))
 
-    def outer(self, step: int, name: str) -> np.ndarray:
-        """Returns a value of `leave_outer`, float32."""
-        file = self._folder / OUTER / f"{step:09d}" / name
-        found = np.fromfile(file, np.float32)
-        self.received += found.nbytes
-        return found
+    def outer(self, step: int, name: str, ranges: Sequence[Range]) -> Held:
+        """Returns ranges of a value of `leave_outer`."""
+        return self.folder.read([_outer(step)], name, ranges)
 
     def newest_outer(self) -> int:
         """Returns the step of the newest outer weights that were left; 0 if there are none."""
-        return max(self._steps_of_outer(), default=0)
+        return told_by_process_0(lambda: max(_steps(self.folder.root / OUTER), default=0))
 
-    def _steps_of_outer(self) -> list[int]:
-        found = (self._folder / OUTER).glob("[0-9]*")
-        return sorted(int(each.name) for each in found if each.name.isdigit())
+    def traffic(self) -> tuple[int, int]:
+        """Returns the bytes of rows that the island has written, and read of others, so far."""
+        said = said_by_all(json.dumps([self.folder.sent, self.folder.received]))
+        sent, received = zip(*map(json.loads, said), strict=True)
+        return sum(sent), sum(received)
+
+    def _is_decided(self, step: int) -> bool:
+        return self.folder.has(_decided(step))
+
+    def _present(self, step: int) -> Members:
+        """Returns who has left a change for this meeting; only process 0 asks."""
+        left = (self.folder.root / _meeting(step)).glob("change-*")
+        present = sorted(int(each.name.partition("-")[2]) for each in left)
+        return {i: self.folder.document(_change(step, i))["weight"] for i in present}
+
+    def _forget_before(self, step: int) -> None:
+        """Removes meetings and promises before the last outer weights before this step."""
+        root = self.folder.root
+        before = max((each for each in _steps(root / OUTER) if each < step), default=0)
+        for folder in (root, root / OUTER, root / PROMISED):
+            for each in folder.glob("[0-9]*"):
+                if int(each.name.partition("-")[0]) < before:
+                    shutil.rmtree(each, ignore_errors=True)
 
     def _wait(self, is_ready: Callable[[], bool]) -> None:
-        """Waits until it is ready, or patience is at its end."""
+        """Waits until it is ready, or patience is at its end; process 0 says which it is."""
         deadline = time.monotonic() + self._patience
+        process, _ = this_process()
         pause = SHORTEST_PAUSE
-        while not is_ready() and (left := deadline - time.monotonic()) > 0:
+        while True:
+            left = deadline - time.monotonic()
+            is_over = process == 0 and (is_ready() or left <= 0)
+            if of_process_0(int(is_over)):
+                return
             self._waiting()
-            time.sleep(min(pause, left))
+            time.sleep(min(pause, max(left, 0)))
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _publish(self, where: Path, files: Mapping[str, bytes | np.ndarray]) -> bool:
-        """Writes a folder of files at once; returns False if it was there already."""
-        target = self._folder / where
-        aside = target.with_name(f".{target.name}.{self._index}")
-        try:
-            if target.exists():
-                return False
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
-            for name, content in files.items():
-                with (aside / name).open("wb") as file:
-                    _write(file, content)
-            aside.rename(target)
-        except OSError as error:
-            if target.exists():  # another island was first
-                shutil.rmtree(aside, ignore_errors=True)
-                return False
-            raise StorageError(
-                f"the meeting of islands cannot be written: {error.strerror}",
-                found=str(target),
-                fix="room and permission in islands.directory",
-            ) from None
-        return True
 
-    def _document(self, where: Path) -> Any:
-        return json.loads((self._folder / where / ABOUT).read_text(encoding="utf-8"))
-
-    def _read(self, where: Path, part: slice, count: bool) -> Row:
-        """Reads a part of a row; counts its bytes if another island has written it."""
-        folder = self._folder / where
-        scales = (folder / SCALES).stat().st_size
-        dtype = np.dtype(np.uint8 if scales else np.float32)
-        start, stop, _ = part.indices((folder / NUMBERS).stat().st_size // dtype.itemsize)
-        numbers = _some(folder / NUMBERS, dtype, start, stop)
-        first, last = (start // BLOCK, stop // BLOCK) if scales else (0, 0)
-        row = Row(numbers, _some(folder / SCALES, np.dtype(np.float32), first, last))
-        self.received += row.nbytes if count else 0
-        return row
+def parts_of(whole: Range, ways: int) -> list[Range]:
+    """Returns a range cut into much the same parts, of whole blocks."""
+    start, end = whole
+    blocks = (end - start) // BLOCK
+    cuts = [start + blocks * each // ways * BLOCK for each in range(ways + 1)]
+    return list(pairwise(cuts))
 
 
-def parts_of(length: int, islands: int) -> list[slice]:
-    """Returns the part of a row of `length` numbers that each island averages, in whole blocks."""
-    ends = [length // BLOCK * each // islands * BLOCK for each in range(islands + 1)]
-    return [slice(start, stop) for start, stop in zip(ends, ends[1:], strict=False)]
-
-
-def _write(file: BinaryIO, content: bytes | np.ndarray) -> None:
-    if isinstance(content, bytes):
-        file.write(content)
-    else:
-        content.tofile(file)
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _some(file: Path, dtype: np.dtype, start: int, stop: int) -> np.ndarray:
-    return np.fromfile(file, dtype, stop - start, offset=start * dtype.itemsize)
-
-
-def _is_whole(folder: Path) -> bool:
-    """Returns True if a folder has its last name; one that is being written begins with a dot."""
-    return not folder.name.startswith(".")
+def _steps(folder: Path) -> list[int]:
+    """Returns the steps that have a folder here; one that is being written begins with a dot."""
+    return [int(each.name) for each in folder.glob("[0-9]*") if each.name.isdigit()]
 
 
 def _meeting(step: int) -> Path:
@@ -257,6 +234,10 @@ def _decided(step: int) -> Path:
 
 def _mean(step: int, part: int) -> Path:
     return _meeting(step) / f"mean-{part}"
+
+
+def _outer(step: int) -> Path:
+    return Path(OUTER) / f"{step:09d}"
 
 
 def _promise(step: int, index: int) -> Path:

@@ -1,14 +1,11 @@
-"""Writes the change of an island as one row of numbers, on disk or on devices.
+"""Makes the change of an island, and moves its weights by the mean change of all.
 
-The weights of a fragment follow one another in the row, in the order of their paths and in the
-shapes of the model, each padded with zeros to whole blocks. So the row is the same on any mesh. It
-is float32, or 8 bits with one scale for each block (parallel/compress.py).
+Both are rows (rows.py).
 
 m: islands, n: numbers in a row, b: blocks.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -20,42 +17,11 @@ from jax.sharding import PartitionSpec as P
 
 from spmdtrain.config.schema import IslandsConfig
 from spmdtrain.parallel.compress import Codec, EightBits
-from spmdtrain.parallel.padding import Shape, round_up
+from spmdtrain.train.islands.rows import BLOCK, OnDevices, PlacesInRow, Row, joined, split
 from spmdtrain.train.items.outer import MOMENTUM, OUTER, Weights, outer_step
 from spmdtrain.train.setup import Setup
 
-BLOCK = 256
 AT_ONCE = BLOCK << 16  # numbers of each island that are averaged at a time
-
-
-class Row(NamedTuple):
-    """The numbers of a message on the host: uint8 with a float32 scale for each block, or float32
-    without scales.
-    """
-
-    numbers_n: np.ndarray
-    scales_b: np.ndarray
-
-    @property
-    def nbytes(self) -> int:
-        return self.numbers_n.nbytes + self.scales_b.nbytes
-
-
-@dataclass(frozen=True)
-class PlacesInRow:
-    """The places of a fragment's weights in its row: from `starts` on, in their shapes."""
-
-    shapes: Mapping[str, Shape]
-    starts: Mapping[str, int]
-    length: int
-
-    @classmethod
-    def of(cls, shapes: Mapping[str, Shape]) -> "PlacesInRow":
-        starts, end = {}, 0
-        for path in sorted(shapes):
-            starts[path] = end
-            end += round_up(int(np.prod(shapes[path])), BLOCK)
-        return cls(shapes, starts, end)
 
 
 def codec_of_changes(settings: IslandsConfig) -> Codec | None:
@@ -66,8 +32,8 @@ def codec_of_changes(settings: IslandsConfig) -> Codec | None:
 class Meet(NamedTuple):
     """The two halves of a meeting about some weights, compiled at their first call.
 
-    `change(outer, params)` returns (numbers [n], scales [b], whether all are finite).
-    `take(outer, momentum, params, numbers, scales)` returns the first three after the meeting.
+    `change(outer, params)` returns (the change as a row on devices, whether all are finite).
+    `take(outer, momentum, params, mean change)` returns the first three after the meeting.
     """
 
     change: jax.stages.Wrapped
@@ -78,26 +44,16 @@ def make_meet(setup: Setup, places: PlacesInRow, in_step: bool, mix: float) -> M
     """Makes the halves of a meeting; `mix`: the part of its own weights that an island keeps."""
     settings = setup.config.islands
     codec = codec_of_changes(settings)
-    everywhere = NamedSharding(setup.mesh, P())
 
-    def change(outer: Weights, params: Weights) -> tuple[jax.Array, jax.Array, jax.Array]:
-        parts = []
-        for path in places.starts:
-            x = outer[path] - params[path].astype(jnp.float32)
-            flat = setup.padding.from_rest(path, x).reshape(-1)
-            parts.append(jnp.pad(flat, (0, -flat.size % BLOCK)))
-        row_n = jnp.concatenate(parts)
-        return *_encode(codec, row_n), jnp.isfinite(row_n).all()
+    def change(outer: Weights, params: Weights) -> tuple[OnDevices, jax.Array]:
+        changes = {path: outer[path] - params[path].astype(jnp.float32) for path in places.starts}
+        finite = [jnp.isfinite(x).all() for x in changes.values()]
+        return _as_row(setup, places, codec, changes), jnp.stack(finite).all()
 
     def take(
-        outer: Weights, momentum: Weights, params: Weights, numbers_n: jax.Array, scales_b
+        outer: Weights, momentum: Weights, params: Weights, mean: OnDevices
     ) -> tuple[Weights, Weights, Weights]:
-        row_n = _decode(codec, numbers_n[None], scales_b[None])[0]
-        found = {}
-        for path, start in places.starts.items():
-            shape = places.shapes[path]
-            x = row_n[start : start + int(np.prod(shape))].reshape(shape)
-            found[path] = setup.padding.to_rest(path, x)
+        found = _of_row(setup, places, codec, mean)
         outer, momentum = outer_step(settings, in_step, outer, momentum, found)
         return outer, momentum, _moved_to(outer, params, places.starts, mix)
 
@@ -105,10 +61,51 @@ def make_meet(setup: Setup, places: PlacesInRow, in_step: bool, mix: float) -> M
     of_momentum = items.get(MOMENTUM.name, {})
     trained = {path: setup.state.params[path] for path in items[OUTER.name]}
     rest = jax.tree.map(lambda x: x.sharding, (items[OUTER.name], of_momentum, trained))
+    everywhere = NamedSharding(setup.mesh, P())
     return Meet(
-        jax.jit(change, out_shardings=everywhere),
+        jax.jit(change, out_shardings=(split(setup.mesh), everywhere)),
         jax.jit(take, out_shardings=rest, donate_argnums=(0, 1, 2)),
     )
+
+
+class Copying(NamedTuple):
+    """The outer weights, or their momentum, as an uncompressed row and back."""
+
+    to_row: jax.stages.Wrapped
+    from_row: jax.stages.Wrapped
+
+
+def make_copying(setup: Setup, places: PlacesInRow) -> Copying:
+    """Makes both conversions; `places`: of all weights that are trained."""
+    rest = {path: x.sharding for path, x in setup.state.items[OUTER.name].items()}
+    return Copying(
+        jax.jit(partial(_as_row, setup, places, None), out_shardings=split(setup.mesh)),
+        jax.jit(partial(_of_row, setup, places, None), out_shardings=rest),
+    )
+
+
+def _as_row(setup: Setup, places: PlacesInRow, codec: Codec | None, values: Weights) -> OnDevices:
+    numbers, scales = {}, {}
+    for path in places.starts:
+        flat_n = setup.padding.from_rest(path, values[path]).reshape(-1)
+        length = places.size_on_devices(path, setup.mesh.size)
+        flat_n = jnp.pad(flat_n, (0, length - flat_n.size))
+        flat_n = jax.lax.with_sharding_constraint(flat_n, split(setup.mesh))
+        numbers[path], scales_b = _encode(codec, flat_n)
+        if codec is not None:
+            scales[path] = scales_b
+    return OnDevices(numbers, scales)
+
+
+def _of_row(setup: Setup, places: PlacesInRow, codec: Codec | None, row: OnDevices) -> Weights:
+    found = {}
+    for path, numbers_n in row.numbers.items():
+        flat_n = numbers_n
+        if codec is not None:
+            flat_n = _decode(codec, numbers_n[None], row.scales[path][None])[0]
+        x = flat_n[: places.size(path)].reshape(places.shapes[path])
+        found[path] = setup.padding.to_rest(path, x)
+    return found
 
 
 def _moved_to(outer: Weights, params: Weights, paths: Mapping[str, int], mix: float) -> Weights:
@@ -125,6 +122,8 @@ def _moved_to(outer: Weights, params: Weights, paths: Mapping[str, int], mix: fl
 
 def mean_of(settings: IslandsConfig, rows: Sequence[Row], weights: Sequence[float]) -> Row:
     """Returns the weighted mean of rows, encoded like them. A row of weight 0 does not count."""
+    if not rows[0].numbers_n.size:
+        return rows[0]
     present = [(row, weight) for row, weight in zip(rows, weights, strict=True) if weight]
     codec = codec_of_changes(settings)
     if not present:
@@ -133,16 +132,14 @@ def mean_of(settings: IslandsConfig, rows: Sequence[Row], weights: Sequence[floa
     total = sum(weight for _, weight in present)
     weights_m = np.array([weight / total for _, weight in present], np.float32)
     pieces = _pieces([row for row, _ in present])
-    found = [jax.device_get(_mean(codec, *piece, weights_m)) for piece in pieces]
-    return Row(*(np.concatenate(each) for each in zip(*found, strict=True)))
+    return joined(Row(*jax.device_get(_mean(codec, *piece, weights_m))) for piece in pieces)
 
 
 def _pieces(rows: Sequence[Row]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields the numbers and scales of all rows, some blocks at a time."""
     for start in range(0, rows[0].numbers_n.size, AT_ONCE):
-        numbers = np.stack([row.numbers_n[start : start + AT_ONCE] for row in rows])
-        blocks = slice(start // BLOCK, (start + AT_ONCE) // BLOCK)
-        yield numbers, np.stack([row.scales_b[blocks] for row in rows])
+        parts = [row.part(start, start + AT_ONCE) for row in rows]
+        yield np.stack([part.numbers_n for part in parts]), np.stack([p.scales_b for p in parts])
 
 
 @partial(jax.jit, static_argnums=0)
