@@ -1,7 +1,8 @@
 """Islands train apart and meet: equal after a meeting on any mesh, resumed to the bit, never held
 up by one that is gone.
 
-Each island is a run of its own in a thread of its own, on devices of its own.
+Each island is a run of its own in a thread of its own, on devices of its own; or, where a test says
+so, in processes of its own.
 """
 
 import json
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from helpers import assert_same_bits, mesh_of, tiny
+from helpers import CHEAP_FLAGS, assert_same_bits, mesh_of, tiny
 
 import spmdtrain as st
 from spmdtrain.config import to_toml
@@ -40,7 +41,7 @@ SMALL = (
     "islands.every=4",
     "islands.patience=60.0",
 )
-MESHES = ((), ("mesh.tensor=2",))  # islands need not be alike
+MESHES = ((), ("mesh.fsdp=2",))  # islands need not be alike
 STEPS = 12
 MORE = (f"train.steps={STEPS}", "islands.after=4", "islands.codec=int8")
 
@@ -142,24 +143,66 @@ def test_an_island_that_was_away_leaps_and_all_are_equal_at_the_next_meeting(tra
     assert_same_bits(*(shared(state_of(tmp_path, index, STEPS)) for index in range(2)))
 
 
-@pytest.mark.slow
-def test_two_processes_meet_and_one_that_is_killed_comes_back(tmp_path, request):
-    """Each island under a launcher of its own: nothing but the folder joins them."""
-    more = ("train.steps=400", "islands.every=10", "islands.patience=3.0", "checkpoint.every=10")
-    launched = []
-    for index in range(2):
-        config = tmp_path / f"{index}.toml"
-        config.write_text(to_toml(tiny(*settings(tmp_path, index, *more))), encoding="utf-8")
-        run = ("--run", str(tmp_path / str(index)))
-        devices = ("--simulate-devices", str(mesh_of(MESHES[index])))
-        command = ("-m", "spmdtrain.cli", "launch", "train", str(config), *run, *devices)
-        launched.append(subprocess.Popen([sys.executable, *command]))
-        request.addfinalizer(launched[-1].terminate)
-    while len(met := events(tmp_path, 1, "met")) < 3:
-        assert all(each.poll() is None for each in launched)
+@pytest.fixture
+def launched(request):
+    """`launched(root, index, processes, *more)`: an island under a launcher of its own."""
+
+    def start(root: Path, index: int, processes: int, *more: str) -> subprocess.Popen:
+        config = root / f"{index}.toml"
+        config.write_text(to_toml(tiny(*settings(root, index, *more))), encoding="utf-8")
+        devices = str(mesh_of(MESHES[index]) // processes)
+        watched = ("launch", "--local-processes", str(processes), "train", str(config))
+        rest = ("--run", str(root / str(index)), "--simulate-devices", devices)
+        program = subprocess.Popen(
+            [sys.executable, "-m", "spmdtrain.cli", *watched, *rest],
+            env=os.environ | {"XLA_FLAGS": CHEAP_FLAGS},
+        )
+        request.addfinalizer(program.terminate)
+        return program
+
+    return start
+
+
+def wait_until(condition, *programs: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert all(each.poll() is None for each in programs) and time.monotonic() < deadline
         time.sleep(0.05)
-    os.kill(events(tmp_path, 1, "launched")[-1]["pid"], signal.SIGKILL)
-    assert [each.wait(timeout=600) for each in launched] == [0, 0]
+
+
+def kill(root: Path, index: int) -> None:
+    """Ends process 0 of an island, which its launcher then starts again with the others."""
+    os.kill(events(root, index, "launched")[-1]["pid"], signal.SIGKILL)
+
+
+@pytest.mark.core
+def test_an_island_of_two_processes_is_one_of_two_devices_even_if_a_process_is_killed(
+    trained, tmp_path, launched
+):
+    as_at(trained, tmp_path, 4)
+    for step in (8, 12):
+        shutil.rmtree(tmp_path / "meetings" / f"{step:09d}")
+    long = "islands.patience=600.0"
+    island = launched(tmp_path, 1, 2, *MORE, long)
+    wait_until((tmp_path / "meetings" / f"{8:09d}" / "change-1").exists, island)
+    kill(tmp_path, 1)  # while both of its processes wait for the other island
+    wait_until(lambda: len(events(tmp_path, 1, "launched")) == 2, island)
+    assert train(tmp_path, 0, long).status == "finished"
+    assert island.wait(timeout=300) == 0
+    for index in range(2):
+        assert events(tmp_path, index, "met")[-1]["islands"] == {"0": 4, "1": 4}
+        assert_same_bits(state_of(tmp_path, index, STEPS), state_of(trained, index, STEPS))
+
+
+@pytest.mark.slow
+def test_islands_of_processes_meet_and_one_that_is_killed_comes_back(tmp_path, launched):
+    """Nothing but the folder joins the islands, and the others do not wait for the one."""
+    more = ("train.steps=400", "islands.every=10", "islands.patience=3.0", "checkpoint.every=10")
+    both = [launched(tmp_path, index, 1 + index, *more) for index in range(2)]
+    wait_until(lambda: len(events(tmp_path, 1, "met")) >= 3, *both)
+    kill(tmp_path, 1)
+    assert [each.wait(timeout=600) for each in both] == [0, 0]
     assert len(events(tmp_path, 1, "launched")) == 2
-    assert events(tmp_path, 1, "met")[-1]["islands"] == {"0": 4, "1": 4}, met
+    assert events(tmp_path, 1, "leapt")
+    assert events(tmp_path, 1, "met")[-1]["islands"] == {"0": 4, "1": 4}
     assert_same_bits(*(shared(state_of(tmp_path, index, 400, *more)) for index in range(2)))

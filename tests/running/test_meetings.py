@@ -4,19 +4,25 @@ The oracle: islands that meet after every SGD step and average are one run with 
 """
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_same_bits, tiny
+from hypothesis import given
+from hypothesis import strategies as draw
 
 import spmdtrain as st
 from spmdtrain.config import ConfigError
 from spmdtrain.config.schema import IslandsConfig
 from spmdtrain.data.source import open_data
 from spmdtrain.running.device_batches import batches
+from spmdtrain.running.islands.folder import overlapping, pieces_of
 from spmdtrain.running.islands.island import Island
 from spmdtrain.running.islands.meetings import Meetings, parts_of
 from spmdtrain.train.islands.changes import mean_of
@@ -74,6 +80,29 @@ def test_parts_are_whole_blocks_and_the_whole_row(islands):
     assert [first for first, _ in parts[1:]] == [end for _, end in parts[:-1]]
     assert (parts[0][0], parts[-1][1]) == (2 * BLOCK, 9 * BLOCK)
     assert all(first % BLOCK == 0 for first, _ in parts)
+
+
+SIZES = draw.lists(draw.integers(1, 9 * BLOCK), min_size=1, max_size=4)
+
+
+@given(sizes=SIZES, owners=draw.lists(draw.integers(0, 2), min_size=1, max_size=8), cuts=SIZES)
+def test_processes_have_each_number_of_a_row_once_and_find_it_again(sizes, owners, cuts):
+    places = PlacesInRow.of({f"w{number}": (size,) for number, size in enumerate(sizes)})
+    mesh: Any = SimpleNamespace(
+        devices=np.array([SimpleNamespace(process_index=i) for i in owners])
+    )
+    written = [places.ranges(mesh, process) for process in range(3)]
+    inside = sorted(each for ranges in written for each in ranges)
+    assert inside[0][0] == 0 and inside[-1][1] == places.length
+    assert all(before[1] == after[0] for before, after in pairwise(inside))
+    files = [
+        np.concatenate([np.r_[slice(*each)] for each in [(0, 0), *ranges]]) for ranges in written
+    ]
+    ends = sorted({0, places.length, *(cut % places.length for cut in cuts)})
+    for first, end in pairwise(ends):
+        pieces = overlapping(pieces_of([Path("here")], [written]), first, end)
+        found = [files[each.process][each.offset :][: each.size] for each in pieces]
+        assert np.array_equal(np.concatenate(found), np.arange(first, end))
 
 
 # --- the mean of changes --------------------------------------------------------------------------

@@ -77,10 +77,10 @@ class Folder:
         Counts the bytes of those parts that this island has not left itself: they are not `own`.
         """
         abouts = told_by_process_0(lambda: [self.document(part) for part in parts])
-        pieces = _pieces(parts, [about[RANGES][name] for about in abouts])
+        pieces = pieces_of(parts, [about[RANGES][name] for about in abouts])
         found = []
         for first, end in ranges:
-            for piece in _overlapping(pieces, first, end):
+            for piece in overlapping(pieces, first, end):
                 row = self._read(piece, name)
                 self.received += 0 if piece.part in own else row.nbytes
                 found.append(row)
@@ -94,7 +94,7 @@ class Folder:
                     _write(aside / file, content)
                 self.sent += held.row.nbytes
 
-    def _read(self, piece: "_Piece", name: str) -> Row:
+    def _read(self, piece: "Piece", name: str) -> Row:
         folder, start, stop = self.root / piece.part, piece.offset, piece.offset + piece.size
         numbers, scales = (folder / each for each in _files(name, piece.process))
         if not scales.stat().st_size:
@@ -105,7 +105,7 @@ class Folder:
         )
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
     """Numbers of a row, from `first` to `end`, and where they are: in the file of a process, from
     `offset` on.
     """
@@ -120,7 +120,7 @@ class _Piece(NamedTuple):
     def size(self) -> int:
         return self.end - self.first
 
-    def cut(self, first: int, end: int) -> "_Piece":
+    def cut(self, first: int, end: int) -> "Piece":
         """Returns the numbers of this piece that are between `first` and `end`."""
         first = max(first, self.first)
         offset = self.offset + first - self.first
@@ -132,19 +132,19 @@ def _files(name: str, process: int) -> tuple[str, str]:
     return f"{name}.{process}.{NUMBERS}", f"{name}.{process}.{SCALES}"
 
 
-def _pieces(parts: Sequence[Path], written: Sequence[Sequence[Sequence[Range]]]) -> list[_Piece]:
+def pieces_of(parts: Sequence[Path], written: Sequence[Sequence[Sequence[Range]]]) -> list[Piece]:
     """Returns what each process has written of each part, in the order of the row."""
     found = []
     for part, of_part in zip(parts, written, strict=True):
         for process, ranges in enumerate(of_part):
             offset = 0
             for first, end in ranges:
-                found.append(_Piece(first, end, part, process, offset))
+                found.append(Piece(first, end, part, process, offset))
                 offset += end - first
     return sorted(found)
 
 
-def _overlapping(pieces: Sequence[_Piece], first: int, end: int) -> Iterator[_Piece]:
+def overlapping(pieces: Sequence[Piece], first: int, end: int) -> Iterator[Piece]:
     """Yields, in order, what pieces that touch have between two numbers of the row."""
     at = bisect_right(pieces, first, key=lambda piece: piece.first) - 1
     while first < end:

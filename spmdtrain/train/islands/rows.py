@@ -51,7 +51,7 @@ def joined(rows: Iterable[Row]) -> Row:
 
 @dataclass(frozen=True)
 class Held:
-    """What a process has of a row: `ranges`, in order, whose numbers follow one another in `row`."""
+    """The ranges of a row that a process has, in order, with the numbers of all of them."""
 
     ranges: Sequence[Range]
     row: Row
