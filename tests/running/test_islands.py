@@ -129,18 +129,37 @@ def test_an_island_that_resumes_repeats_its_meetings_to_the_bit(trained, tmp_pat
     assert_same_bits(state_of(tmp_path, 1, STEPS), state_of(trained, 1, STEPS))
 
 
-def test_an_island_that_was_away_leaps_and_all_are_equal_at_the_next_meeting(trained, tmp_path):
-    as_at(trained, tmp_path, 4)
+@pytest.fixture(scope="module")
+def met_alone(trained, tmp_path_factory) -> Path:
+    """Island 1 was gone after step 2, and island 0 has met alone; old meetings are gone."""
+    root = tmp_path_factory.mktemp("alone")
+    as_at(trained, root, 2)
     for step in (8, 12):
-        shutil.rmtree(tmp_path / "meetings" / f"{step:09d}")
-    train(tmp_path, 0, "islands.patience=0.0", stop=8)
-    assert events(tmp_path, 0, "met")[-1]["islands"] == {"0": 4}
-    assert [each.status for each in together(tmp_path)] == ["finished"] * 2
-    (leapt,) = events(tmp_path, 1, "leapt")
-    assert (leapt["step"], leapt["to_step"]) == (4, 8)
+        shutil.rmtree(root / "meetings" / f"{step:09d}")
+    train(root, 0, "islands.patience=0.0", "islands.keep=1", stop=8)
+    assert events(root, 0, "met")[-1]["islands"] == {"0": 4}
+    return root
+
+
+@pytest.fixture(scope="module")
+def back(met_alone, tmp_path_factory) -> Path:
+    """Island 1 came back."""
+    root = tmp_path_factory.mktemp("back")
+    shutil.copytree(met_alone, root, dirs_exist_ok=True)
+    assert [each.status for each in together(root)] == ["finished"] * 2
+    return root
+
+
+def assert_leapt_and_met(root: Path) -> None:
+    leapt = events(root, 1, "leapt")[0]
+    assert (leapt["step"], leapt["to_step"]) == (2, 8)
     for index in range(2):
-        assert events(tmp_path, index, "met")[-1]["islands"] == {"0": 4, "1": 4}
-    assert_same_bits(*(shared(state_of(tmp_path, index, STEPS)) for index in range(2)))
+        assert events(root, index, "met")[-1]["islands"] == {"0": 4, "1": 4}
+
+
+def test_an_island_that_was_away_leaps_and_all_are_equal_at_the_next_meeting(back):
+    assert_leapt_and_met(back)
+    assert_same_bits(*(shared(state_of(back, index, STEPS)) for index in range(2)))
 
 
 @pytest.fixture
@@ -176,33 +195,17 @@ def kill(root: Path, index: int) -> None:
 
 
 @pytest.mark.core
-def test_an_island_of_two_processes_is_one_of_two_devices_even_if_a_process_is_killed(
-    trained, tmp_path, launched
+def test_an_island_of_two_processes_is_one_of_two_devices_even_if_one_is_killed(
+    met_alone, back, tmp_path, launched
 ):
-    as_at(trained, tmp_path, 4)
-    for step in (8, 12):
-        shutil.rmtree(tmp_path / "meetings" / f"{step:09d}")
+    shutil.copytree(met_alone, tmp_path, dirs_exist_ok=True)
     long = "islands.patience=600.0"
     island = launched(tmp_path, 1, 2, *MORE, long)
-    wait_until((tmp_path / "meetings" / f"{8:09d}" / "change-1").exists, island)
+    wait_until((tmp_path / "meetings" / f"{STEPS:09d}" / "change-1").exists, island)
     kill(tmp_path, 1)  # while both of its processes wait for the other island
     wait_until(lambda: len(events(tmp_path, 1, "launched")) == 2, island)
     assert train(tmp_path, 0, long).status == "finished"
     assert island.wait(timeout=300) == 0
+    assert_leapt_and_met(tmp_path)
     for index in range(2):
-        assert events(tmp_path, index, "met")[-1]["islands"] == {"0": 4, "1": 4}
-        assert_same_bits(state_of(tmp_path, index, STEPS), state_of(trained, index, STEPS))
-
-
-@pytest.mark.slow
-def test_islands_of_processes_meet_and_one_that_is_killed_comes_back(tmp_path, launched):
-    """Nothing but the folder joins the islands, and the others do not wait for the one."""
-    more = ("train.steps=400", "islands.every=10", "islands.patience=3.0", "checkpoint.every=10")
-    both = [launched(tmp_path, index, 1 + index, *more) for index in range(2)]
-    wait_until(lambda: len(events(tmp_path, 1, "met")) >= 3, *both)
-    kill(tmp_path, 1)
-    assert [each.wait(timeout=600) for each in both] == [0, 0]
-    assert len(events(tmp_path, 1, "launched")) == 2
-    assert events(tmp_path, 1, "leapt")
-    assert events(tmp_path, 1, "met")[-1]["islands"] == {"0": 4, "1": 4}
-    assert_same_bits(*(shared(state_of(tmp_path, index, 400, *more)) for index in range(2)))
+        assert_same_bits(state_of(tmp_path, index, STEPS), state_of(back, index, STEPS))
