@@ -85,26 +85,40 @@ def make_copying(setup: Setup, places: PlacesInRow) -> Copying:
 
 
 def _as_row(setup: Setup, places: PlacesInRow, codec: Codec | None, values: Weights) -> OnDevices:
+    """Returns a row on devices. One weight follows the other: on its way each is whole for a moment
+    on every device, and all together might not fit.
+    """
     numbers, scales = {}, {}
+    last = None
     for path in places.starts:
-        flat_n = setup.padding.from_rest(path, values[path]).reshape(-1)
+        x = values[path]
+        if last is not None:
+            x, numbers[last] = jax.lax.optimization_barrier((x, numbers[last]))
+        flat_n = setup.padding.from_rest(path, x).reshape(-1)
         length = places.size_on_devices(path, setup.mesh.size)
         flat_n = jnp.pad(flat_n, (0, length - flat_n.size))
         flat_n = jax.lax.with_sharding_constraint(flat_n, split(setup.mesh))
         numbers[path], scales_b = _encode(codec, flat_n)
         if codec is not None:
             scales[path] = scales_b
+        last = path
     return OnDevices(numbers, scales)
 
 
 def _of_row(setup: Setup, places: PlacesInRow, codec: Codec | None, row: OnDevices) -> Weights:
-    found = {}
-    for path, numbers_n in row.numbers.items():
-        flat_n = numbers_n
+    """Inverts `_as_row`."""
+    found: Weights = {}
+    last = None
+    for path, flat_n in row.numbers.items():
+        if last is not None:
+            flat_n, found[last] = jax.lax.optimization_barrier((flat_n, found[last]))
         if codec is not None:
-            flat_n = _decode(codec, numbers_n[None], row.scales[path][None])[0]
+            flat_n = _decode(codec, flat_n[None], row.scales[path][None])[0]
         x = flat_n[: places.size(path)].reshape(places.shapes[path])
-        found[path] = setup.padding.to_rest(path, x)
+        x = setup.padding.to_rest(path, x)
+        rest = setup.state.params[path].sharding
+        found[path] = jax.lax.with_sharding_constraint(x, rest)
+        last = path
     return found
 
 
