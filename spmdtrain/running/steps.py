@@ -5,7 +5,7 @@ from collections.abc import Callable
 from spmdtrain.inference.tasks import make_evaluate_with_tasks
 from spmdtrain.running.guards.guard import GoBack
 from spmdtrain.running.guards.interrupt import Interrupt
-from spmdtrain.running.islands.island import Leapt, MeetingStep
+from spmdtrain.running.islands.meeting_step import Leapt, MeetingStep
 from spmdtrain.running.outcome import Outcome
 from spmdtrain.running.record.feed import Feed
 from spmdtrain.running.report.reporter import Reporter
@@ -26,10 +26,10 @@ def train_with_returns(session: Session, start: StartingPoint, step: Callable) -
     reporter = session.reporter
     evaluate = make_evaluate_with_tasks(setup, data)
     kept = kept_of(session)
-    if setup.config.islands.are_several:
-        step = MeetingStep(setup, step, reporter)
     state, done, sample = start.state, start.step, start.sample
     with Interrupt(setup.mesh) as interrupt:
+        if setup.config.islands.are_several:
+            step = MeetingStep(setup, step, reporter, interrupt)
         while True:
             saves = Saves(
                 setup,
@@ -40,7 +40,6 @@ def train_with_returns(session: Session, start: StartingPoint, step: Callable) -
                 sample,
                 start.bad_steps,
                 start.early_stop,
-                snapshots=session.finding.snapshots,
             )
             try:
                 with Feed(setup, data, done, sample, reporter.directory) as ahead:
@@ -77,7 +76,7 @@ def train(
     done = int(state.step)
     ending = "finished" if done == config.train.steps else None  # an island may leap there
     with Watch(setup, done, evaluate, saves, reporter, interrupt) as watch:
-        if _evaluates_first(setup) and saves.is_empty:
+        if _evaluates_first(setup) and not saves.checkpoints.steps():
             watch.evaluate(done, state)
         if ending:
             watch.save_if_due(done, state, ending)

@@ -162,6 +162,31 @@ def test_an_island_that_was_away_leaps_and_all_are_equal_at_the_next_meeting(bac
     assert_same_bits(*(shared(state_of(back, index, STEPS)) for index in range(2)))
 
 
+def wait_until(condition, *programs: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert all(each.poll() is None for each in programs) and time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_signal_ends_the_waiting_and_the_meeting_is_taken_later_to_the_bit(trained, tmp_path):
+    as_at(trained, tmp_path, 4)
+    for step in (8, 12):
+        shutil.rmtree(tmp_path / "meetings" / f"{step:09d}")
+
+    def end_while_it_waits():
+        wait_until((tmp_path / "meetings" / f"{8:09d}" / "change-0").exists)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=end_while_it_waits).start()
+    outcome = train(tmp_path, 0, "islands.patience=600.0")
+    assert (outcome.status, outcome.step) == ("preempted", 8)
+    assert int(state_of(tmp_path, 0, 8).items["unmet"]) == 8
+    assert [each.status for each in together(tmp_path)] == ["finished"] * 2
+    for index in range(2):
+        assert_same_bits(state_of(tmp_path, index, STEPS), state_of(trained, index, STEPS))
+
+
 @pytest.fixture
 def launched(request):
     """`launched(root, index, processes, *more)`: an island under a launcher of its own."""
@@ -180,13 +205,6 @@ def launched(request):
         return program
 
     return start
-
-
-def wait_until(condition, *programs: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert all(each.poll() is None for each in programs) and time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def kill(root: Path, index: int) -> None:

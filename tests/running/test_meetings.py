@@ -22,7 +22,7 @@ from spmdtrain.config import ConfigError
 from spmdtrain.config.schema import IslandsConfig
 from spmdtrain.data.source import open_data
 from spmdtrain.running.device_batches import batches
-from spmdtrain.running.islands.folder import overlapping, pieces_of
+from spmdtrain.running.islands.folder import left_in, overlapping
 from spmdtrain.running.islands.island import Island
 from spmdtrain.running.islands.meetings import Meetings, parts_of
 from spmdtrain.train.islands.changes import mean_of
@@ -100,8 +100,8 @@ def test_processes_have_each_number_of_a_row_once_and_find_it_again(sizes, owner
     ]
     ends = sorted({0, places.length, *(cut % places.length for cut in cuts)})
     for first, end in pairwise(ends):
-        pieces = overlapping(pieces_of([Path("here")], [written]), first, end)
-        found = [files[each.process][each.offset :][: each.size] for each in pieces]
+        there = overlapping(left_in([Path("here")], [written]), first, end)
+        found = [files[each.process][each.offset :][: each.size] for each in there]
         assert np.array_equal(np.concatenate(found), np.arange(first, end))
 
 

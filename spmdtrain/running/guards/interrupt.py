@@ -32,6 +32,7 @@ class Interrupt:
 
     def __init__(self, mesh: Mesh):
         self.requested = False  # by a signal
+        self.is_settled = False  # all processes have already agreed to stop because of one
         self._commands = signals.Requests()
         self._mesh = mesh
         self._votes: jax.Array | None = None
@@ -56,6 +57,8 @@ class Interrupt:
         `stop_asked`: a hook of this process asks to stop. Returns why they stop; None if they
         continue.
         """
+        if self.is_settled:
+            return "preempted"
         flags = (self.requested, stop_asked)
         if jax.process_count() > 1:
             earlier = self._votes

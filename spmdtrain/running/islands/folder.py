@@ -77,12 +77,12 @@ class Folder:
         Counts the bytes of those parts that this island has not left itself: they are not `own`.
         """
         abouts = told_by_process_0(lambda: [self.document(part) for part in parts])
-        pieces = pieces_of(parts, [about[RANGES][name] for about in abouts])
+        there = left_in(parts, [about[RANGES][name] for about in abouts])
         found = []
         for first, end in ranges:
-            for piece in overlapping(pieces, first, end):
-                row = self._read(piece, name)
-                self.received += 0 if piece.part in own else row.nbytes
+            for each in overlapping(there, first, end):
+                row = self._read(each, name)
+                self.received += 0 if each.part in own else row.nbytes
                 found.append(row)
         return Held(ranges, joined(found) if found else Row(_NOTHING, _NOTHING))
 
@@ -94,9 +94,9 @@ class Folder:
                     _write(aside / file, content)
                 self.sent += held.row.nbytes
 
-    def _read(self, piece: "Piece", name: str) -> Row:
-        folder, start, stop = self.root / piece.part, piece.offset, piece.offset + piece.size
-        numbers, scales = (folder / each for each in _files(name, piece.process))
+    def _read(self, found: "LeftRange", name: str) -> Row:
+        folder, start, stop = self.root / found.part, found.offset, found.offset + found.size
+        numbers, scales = (folder / each for each in _files(name, found.process))
         if not scales.stat().st_size:
             return Row(_some(numbers, np.dtype(np.float32), start, stop), _NOTHING)
         return Row(
@@ -105,9 +105,9 @@ class Folder:
         )
 
 
-class Piece(NamedTuple):
-    """Numbers of a row, from `first` to `end`, and where they are: in the file of a process, from
-    `offset` on.
+class LeftRange(NamedTuple):
+    """A range of a row, from `first` to `end`, that a process has left: in its file from `offset`
+    on.
     """
 
     first: int
@@ -120,8 +120,8 @@ class Piece(NamedTuple):
     def size(self) -> int:
         return self.end - self.first
 
-    def cut(self, first: int, end: int) -> "Piece":
-        """Returns the numbers of this piece that are between `first` and `end`."""
+    def cut(self, first: int, end: int) -> "LeftRange":
+        """Returns the numbers that are between `first` and `end`."""
         first = max(first, self.first)
         offset = self.offset + first - self.first
         return self._replace(first=first, end=min(end, self.end), offset=offset)
@@ -132,25 +132,26 @@ def _files(name: str, process: int) -> tuple[str, str]:
     return f"{name}.{process}.{NUMBERS}", f"{name}.{process}.{SCALES}"
 
 
-def pieces_of(parts: Sequence[Path], written: Sequence[Sequence[Sequence[Range]]]) -> list[Piece]:
+def left_in(parts: Sequence[Path], written: Sequence[Sequence[Sequence[Range]]]) -> list[LeftRange]:
     """Returns what each process has written of each part, in the order of the row."""
     found = []
     for part, of_part in zip(parts, written, strict=True):
         for process, ranges in enumerate(of_part):
             offset = 0
             for first, end in ranges:
-                found.append(Piece(first, end, part, process, offset))
+                found.append(LeftRange(first, end, part, process, offset))
                 offset += end - first
     return sorted(found)
 
 
-def overlapping(pieces: Sequence[Piece], first: int, end: int) -> Iterator[Piece]:
-    """Yields, in order, what pieces that touch have between two numbers of the row."""
-    at = bisect_right(pieces, first, key=lambda piece: piece.first) - 1
+def overlapping(there: Sequence[LeftRange], first: int, end: int) -> Iterator[LeftRange]:
+    """Yields, in order, what ranges that touch have between two numbers."""
+    at = bisect_right(there, first, key=lambda each: each.first) - 1
     while first < end:
-        yield (piece := pieces[at].cut(first, end))
-        assert piece.first == first < piece.end, f"nothing has number {first} of the row"
-        first, at = piece.end, at + 1
+        found = there[at].cut(first, end)
+        assert found.first == first < found.end, f"nothing has number {first} of the row"
+        yield found
+        first, at = found.end, at + 1
 
 
 def _ranges_of_all(rows: Mapping[str, Held]) -> dict[str, list[Sequence[Range]]]:

@@ -1,4 +1,4 @@
-"""Runs an island: it takes the steps of its run, and meets the others when it is time.
+"""Does the part of an island in the meetings of a run.
 
 The results of meetings stay in the folder. If an island resumes, it repeats its steps up to where
 it was, and each meeting has the same result. If the others have met without it, because it was away
@@ -8,11 +8,9 @@ its own optimizer state.
 An island may have several processes, which take each step and each turn of a meeting together.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,15 +19,12 @@ import numpy as np
 
 from spmdtrain.checkpoints.identity import settings_of
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.processes import pulse
 from spmdtrain.processes.processes import this_process
 from spmdtrain.running.islands.meetings import Meetings, parts_of
-from spmdtrain.running.report.reporter import Reporter
-from spmdtrain.train.batch import Batch
 from spmdtrain.train.islands.changes import Copying, Meet, make_copying, make_meet, mean_of
 from spmdtrain.train.islands.rows import Held, PlacesInRow, to_devices, to_host
 from spmdtrain.train.islands.timetable import Timetable, deal
-from spmdtrain.train.items.outer import MOMENTUM, OUTER
+from spmdtrain.train.items.outer import MOMENTUM, OUTER, UNMET
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
 
@@ -41,15 +36,6 @@ ALONE = (
 IN_COMMON = ("islands.", "model.", "optimizer.", "train.seed", "train.sequence_length")
 # Else a run that begins anew would be given what an earlier one has learned.
 OWN = ("data.", "train.global_batch", "train.init_from")
-
-
-class Leapt(Exception):
-    """The run goes on from `state`, at a later step: others have met without this island."""
-
-    def __init__(self, state: TrainState, step: int):
-        super().__init__(f"on from step {step}")
-        self.state = state
-        self.step = step
 
 
 class Island:
@@ -125,6 +111,19 @@ class Island:
             self._leave_outer(step, state)
         return state, {str(index): weight for index, weight in members.items()}
 
+    def unmet(self, state: TrainState) -> int:
+        """Returns the step of the meeting that a signal has cut short, 0 if none has."""
+        return int(state.items[UNMET.name])
+
+    def with_unmet(self, step: int, state: TrainState) -> TrainState:
+        """Returns the state with a note that the result of this meeting is still to be taken."""
+        note = self._as_step(step)
+        return replace(state, items=state.items | {UNMET.name: note})
+
+    def is_kept(self, step: int) -> bool:
+        """Returns True if the result of this meeting can be taken: the folder still has it."""
+        return self._meetings.has_left(step)
+
     def leap(self, step: int, state: TrainState) -> tuple[TrainState, int]:
         """Returns (state, step) after meetings that the others have held without this island."""
         meetings, table = self._meetings, self._timetable
@@ -133,7 +132,7 @@ class Island:
         if newest <= step or (members is not None and self._settings.index in members):
             return state, step
         reached = step
-        if members is None and (there := meetings.newest_outer()) > step:
+        if (members is None or self.unmet(state)) and (there := meetings.newest_outer()) > step:
             state, reached = self._from_outer(there, state), there
         while (met := table.following(reached)) <= newest:
             found = meetings.members(met)
@@ -143,7 +142,8 @@ class Island:
             reached = met
         if reached == step:
             return state, step
-        state = replace(self._at_outer(state), step=self._as_step(reached))
+        state = self.with_unmet(0, self._at_outer(state))
+        state = replace(state, step=self._as_step(reached))
         self.promise(reached)
         return state, reached
 
@@ -246,71 +246,3 @@ def _settings(setup: Setup, beginnings: tuple[str, ...]) -> dict[str, Any]:
     found = settings_of(setup.config)
     names = [name for name in found if name.startswith(beginnings) and not name.startswith(ALONE)]
     return {name: found[name] for name in names}
-
-
-class MeetingStep:
-    """A step that is followed by a meeting when it is time: call it like the compiled step.
-
-    Raises Leapt, before a step, if the others have met without this island.
-    """
-
-    def __init__(self, setup: Setup, step: Callable[..., Any], reporter: Reporter):
-        settings = setup.config.islands
-        assert settings.directory is not None and settings.index is not None, "the schema asks"
-        self._meetings = Meetings(
-            Path(settings.directory), settings.index, settings.patience, self._waits
-        )
-        self._island = Island(setup, self._meetings)
-        self._step = step
-        self._reporter = reporter
-        self._done = 0
-        self._last: jax.Array | None = None  # the step of the state that it has returned
-        self._told = (0, 0)  # bytes sent and received up to the last meeting
-
-    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Any]:
-        if state.step is not self._last:
-            self._done = int(state.step)
-            self._look(state)
-            self._island.promise(self._done)
-        elif self._island.takes(self._done):
-            self._look(state)
-        state, metrics = self._step(state, batch)
-        self._done += 1
-        state = self._met(state)
-        self._last = state.step
-        return state, metrics
-
-    def _look(self, state: TrainState) -> None:
-        """Raises Leapt if the others have met without this island."""
-        state, reached = self._island.leap(self._done, state)
-        if reached > self._done:
-            line = f"the others have met without this island: on from step {reached}"
-            said = f"step {self._done}: {line}"
-            self._reporter.event("leapt", self._done, said, to_step=reached)
-            raise Leapt(state, reached)
-
-    def _met(self, state: TrainState) -> TrainState:
-        done = self._done
-        if self._island.sends(done):
-            self._island.send(done, state)
-        met = self._island.takes(done)
-        if not met:
-            return state
-        begin = time.perf_counter()
-        state, members = self._island.take(met, state, done)
-        (sent, received), told = self._meetings.traffic(), self._told
-        self._told = sent, received
-        self._reporter.event(
-            "met",
-            done,
-            meeting=met,
-            islands=members,
-            seconds=time.perf_counter() - begin,
-            sent=sent - told[0],
-            received=received - told[1],
-        )
-        return state
-
-    def _waits(self) -> None:
-        """Tells a launcher that this process does not hang."""
-        pulse.tell(pulse.phase().name, self._done)

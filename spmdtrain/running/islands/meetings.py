@@ -87,6 +87,10 @@ class Meetings:
         """Leaves the change of this island; 0 as weight: it has no say."""
         self.folder.leave(_change(step, self._index), {"weight": weight}, {CHANGE: change})
 
+    def has_left(self, step: int) -> bool:
+        """Returns True if the change of this island for this meeting is in the folder."""
+        return told_by_process_0(lambda: self.folder.has(_change(step, self._index)))
+
     def members(self, step: int) -> Members | None:
         """Returns who takes part in the meeting of this step; None if it is not decided."""
         found = told_by_process_0(

@@ -27,7 +27,7 @@ Range = tuple[int, int]  # of the numbers of a row: whole blocks, the first numb
 
 
 class Row(NamedTuple):
-    """Numbers of a row on the host: uint8 with a float32 scale for each block, or float32 without
+    """A part of a row on the host: uint8 with a float32 scale for each block, or float32 without
     scales.
     """
 

@@ -31,6 +31,7 @@ TABLE: tuple[Item, ...] = (
     loss_scale.ITEM,
     outer.OUTER,
     outer.MOMENTUM,
+    outer.UNMET,
     masks.ITEM,
     feedback.ERRORS,
     feedback.FACTORS,

@@ -1,5 +1,8 @@
 """Keeps the outer weights and their momentum, which islands have in common, as items of the state.
 
+A third item is the step of the meeting that a signal has cut short, otherwise 0: the island has
+left its change, and takes the result when it goes on.
+
 Between two meetings an island moves away from the outer weights. Its change is d_i = outer - x_i, a
 gradient of sorts, and the mean change of the islands d moves the outer weights (DiLoCo,
 arXiv:2311.08105):
@@ -18,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from spmdtrain.config.schema import IslandsConfig
-from spmdtrain.train.items.item import Item, Start, Taken, Value, as_parameters
+from spmdtrain.train.items.item import Item, Note, Start, Taken, Value, as_parameters, whole
 
 Weights = dict[str, jax.Array]  # by dotted path of the parameters that are trained, as they rest
 
@@ -52,6 +55,10 @@ def _begin_momentum(start: Start) -> Weights | None:
     return {path: jnp.zeros(start.params[path].shape, jnp.float32) for path in start.learned}
 
 
+def _begin_unmet(start: Start) -> jax.Array | None:
+    return jnp.int32(0) if start.config.islands.are_several else None
+
+
 def _copies(params: Mapping[str, jax.Array], start: Start) -> Weights:
     """Returns float32 copies: a step donates the weights and what follows them apart."""
     return {path: jnp.copy(params[path]).astype(jnp.float32) for path in start.learned}
@@ -63,3 +70,10 @@ def _kept(value: Value, taken: Taken) -> Value:  # noqa: ARG001
 
 OUTER = Item("outer", begin=_begin_outer, rests=as_parameters, update=_kept)
 MOMENTUM = Item("outer_momentum", begin=_begin_momentum, rests=as_parameters, update=_kept)
+UNMET = Item(
+    "unmet",
+    begin=_begin_unmet,
+    rests=whole,
+    update=_kept,
+    note=Note(int, lambda number, _: number),
+)

@@ -1,0 +1,123 @@
+"""Lets a run meet the other islands between its steps."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from spmdtrain.processes import pulse
+from spmdtrain.processes.processes import any_process
+from spmdtrain.running.guards.interrupt import Interrupt
+from spmdtrain.running.islands.island import Island
+from spmdtrain.running.islands.meetings import Meetings
+from spmdtrain.running.report.reporter import Reporter
+from spmdtrain.train.batch import Batch
+from spmdtrain.train.setup import Setup
+from spmdtrain.train.state import TrainState
+
+
+class Leapt(Exception):
+    """The run goes on from `state`, at a later step: others have met without this island."""
+
+    def __init__(self, state: TrainState, step: int):
+        super().__init__(f"on from step {step}")
+        self.state = state
+        self.step = step
+
+
+class CutShort(Exception):
+    """A signal has ended the waiting for other islands."""
+
+
+class MeetingStep:
+    """A step that is followed by a meeting when it is time: call it like the compiled step.
+
+    Raises Leapt, before a step, if the others have met without this island. A signal ends the
+    waiting for others: the state then has a note, and the next call begins with the meeting.
+    """
+
+    def __init__(
+        self, setup: Setup, step: Callable[..., Any], reporter: Reporter, interrupt: Interrupt
+    ):
+        settings = setup.config.islands
+        assert settings.directory is not None and settings.index is not None, "the schema asks"
+        self._meetings = Meetings(
+            Path(settings.directory), settings.index, settings.patience, self._waits
+        )
+        self._island = Island(setup, self._meetings)
+        self._step = step
+        self._reporter = reporter
+        self._interrupt = interrupt
+        self._last_step = setup.config.train.steps
+        self._may_stop = False  # while it waits
+        self._done = 0
+        self._last: jax.Array | None = None  # the step of the state that it has returned
+        self._told = (0, 0)  # bytes sent and received up to the last meeting
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Any]:
+        if state.step is not self._last:
+            self._done = int(state.step)
+            if (met := self._island.unmet(state)) and self._island.is_kept(met):
+                state = self._taken(met, state)
+            self._look(state)
+            self._island.promise(self._done)
+        elif self._island.takes(self._done):
+            self._look(state)
+        state, metrics = self._step(state, batch)
+        self._done += 1
+        state = self._met(state)
+        self._last = state.step
+        return state, metrics
+
+    def _look(self, state: TrainState) -> None:
+        """Raises Leapt if the others have met without this island."""
+        state, reached = self._island.leap(self._done, state)
+        if reached > self._done:
+            line = f"the others have met without this island: on from step {reached}"
+            said = f"step {self._done}: {line}"
+            self._reporter.event("leapt", self._done, said, to_step=reached)
+            raise Leapt(state, reached)
+
+    def _met(self, state: TrainState) -> TrainState:
+        done = self._done
+        if self._island.sends(done):
+            self._island.send(done, state)
+        met = self._island.takes(done)
+        if not met:
+            return state
+        # After the last step nothing would follow in which to take the result.
+        self._may_stop = done < self._last_step
+        try:
+            return self._taken(met, state)
+        except CutShort:
+            return self._island.with_unmet(met, state)
+        finally:
+            self._may_stop = False
+
+    def _taken(self, met: int, state: TrainState) -> TrainState:
+        """Returns the state after the meeting of step `met`. Raises CutShort."""
+        done = self._done
+        begin = time.perf_counter()
+        state, members = self._island.take(met, state, done)
+        state = self._island.with_unmet(0, state)
+        (sent, received), told = self._meetings.traffic(), self._told
+        self._told = sent, received
+        self._reporter.event(
+            "met",
+            done,
+            meeting=met,
+            islands=members,
+            seconds=time.perf_counter() - begin,
+            sent=sent - told[0],
+            received=received - told[1],
+        )
+        return state
+
+    def _waits(self) -> None:
+        """Tells a launcher that this process does not hang. May raise CutShort on a signal."""
+        pulse.tell(pulse.phase().name, self._done)
+        if self._may_stop and any_process(self._interrupt.requested):
+            self._interrupt.is_settled = True
+            raise CutShort
