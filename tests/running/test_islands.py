@@ -39,7 +39,7 @@ SMALL = (
     "checkpoint.keep=20",
     "islands.count=2",
     "islands.every=4",
-    "islands.patience=60.0",
+    "islands.patience=600.0",
 )
 MESHES = ((), ("mesh.fsdp=2",))  # islands need not be alike
 STEPS = 12
@@ -179,7 +179,7 @@ def test_a_signal_ends_the_waiting_and_the_meeting_is_taken_later_to_the_bit(tra
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=end_while_it_waits).start()
-    outcome = train(tmp_path, 0, "islands.patience=600.0")
+    outcome = train(tmp_path, 0)
     assert (outcome.status, outcome.step) == ("preempted", 8)
     assert int(state_of(tmp_path, 0, 8).items["unmet"]) == 8
     assert [each.status for each in together(tmp_path)] == ["finished"] * 2
@@ -217,12 +217,11 @@ def test_an_island_of_two_processes_is_one_of_two_devices_even_if_one_is_killed(
     met_alone, back, tmp_path, launched
 ):
     shutil.copytree(met_alone, tmp_path, dirs_exist_ok=True)
-    long = "islands.patience=600.0"
-    island = launched(tmp_path, 1, 2, *MORE, long)
+    island = launched(tmp_path, 1, 2, *MORE)
     wait_until((tmp_path / "meetings" / f"{STEPS:09d}" / "change-1").exists, island)
     kill(tmp_path, 1)  # while both of its processes wait for the other island
     wait_until(lambda: len(events(tmp_path, 1, "launched")) == 2, island)
-    assert train(tmp_path, 0, long).status == "finished"
+    assert train(tmp_path, 0).status == "finished"
     assert island.wait(timeout=300) == 0
     assert_leapt_and_met(tmp_path)
     for index in range(2):

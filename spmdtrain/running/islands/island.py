@@ -122,7 +122,8 @@ class Island:
 
     def is_kept(self, step: int) -> bool:
         """Returns True if the result of this meeting can be taken: the folder still has it."""
-        return self._meetings.has_left(step)
+        meetings = self._meetings
+        return meetings.members(step) is not None or meetings.has_left(step)
 
     def leap(self, step: int, state: TrainState) -> tuple[TrainState, int]:
         """Returns (state, step) after meetings that the others have held without this island."""
