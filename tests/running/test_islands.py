@@ -143,10 +143,13 @@ def met_alone(trained, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def back(met_alone, tmp_path_factory) -> Path:
-    """Island 1 came back."""
+    """Island 1 came back, and has promised to be at the next meeting."""
     root = tmp_path_factory.mktemp("back")
     shutil.copytree(met_alone, root, dirs_exist_ok=True)
-    assert [each.status for each in together(root)] == ["finished"] * 2
+    with ThreadPoolExecutor(1) as threads:
+        late = threads.submit(train, root, 1)
+        wait_until((root / "meetings" / "promised" / f"{STEPS:09d}-1").exists)
+        assert train(root, 0).status == late.result(timeout=300).status == "finished"
     return root
 
 
