@@ -39,6 +39,7 @@ class Gpu:
     link_bandwidth: float  # to the GPUs of its host
     power: float
     float8: float | None = None  # None: it multiplies no 8-bit floats
+    mxfp8: float | None = None  # None: it does not scale their blocks (OCP MX)
     sheet: str  # the source of these figures
     sources: Mapping[str, str] = field(
         default_factory=dict, compare=False
@@ -175,6 +176,7 @@ _ALL = (
         compute_capability=(10, 0),
         bfloat16=2250e12,
         float8=4500e12,
+        mxfp8=4500e12,
         float32=1125e12,
         cores=148,
         memory=191.5e9,
@@ -192,6 +194,7 @@ _ALL = (
         compute_capability=(10, 0),
         bfloat16=2500e12,
         float8=5000e12,
+        mxfp8=5000e12,
         float32=1250e12,
         cores=148,
         memory=197.5e9,

@@ -32,6 +32,7 @@ from spmdtrain.parallel.axes import Rules
 from spmdtrain.parallel.experts import make_experts
 from spmdtrain.parallel.matmuls.tensor_matmul import (
     make_column_parallel,
+    make_find_parts,
     make_row_parallel,
     no_ring,
 )
@@ -375,11 +376,12 @@ def _whole_batch(rules: Rules) -> Rules:
 
 def _context(rules: Rules, positions_bt: jax.Array) -> ForwardContext:
     constrain = make_constrain(rules)
+    find_parts = make_find_parts(rules)
     return ForwardContext(
         positions_bt,
         constrain=constrain,
-        column_matmul=make_column_parallel(constrain, no_ring),
-        row_matmul=make_row_parallel(constrain, no_ring),
+        column_matmul=make_column_parallel(constrain, no_ring, find_parts=find_parts),
+        row_matmul=make_row_parallel(constrain, no_ring, find_parts=find_parts),
         experts=make_experts(rules),
         local_map=make_local_map(rules),
         lookup=make_lookup(rules),

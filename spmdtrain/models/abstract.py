@@ -25,7 +25,7 @@ from spmdtrain.models.adapters.by_path import with_magnitudes
 from spmdtrain.models.buffer import Buffer, refusing_writes
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.models.context import ForwardContext
-from spmdtrain.models.layers.narrow import narrow
+from spmdtrain.models.layers.narrow import check_blocks, narrow
 from spmdtrain.models.model import LanguageModel
 from spmdtrain.models.projection import FullPrecision, LoadBias, MatmulWeight
 from spmdtrain.models.stack import Stack, frozen_rounds
@@ -162,6 +162,13 @@ class AbstractModel:
         if self.corrupt is not None:
             return "the model corrupts tokens by their place"
         return needs_order(self.bind({}))
+
+    def check_blocks(self, rules: Rules, sequences: int, tokens: int) -> None:
+        """Raises ConfigError where a device's part of a matmul in blocks has no whole ones.
+
+        `sequences`: of a microbatch on all devices; `tokens`: of a sequence.
+        """
+        check_blocks(self.bind({}), rules, sequences, tokens)
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
         """Returns fresh parameters.

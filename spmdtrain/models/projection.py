@@ -16,6 +16,7 @@ from typing import Protocol, runtime_checkable
 import jax
 from flax import nnx
 
+from spmdtrain.config.schema import Narrow
 from spmdtrain.parallel.matmuls.tensor_matmul import Names, TensorMatmul
 
 
@@ -33,12 +34,14 @@ class Product:
     # dropout(x, site, rate): see ForwardContext.dropout
     dropout: Callable[[jax.Array, int, float], jax.Array] = lambda x, _site, _rate: x
 
-    def __call__(self, x: jax.Array, array: jax.Array, *, in_float8: bool = False) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, array: jax.Array, *, narrow: Narrow | None = None
+    ) -> jax.Array:
         """Returns the product of x and the array: [b, t, *f], or [b, t, e] back to the stream.
 
-        `in_float8`: it is multiplied in 8 bits (parallel/matmuls/float8.py).
+        `narrow`: the 8-bit floats in which it is multiplied (parallel/matmuls/float8.py, mxfp8.py).
         """
-        return self.matmul(x, array, self.names, in_float8=in_float8)
+        return self.matmul(x, array, self.names, narrow=narrow)
 
     @property
     def contracted(self) -> int:
@@ -89,7 +92,14 @@ class Float8Weight(MatmulWeight):
     """A `MatmulWeight` that is stored like any other, and multiplied in 8-bit floats."""
 
     def multiply(self, product: Product, x: jax.Array) -> jax.Array:
-        return product(x, self[...], in_float8=True)
+        return product(x, self[...], narrow="float8")
+
+
+class BlockWeight(MatmulWeight):
+    """A `MatmulWeight` that is stored like any other, and multiplied in blocks of 8-bit floats."""
+
+    def multiply(self, product: Product, x: jax.Array) -> jax.Array:
+        return product(x, self[...], narrow="mxfp8")
 
 
 def matmul_weights(model: nnx.Module) -> Iterator[tuple[str, nnx.Module, str]]:

@@ -46,7 +46,7 @@ from spmdtrain.config.schema.optimizer import (
     Sgd,
 )
 from spmdtrain.config.schema.pipeline import PipelineConfig, PipelineSchedule
-from spmdtrain.config.schema.precision import KernelsConfig, PrecisionConfig
+from spmdtrain.config.schema.precision import KernelsConfig, Narrow, PrecisionConfig
 from spmdtrain.config.schema.run import RunConfig, check_config
 from spmdtrain.config.schema.train import SEEDS, BatchStage, DistillConfig, TrainConfig
 from spmdtrain.config.settings import Settings
@@ -78,6 +78,7 @@ __all__ = [
     "MixSource",
     "MultiTokenConfig",
     "Muon",
+    "Narrow",
     "OptimizerConfig",
     "OwnConfig",
     "ParameterGroup",

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from spmdtrain.config.settings import Count, Derived, DerivedOrNone, Settings, Strings
 
 Float = Literal["float32", "bfloat16"]
+Narrow = Literal["float8", "mxfp8"]  # the 8-bit floats of matmuls
 
 
 class PrecisionConfig(Settings):
@@ -19,16 +20,17 @@ class PrecisionConfig(Settings):
         description="dtype of matmuls and activations; float32 is exact: no TF32; float16 scales "
         "the loss",
     )
-    matmul: Literal["compute", "float8"] = Field(
+    matmul: Literal["compute"] | Narrow = Field(
         default="compute",
         description="dtype of the operands of layers' matmuls and of their gradients: as compute "
         "says | 8-bit floats, e4m3, and e5m2 for gradients, scaled by each array's "
-        "largest magnitude (arXiv:2209.05433); attention, embeddings, norms and the "
-        "head stay as compute says",
+        "largest magnitude (arXiv:2209.05433) | 8-bit floats, e4m3, with a scale for each block "
+        "of 32 (MXFP8, arXiv:2506.08027), on GPUs since Blackwell; attention, embeddings, norms "
+        "and the head stay as compute says",
     )
     wide: Strings = Field(
         default=(),
-        description="float8 only: patterns of paths of weights, as `show` prints them, whose "
+        description="float8 and mxfp8 only: patterns of paths of weights, as `show` prints them, whose "
         "matmuls stay as compute says",
     )
     params: Float = Field(
@@ -73,9 +75,9 @@ class PrecisionConfig(Settings):
                 f"precision.rounding='stochastic' belongs to bfloat16, not to {self.params!r}; "
                 "set precision.params='bfloat16'"
             )
-        if self.wide and self.matmul != "float8":
+        if self.wide and self.matmul == "compute":
             raise ValueError(
-                f"precision.wide={','.join(self.wide)} belongs to float8, not to "
+                f"precision.wide={','.join(self.wide)} belongs to float8 and mxfp8, not to "
                 f"{self.matmul!r}; set precision.matmul='float8'"
             )
         for name in ("loss_scale", "loss_scale_steps"):

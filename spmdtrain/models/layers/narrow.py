@@ -1,6 +1,7 @@
 """Marks the weights that [precision] multiplies in 8-bit floats, while the model is built."""
 
 import difflib
+import math
 from fnmatch import fnmatchcase
 
 from flax import nnx
@@ -8,18 +9,24 @@ from flax import nnx
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import PrecisionConfig
 from spmdtrain.models.adapters.adapted import is_of_adapter
-from spmdtrain.models.projection import Float8Weight, matmul_weights
+from spmdtrain.models.projection import BlockWeight, Float8Weight, matmul_weights
+from spmdtrain.parallel.axes import Rules
+from spmdtrain.parallel.matmuls.mxfp8 import BLOCK
+from spmdtrain.parallel.specs import axes_of_dim
+
+KINDS = {"float8": Float8Weight, "mxfp8": BlockWeight}
 
 
 def narrow(model: nnx.Module, precision: PrecisionConfig) -> None:
-    """Puts a `Float8Weight` in place of each `MatmulWeight` that `precision.wide` does not name.
+    """Puts a narrow weight in place of each `MatmulWeight` that `precision.wide` does not name.
 
     Adapters are not narrowed: they are small, and learn from small differences.
 
     Raises ConfigError if a pattern of `precision.wide` names no weight, or if none is left.
     """
-    if precision.matmul != "float8":
+    if precision.matmul == "compute":
         return
+    kind = KINDS[precision.matmul]
     found = {
         path: (module, name)
         for path, module, name in matmul_weights(model)
@@ -29,7 +36,7 @@ def narrow(model: nnx.Module, precision: PrecisionConfig) -> None:
     for path, (module, name) in found.items():
         if not any(fnmatchcase(path, pattern) for pattern in precision.wide):
             weight = getattr(module, name)
-            setattr(module, name, Float8Weight(weight[...], **weight.get_metadata()))
+            setattr(module, name, kind(weight[...], **weight.get_metadata()))
 
 
 def _check(precision: PrecisionConfig, paths: dict) -> None:
@@ -43,7 +50,60 @@ def _check(precision: PrecisionConfig, paths: dict) -> None:
             )
     if all(any(fnmatchcase(path, pattern) for pattern in precision.wide) for path in paths):
         raise ConfigError(
-            "precision.matmul='float8' narrows no matmul of this model",
+            f"precision.matmul={precision.matmul!r} narrows no matmul of this model",
             found=f"precision.wide={','.join(precision.wide)}" if paths else "no MatmulWeight",
             fix="--set precision.matmul=compute",
         )
+
+
+def check_blocks(model: nnx.Module, rules: Rules, sequences: int, tokens: int) -> None:
+    """Raises ConfigError where a device's part of a contracted dim does not consist of blocks.
+
+    Each dim of a matmul is contracted: two of them by the gradients, tokens among them.
+    `sequences`: of a microbatch on all devices; `tokens`: of a sequence.
+    """
+    weights = [
+        (path, getattr(module, name))
+        for path, module, name in matmul_weights(model)
+        if isinstance(getattr(module, name), BlockWeight)
+    ]
+    if not weights:
+        return
+    (batch, time) = rules.activation_spec(("batch", "time"), (sequences, tokens))
+    on_device = sequences * tokens // _ways(rules, batch, time)
+    if on_device % BLOCK:
+        raise ConfigError(
+            "precision.matmul='mxfp8': the tokens of a microbatch on a device are no multiple of "
+            f"{BLOCK}",
+            found=f"{on_device} tokens",
+            fix="another train.microbatch or train.sequence_length",
+        )
+    for path, weight in weights:
+        for what, size in _contracted(weight, rules).items():
+            if size % BLOCK:
+                raise ConfigError(
+                    f"precision.matmul='mxfp8': {path} has {size} {what} on a device, no "
+                    f"multiple of {BLOCK}",
+                    fix=f"--set precision.wide={path}",
+                )
+
+
+def _contracted(weight: nnx.Variable, rules: Rules) -> dict[str, int]:
+    """Returns how many rows and columns of a weight a device multiplies."""
+    dims = [
+        (name, size)
+        for name, size in zip(weight.out_sharding, weight.shape, strict=True)
+        if name != "layer"
+    ]
+    back_to_stream = dims[-1][0] == "embed" and dims[0][0] != "embed"
+    stream = dims.pop(-1 if back_to_stream else 0)[1]
+    names, shape = zip(*dims, strict=True)
+    ways = _ways(rules, *rules.activation_spec(names, shape))
+    wide = math.prod(shape) // ways
+    rows, columns = (wide, stream) if back_to_stream else (stream, wide)
+    return {"rows": rows, "columns": columns}
+
+
+def _ways(rules: Rules, *dims) -> int:
+    """Returns the devices among which the dims of a spec are split."""
+    return math.prod(rules.sizes[axis] for dim in dims for axis in axes_of_dim(dim))

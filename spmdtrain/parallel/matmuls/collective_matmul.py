@@ -23,48 +23,27 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.partition import locally
-from spmdtrain.parallel.matmuls import float8
-from spmdtrain.parallel.specs import axes_of_dim
+from spmdtrain.config.schema import Narrow
+from spmdtrain.parallel.matmuls import float8, mxfp8
+from spmdtrain.parallel.matmuls.parts import Parts
 
 
-@dataclass(frozen=True)
-class Ring:
+@dataclass(frozen=True, kw_only=True)
+class Ring(Parts):
     """The devices along `axis`, and the specs of a matmul's arrays.
 
-    stream: of x [b, t, e]; `axis` is the minor axis that splits its tokens.
+    tokens: of x [b, t, e]; `axis` is the minor axis that splits its tokens.
     wide: of h [b, t, *f]; `axis` splits one of f, and not the tokens.
-    in_float8: pieces are multiplied in 8 bits, each with its own scale (float8.py).
+    narrow: the 8-bit floats in which pieces are multiplied, each scaled by itself.
     """
 
     axis: str
-    stream: P
-    wide: P
-    in_float8: bool = False
+    tokens: P
+    narrow: Narrow | None = None
 
     @property
     def size(self) -> int:
         return jax.sharding.get_abstract_mesh().shape[self.axis]
-
-    @property
-    def column(self) -> P:
-        """The spec of a weight [c, e, *f]."""
-        return P(self.token_axes or None, None, *self.wide[2:])
-
-    @property
-    def row(self) -> P:
-        """The spec of a weight [c, *f, e]."""
-        return P(self.token_axes or None, *self.wide[2:], None)
-
-    @property
-    def token_axes(self) -> tuple[str, ...]:
-        """The axes whose devices have different tokens, and each its own copy of a weight."""
-        return (*axes_of_dim(self.wide[0]), *axes_of_dim(self.wide[1]))
-
-    def copy(self, weight: jax.Array) -> jax.Array:
-        """Returns the copies [c, ...] of a weight; the backward pass sums their gradients."""
-        sizes = jax.sharding.get_abstract_mesh().shape
-        count = math.prod(sizes[axis] for axis in self.token_axes)
-        return jnp.broadcast_to(weight, (count, *weight.shape))
 
 
 def gather_matmul(x: jax.Array, weight: jax.Array, ring: Ring) -> jax.Array:
@@ -88,7 +67,7 @@ def _gather_and_multiply(x: jax.Array, weight: jax.Array, ring: Ring) -> jax.Arr
         y, _ = _gather_pieces(x, _as_matrix(weight, 1), ring, float8.VALUES)
         return y.reshape(*y.shape[:2], *weight.shape[2:])
 
-    return locally(local, (ring.stream, ring.column), ring.wide)(x, weight)
+    return locally(local, (ring.tokens, ring.column), ring.wide)(x, weight)
 
 
 def _gather_and_multiply_forward(x: jax.Array, weight: jax.Array, ring: Ring):
@@ -102,8 +81,8 @@ def _gather_and_multiply_backward(ring: Ring, kept, dy: jax.Array):
         dx, whole = _scatter_and_gather_pieces(dy, _as_matrix(weight, 1).T, x, ring)
         return dx, _weight_gradient(whole, dy, weight, ring)
 
-    specs = (ring.stream, ring.column, ring.wide)
-    return locally(local, specs, (ring.stream, ring.column))(*kept, dy)
+    specs = (ring.tokens, ring.column, ring.wide)
+    return locally(local, specs, (ring.tokens, ring.column))(*kept, dy)
 
 
 _gather_and_multiply.defvjp(_gather_and_multiply_forward, _gather_and_multiply_backward)
@@ -117,7 +96,7 @@ def _multiply_and_scatter(h: jax.Array, weight: jax.Array, ring: Ring) -> jax.Ar
     def local(h: jax.Array, weight: jax.Array) -> jax.Array:
         return _scatter_pieces(_as_matrices(h), _as_matrix(weight, weight.ndim - 2), ring)
 
-    return locally(local, (ring.wide, ring.row), ring.stream)(h, weight)
+    return locally(local, (ring.wide, ring.row), ring.tokens)(h, weight)
 
 
 def _multiply_and_scatter_forward(h: jax.Array, weight: jax.Array, ring: Ring):
@@ -130,7 +109,7 @@ def _multiply_and_scatter_backward(ring: Ring, kept, dy: jax.Array):
         dh, whole = _gather_pieces(dy, matrix.T, ring, float8.GRADIENTS)
         return dh.reshape(h.shape), _weight_gradient(_as_matrices(h), whole, weight, ring)
 
-    specs = (ring.wide, ring.row, ring.stream)
+    specs = (ring.wide, ring.row, ring.tokens)
     return locally(local, specs, (ring.wide, ring.row))(*kept, dy)
 
 
@@ -146,7 +125,7 @@ def _gather_pieces(
     """Returns `x @ matrix` [b, t, f] for the tokens of all devices, and their x [b, t, e].
 
     Pieces travel down the ring: device i multiplies those of i, i + 1, ...
-    `numbers`: the format of x in 8 bits.
+    `numbers`: the format of x in float8.
     """
     here = jax.lax.axis_index(ring.axis)
     batch, rows, width = x.shape
@@ -212,8 +191,10 @@ def _matmul_beside(
 
 
 def _multiply(piece: jax.Array, matrix: jax.Array, ring: Ring, numbers: Any) -> jax.Array:
-    if not ring.in_float8:
+    if ring.narrow is None:
         return piece @ matrix
+    if ring.narrow == "mxfp8":
+        return mxfp8.matmul(piece, matrix)
     a, b = float8.scaled(piece, numbers), float8.scaled(matrix, float8.VALUES)
     return float8.dot(a, b, (piece.ndim - 1,), (0,), piece.dtype)
 
@@ -238,8 +219,10 @@ def _put(x: jax.Array, piece: jax.Array, place: jax.Array, ring: Ring) -> jax.Ar
 
 def _weight_gradient(x: jax.Array, dy: jax.Array, weight: jax.Array, ring: Ring) -> jax.Array:
     """Returns the gradient of `x @ weight` from this device's tokens."""
-    if not ring.in_float8:
+    if ring.narrow is None:
         return jnp.einsum("bti,bto->io", x, dy).reshape(weight.shape)
+    if ring.narrow == "mxfp8":
+        return mxfp8.weight_gradient(x, dy).reshape(weight.shape)
     a, b = float8.scaled(x, float8.VALUES), float8.scaled(dy, float8.GRADIENTS)
     return float8.dot(a, b, (0, 1), (0, 1), dy.dtype).reshape(weight.shape)
 

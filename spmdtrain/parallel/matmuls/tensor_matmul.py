@@ -20,27 +20,35 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.partition import axes_of
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.schema import RunConfig
+from spmdtrain.config.schema import Narrow, RunConfig
 from spmdtrain.parallel.axes import STREAM, Rules
 from spmdtrain.parallel.copies import Dot, multiply_copies
-from spmdtrain.parallel.matmuls import float8
+from spmdtrain.parallel.matmuls import float8, mxfp8
 from spmdtrain.parallel.matmuls.collective_matmul import Ring, gather_matmul, matmul_scatter
+from spmdtrain.parallel.matmuls.parts import Parts
 from spmdtrain.parallel.specs import axes_of_dim
 
 SAVED = "tensor_matmul"  # the checkpoint_name of a product, for remat "dots"
 
 Names = Sequence[str | None]  # the logical axes of f
 FindRing = Callable[[tuple[int, ...], tuple[int, ...], Names], Ring | None]
+FindParts = Callable[[tuple[int, ...], Names], Parts]
+
+
+def whole(*_: Any) -> Parts:
+    """Returns the parts of arrays that nothing splits: the default of `find_parts`."""
+    return Parts(wide=P(None, None))
 
 
 class TensorMatmul(Protocol):
-    """A matmul between the residual stream and f. `in_float8`: its numbers have 8 bits."""
+    """A matmul between the residual stream and f. `narrow`: its 8-bit floats, if it has them."""
 
     def __call__(
-        self, x: jax.Array, weight: jax.Array, names: Names, /, *, in_float8: bool = False
+        self, x: jax.Array, weight: jax.Array, names: Names, /, *, narrow: Narrow | None = None
     ) -> jax.Array: ...
 
 
@@ -48,12 +56,14 @@ def make_column_parallel(
     constrain: Callable[..., jax.Array],
     find_ring: FindRing,
     *,
+    find_parts: FindParts = whole,
     gathers_again: bool = False,
     copies: int = 1,
     local: bool = False,
 ) -> TensorMatmul:
     """Returns `column_parallel(x [b, t, e], weight [e, *f], names of f) -> [b, t, *f]`.
 
+    `find_parts(shape of h [b, t, *f], names of f)`: see `Parts`; asked for blocks only.
     `gathers_again`: when tokens are gathered, a device keeps only its own for the backward pass,
     and gathers again there (arXiv:2205.05198, section 4.2.2).
     `copies`: the weight may also have that many copies, [copies, e, *f].
@@ -71,19 +81,25 @@ def make_column_parallel(
         multiply_each = jax.checkpoint(multiply_each, prevent_cse=False, static_argnums=2)
 
     def column_parallel(
-        x: jax.Array, weight: jax.Array, names: Names, *, in_float8: bool = False
+        x: jax.Array, weight: jax.Array, names: Names, *, narrow: Narrow | None = None
     ) -> jax.Array:
         has_copies = _has_copies(weight, names, copies)
         width = weight.shape[2:] if has_copies else weight.shape[1:]
-        ring = find_ring(x.shape, (*x.shape[:2], *width), names)
+        wide_shape = (*x.shape[:2], *width)
+        ring = find_ring(x.shape, wide_shape, names)
         if ring is not None:
             weights = weight if has_copies else ring.copy(weight)
-            y = gather_matmul(x, weights, replace(ring, in_float8=in_float8))
+            y = gather_matmul(x, weights, replace(ring, narrow=narrow))
             return checkpoint_name(y, SAVED)
-        dot = _dot(in_float8, local)
+        if narrow == "mxfp8":
+            parts = find_parts(wide_shape, names)
+            weights = weight if has_copies else parts.copy(weight)
+            y = multiply(x, weights, parts.from_stream(mxfp8.tensordot))
+            return checkpoint_name(y, SAVED)
+        dot = _dot(narrow, local)
         if has_copies:
             return checkpoint_name(multiply_each(x, weight, dot), SAVED)
-        return _saved(multiply(x, weight, dot), in_float8)
+        return _saved(multiply(x, weight, dot), narrow)
 
     return column_parallel
 
@@ -92,37 +108,46 @@ def make_row_parallel(
     constrain: Callable[..., jax.Array],
     find_ring: FindRing,
     *,
+    find_parts: FindParts = whole,
     copies: int = 1,
     local: bool = False,
 ) -> TensorMatmul:
     """Returns `row_parallel(h [b, t, *f], weight [*f, e], names of f) -> [b, t, e]`.
 
+    `find_parts(shape of h [b, t, *f], names of f)`: see `Parts`; asked for blocks only.
     `copies`: the weight may also have that many copies, [copies, *f, e].
     `local`: no mesh axis that is left to XLA splits an array of the matmul.
     """
 
     def row_parallel(
-        h: jax.Array, weight: jax.Array, names: Names, *, in_float8: bool = False
+        h: jax.Array, weight: jax.Array, names: Names, *, narrow: Narrow | None = None
     ) -> jax.Array:
         has_copies = _has_copies(weight, names, copies)
         ring = find_ring((*h.shape[:2], weight.shape[-1]), h.shape, names)
         if ring is not None:
             weights = weight if has_copies else ring.copy(weight)
-            y = matmul_scatter(h, weights, replace(ring, in_float8=in_float8))
+            y = matmul_scatter(h, weights, replace(ring, narrow=narrow))
             return checkpoint_name(y, SAVED)
-        dot = _dot(in_float8, local)
+        if narrow == "mxfp8":
+            parts = find_parts(h.shape, names)
+            weights = weight if has_copies else parts.copy(weight)
+            y = parts.to_stream(mxfp8.tensordot)(h, weights, len(names))
+            return checkpoint_name(constrain(y, *STREAM), SAVED)
+        dot = _dot(narrow, local)
         if has_copies:
             y = constrain(multiply_copies(h, weight, weight.ndim - 2, dot), *STREAM)
             return checkpoint_name(y, SAVED)
         y = constrain(dot(h, weight, weight.ndim - 1), *STREAM)
-        return _saved(y, in_float8)
+        return _saved(y, narrow)
 
     return row_parallel
 
 
-def _dot(in_float8: bool, local: bool) -> Dot:
-    dot: Any = float8.tensordot if in_float8 else local_tensordot if local else jnp.tensordot
-    return dot
+def _dot(narrow: Narrow | None, local: bool) -> Dot:
+    if narrow == "float8":
+        dot: Any = float8.tensordot
+        return dot
+    return local_tensordot if local else jnp.tensordot
 
 
 def local_tensordot(x: jax.Array, weight: jax.Array, contracted: int) -> jax.Array:
@@ -139,9 +164,9 @@ def local_tensordot(x: jax.Array, weight: jax.Array, contracted: int) -> jax.Arr
     return y.reshape(*rows, *weight.shape[contracted:])
 
 
-def _saved(y: jax.Array, in_float8: bool) -> jax.Array:
+def _saved(y: jax.Array, narrow: Narrow | None) -> jax.Array:
     """Returns y, with a name for remat if it comes from a custom rule, which hides its dot."""
-    return checkpoint_name(y, SAVED) if in_float8 else y
+    return checkpoint_name(y, SAVED) if narrow is not None else y
 
 
 def _has_copies(weight: jax.Array, names: Names, copies: int) -> bool:
@@ -159,8 +184,12 @@ def check_matmuls(config: RunConfig, rules: Rules, mesh: Mesh | AbstractMesh) ->
     """Refuses kinds of matmul that the devices or the rules do not allow."""
     if config.mesh.collective_matmul:
         _check_collective_matmul(rules)
-    if config.precision.matmul == "float8" and isinstance(mesh, Mesh):
-        float8.check_float8(mesh.devices.flat[0].device_kind)
+    if isinstance(mesh, Mesh):
+        device_kind = mesh.devices.flat[0].device_kind
+        if config.precision.matmul == "float8":
+            float8.check_float8(device_kind)
+        if config.precision.matmul == "mxfp8":
+            mxfp8.check_mxfp8(device_kind)
 
 
 def _check_collective_matmul(rules: Rules) -> None:
@@ -195,10 +224,22 @@ def make_find_ring(rules: Rules, manual: Sequence[str] = ()) -> FindRing:
         gathered = axes_of_dim(stream[1]) == (*axes_of_dim(wide[1]), "tensor")
         between = axes_of(stream) ^ axes_of(wide)
         if gathered and "tensor" in axes_of(wide) and not between:
-            return Ring("tensor", stream, wide)
+            return Ring(axis="tensor", tokens=stream, wide=wide)
         return None
 
     return find_ring
+
+
+def make_find_parts(rules: Rules, manual: Sequence[str] = ()) -> FindParts:
+    """Returns `find_parts(shape of h [b, t, *f], names of f)`, by the rules of activations.
+
+    `manual`: the manual axes of the surrounding region.
+    """
+
+    def find_parts(wide_shape: tuple[int, ...], names: Names) -> Parts:
+        return Parts(wide=rules.activation_spec(("batch", "time", *names), wide_shape, drop=manual))
+
+    return find_parts
 
 
 def no_ring(stream_shape: tuple[int, ...], wide_shape: tuple[int, ...], names: Names) -> None:

@@ -40,6 +40,7 @@ class Hardware:
     network_latency: float = 8e-6
     power_limit: float = 0.0  # watts, if below `power`
     float8: float = 0.0  # dense matrix FLOP/s; 0: it multiplies no 8-bit floats
+    mxfp8: float = 0.0  # the same of 8-bit floats in blocks
     matmul: float = (
         0.75  # measured share of peak of the best shape of a matmul; 0.75 if never measured
     )
@@ -51,14 +52,16 @@ class Hardware:
         Under a limit the clock falls: dynamic power goes as f V^2, and near the top of the curve V
         goes about as f^(1/2), hence f as P^(1/2).
         """
-        if dtype == "float8" and not self.float8:
+        peaks = {"float32": self.float32, "float8": self.float8, "mxfp8": self.mxfp8}
+        peak = peaks.get(dtype, self.bfloat16)
+        if not peak:
+            what = "8-bit floats" if dtype == "float8" else "blocks of 8-bit floats"
             raise ConfigError(
-                f"precision.matmul='float8': no rate of 8-bit floats is known for {self.name}",
-                fix="--set precision.matmul=compute, or float8 in the file of the hardware",
+                f"precision.matmul={dtype!r}: no rate of {what} is known for {self.name}",
+                fix=f"--set precision.matmul=compute, or {dtype} in the file of the hardware",
             )
         limited = min(1.0, (self.power_limit or self.power) / self.power) ** 0.5
-        peaks = {"float32": self.float32, "float8": self.float8}
-        return limited * peaks.get(dtype, self.bfloat16)
+        return limited * peak
 
 
 MEASURED = (
@@ -121,6 +124,7 @@ def _in_its_box(gpu: Gpu) -> Hardware:
         per_host=box.per_host,
         power=gpu.power,
         float8=gpu.float8 or 0.0,
+        mxfp8=gpu.mxfp8 or 0.0,
         matmul=box.matmul,
         sources={**dict.fromkeys(figures, gpu.sheet), **gpu.sources, **box.sources},
     )

@@ -594,7 +594,7 @@ class Workload:
 
 
 def bytes_of(dtype: str) -> int:
-    return {"float32": 4, "float8": 1}.get(dtype, 2)
+    return {"float32": 4, "float8": 1, "mxfp8": 1}.get(dtype, 2)
 
 
 def model_shape(config: RunConfig) -> ModelShape:

@@ -5,6 +5,7 @@ table.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from spmdtrain.parallel.axes import Rules
 from spmdtrain.parallel.experts import make_experts
 from spmdtrain.parallel.matmuls.tensor_matmul import (
     make_column_parallel,
+    make_find_parts,
     make_find_ring,
     make_row_parallel,
     no_ring,
@@ -72,10 +74,13 @@ def make_context(setup: Setup) -> Callable[..., ForwardContext]:
     local = setup.mesh.devices.flat[0].platform == "cpu" and all(
         size == 1 or axis in MANUAL_AXES for axis, size in rules.sizes.items()
     )
-    column_parallel = make_column_parallel(
-        constrain, find_ring, gathers_again=gathers_again, copies=copies, local=local
-    )
-    row_parallel = make_row_parallel(constrain, find_ring, copies=copies, local=local)
+    how: dict[str, Any] = {
+        "find_parts": make_find_parts(rules, MANUAL_AXES),
+        "copies": copies,
+        "local": local,
+    }
+    column_parallel = make_column_parallel(constrain, find_ring, gathers_again=gathers_again, **how)
+    row_parallel = make_row_parallel(constrain, find_ring, **how)
     factor = {"factor": experts.bucket_factor} if experts else {}
     through_experts = make_experts(rules, MANUAL_AXES, **factor)
 

@@ -50,6 +50,7 @@ def setup_alone(
     )
     model, update_rules = with_rules(config, model)
     check_frozen(config, model)
+    model.check_blocks(rules, batch_shape.sequences, config.train.sequence_length)
     token_loss.check_multi_token(config, model)
     loss = token_loss.choose(config, loss)
     specs, padding, state = lay_to_rest(config, mesh, model, update_rules, config.train.zero)
