@@ -83,6 +83,7 @@ OPTIONS = (
         0.002,
     ),
     Option("8-bit matmuls", (*BFLOAT16, "precision.matmul=float8"), 0.005, BFLOAT16),
+    Option("8-bit matmuls in blocks", (*BFLOAT16, "precision.matmul=mxfp8"), 0.005, BFLOAT16),
     Option("gradients in int8", (*DATA, "compression.codec=int8"), 0.005, DATA),
     Option("gradients in float8", (*DATA, "compression.codec=float8"), 0.005, DATA),
     Option("gradients as factors of rank 4", (*DATA, "compression.codec=lowrank"), 0.02, DATA),

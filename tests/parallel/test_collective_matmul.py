@@ -21,8 +21,12 @@ from spmdtrain.planner.cost.workload import workload_of
 from spmdtrain.planner.traffic import needed_traffic
 
 RINGS = {  # devices of context -> ring
-    1: Ring("tensor", P(None, "tensor", None), P(None, None, "tensor", None)),
-    2: Ring("tensor", P(None, ("context", "tensor"), None), P(None, "context", "tensor", None)),
+    1: Ring(axis="tensor", tokens=P(None, "tensor", None), wide=P(None, None, "tensor", None)),
+    2: Ring(
+        axis="tensor",
+        tokens=P(None, ("context", "tensor"), None),
+        wide=P(None, "context", "tensor", None),
+    ),
 }
 SEQUENCE_PARALLEL = ("mesh.tensor=4", "rules.activations.stream_time=context,tensor")
 COLLECTIVE = (*SEQUENCE_PARALLEL, "mesh.collective_matmul=true")

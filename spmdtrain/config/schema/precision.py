@@ -30,8 +30,8 @@ class PrecisionConfig(Settings):
     )
     wide: Strings = Field(
         default=(),
-        description="float8 and mxfp8 only: patterns of paths of weights, as `show` prints them, whose "
-        "matmuls stay as compute says",
+        description="float8 and mxfp8 only: patterns of paths of weights, as `show` prints them, "
+        "whose matmuls stay as compute says",
     )
     params: Float = Field(
         default="float32", description="dtype of master weights and optimizer state"
