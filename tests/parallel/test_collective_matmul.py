@@ -21,10 +21,10 @@ from spmdtrain.planner.cost.workload import workload_of
 from spmdtrain.planner.traffic import needed_traffic
 
 RINGS = {  # devices of context -> ring
-    1: Ring(axis="tensor", tokens=P(None, "tensor", None), wide=P(None, None, "tensor", None)),
+    1: Ring(axis="tensor", stream=P(None, "tensor", None), wide=P(None, None, "tensor", None)),
     2: Ring(
         axis="tensor",
-        tokens=P(None, ("context", "tensor"), None),
+        stream=P(None, ("context", "tensor"), None),
         wide=P(None, "context", "tensor", None),
     ),
 }

@@ -32,13 +32,13 @@ from spmdtrain.parallel.matmuls.parts import Parts
 class Ring(Parts):
     """The devices along `axis`, and the specs of a matmul's arrays.
 
-    tokens: of x [b, t, e]; `axis` is the minor axis that splits its tokens.
+    stream: of x [b, t, e]; `axis` is the minor axis that splits its tokens.
     wide: of h [b, t, *f]; `axis` splits one of f, and not the tokens.
     narrow: the 8-bit floats in which pieces are multiplied, each scaled by itself.
     """
 
     axis: str
-    tokens: P
+    stream: P
     narrow: Narrow | None = None
 
     @property
@@ -67,7 +67,7 @@ def _gather_and_multiply(x: jax.Array, weight: jax.Array, ring: Ring) -> jax.Arr
         y, _ = _gather_pieces(x, _as_matrix(weight, 1), ring, float8.VALUES)
         return y.reshape(*y.shape[:2], *weight.shape[2:])
 
-    return locally(local, (ring.tokens, ring.column), ring.wide)(x, weight)
+    return locally(local, (ring.stream, ring.column), ring.wide)(x, weight)
 
 
 def _gather_and_multiply_forward(x: jax.Array, weight: jax.Array, ring: Ring):
@@ -81,8 +81,8 @@ def _gather_and_multiply_backward(ring: Ring, kept, dy: jax.Array):
         dx, whole = _scatter_and_gather_pieces(dy, _as_matrix(weight, 1).T, x, ring)
         return dx, _weight_gradient(whole, dy, weight, ring)
 
-    specs = (ring.tokens, ring.column, ring.wide)
-    return locally(local, specs, (ring.tokens, ring.column))(*kept, dy)
+    specs = (ring.stream, ring.column, ring.wide)
+    return locally(local, specs, (ring.stream, ring.column))(*kept, dy)
 
 
 _gather_and_multiply.defvjp(_gather_and_multiply_forward, _gather_and_multiply_backward)
@@ -96,7 +96,7 @@ def _multiply_and_scatter(h: jax.Array, weight: jax.Array, ring: Ring) -> jax.Ar
     def local(h: jax.Array, weight: jax.Array) -> jax.Array:
         return _scatter_pieces(_as_matrices(h), _as_matrix(weight, weight.ndim - 2), ring)
 
-    return locally(local, (ring.wide, ring.row), ring.tokens)(h, weight)
+    return locally(local, (ring.wide, ring.row), ring.stream)(h, weight)
 
 
 def _multiply_and_scatter_forward(h: jax.Array, weight: jax.Array, ring: Ring):
@@ -109,7 +109,7 @@ def _multiply_and_scatter_backward(ring: Ring, kept, dy: jax.Array):
         dh, whole = _gather_pieces(dy, matrix.T, ring, float8.GRADIENTS)
         return dh.reshape(h.shape), _weight_gradient(_as_matrices(h), whole, weight, ring)
 
-    specs = (ring.wide, ring.row, ring.tokens)
+    specs = (ring.wide, ring.row, ring.stream)
     return locally(local, specs, (ring.wide, ring.row))(*kept, dy)
 
 

@@ -48,7 +48,7 @@ class Parts:
         return tuple(sorted(axes_of(self.wide) - set(self.token_axes)))
 
     @property
-    def stream(self) -> P:
+    def stream_parts(self) -> P:
         """The spec of copies, or parts, of the stream [p, b, t, e]."""
         return P(self.wide_axes or None, *self.wide[:2], None)
 
@@ -63,7 +63,7 @@ class Parts:
             return dot(x[0], weights[0], 1)
 
         def multiply(x: jax.Array, weights: jax.Array, _: int) -> jax.Array:
-            run = locally(local, (self.stream, self.column), self.wide)
+            run = locally(local, (self.stream_parts, self.column), self.wide)
             return run(_copies(x, self.wide_axes), weights)
 
         return multiply
@@ -75,7 +75,7 @@ class Parts:
             def local(h: jax.Array, weights: jax.Array) -> jax.Array:
                 return dot(h, weights[0], contracted)[None]
 
-            run: Callable = locally(local, (self.wide, self.row), self.stream)
+            run: Callable = locally(local, (self.wide, self.row), self.stream_parts)
             return jax.lax.reduce_sum(run(h, weights), (0,))
 
         return multiply

@@ -224,7 +224,7 @@ def make_find_ring(rules: Rules, manual: Sequence[str] = ()) -> FindRing:
         gathered = axes_of_dim(stream[1]) == (*axes_of_dim(wide[1]), "tensor")
         between = axes_of(stream) ^ axes_of(wide)
         if gathered and "tensor" in axes_of(wide) and not between:
-            return Ring(axis="tensor", tokens=stream, wide=wide)
+            return Ring(axis="tensor", stream=stream, wide=wide)
         return None
 
     return find_ring
