@@ -1,13 +1,15 @@
 """Matmuls in blocks of 8-bit floats: the bits of the formula, exact products, NaN for a NaN."""
 
 import importlib.util
+from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain.config import ConfigError
@@ -115,34 +117,48 @@ def test_what_is_not_finite_is_seen_in_the_product_and_the_gradients(bad):
     assert np.isnan(dw[40]).all()
 
 
-@pytest.mark.parametrize("way", [gather_matmul, matmul_scatter])
-def test_pieces_of_a_collective_matmul_have_the_numbers_of_the_whole(way):
+def ring_of(way: str) -> tuple[Ring, Callable[..., jax.Array]]:
+    """A ring over both axes of tokens, and its matmul of x and the copies of a weight."""
     ring = Ring(
-        axis="tensor", stream=P(None, "tensor"), wide=P(None, None, "tensor"), narrow="mxfp8"
+        axis="tensor",
+        stream=P(None, ("context", "tensor")),
+        wide=P(None, "context", "tensor"),
+        narrow="mxfp8",
     )
-    stream, wide = drawn((64, 32), (64, 64), seed=2)
-    stream, wide = stream.reshape(2, 32, 32), wide.reshape(2, 32, 64)
-    (w,) = drawn((32, 64))
-    gathers = way is gather_matmul
-    x, dy = (stream, wide) if gathers else (wide, stream)
-    w = w if gathers else w.T
+    if way in ("gathered in pieces", "scattered in pieces"):
+        multiply = gather_matmul if way == "gathered in pieces" else matmul_scatter
+        return ring, lambda x, w: multiply(x, w, ring)
+    on_parts = ring.from_stream if way == "from the stream" else ring.to_stream
+    return ring, lambda x, w: on_parts(mxfp8.tensordot)(x, w, 1)
+
+
+@pytest.mark.parametrize(
+    "way", ["gathered in pieces", "scattered in pieces", "from the stream", "to the stream"]
+)
+def test_a_mesh_has_the_numbers_of_one_device(way):
+    """Each device rounds its own parts, and no block lies on two."""
+    ring, multiply = ring_of(way)
+    stream, wide, w = drawn((128, 32), (128, 64), (32, 64))
+    stream, wide = stream.reshape(2, 64, 32), wide.reshape(2, 64, 64)
+    gathers = way in ("gathered in pieces", "from the stream")
+    x, w, dy = (stream, w, wide) if gathers else (wide, w.T, stream)
 
     def run(multiply, x, w, dy):
         y, pull = jax.vjp(multiply, x, w)
         return y, *pull(dy)
 
-    want = jax.jit(lambda *each: run(lambda x, w: mxfp8.tensordot(x, w, 1), *each))(x, w, dy)
-    mesh = jax.make_mesh((2,), ("tensor",))
+    want = jax.jit(partial(run, lambda x, w: mxfp8.tensordot(x, w, 1)))(x, w, dy)
     specs = (ring.stream, P(None, "tensor"), ring.wide)
     if not gathers:
         specs = (ring.wide, P("tensor"), ring.stream)
+    automatic = (AxisType.Auto, AxisType.Auto)
+    mesh = jax.make_mesh((2, 2), ("context", "tensor"), axis_types=automatic)
     with jax.set_mesh(mesh):
         placed = [
             jax.device_put(each, NamedSharding(mesh, spec))
             for each, spec in zip((x, w, dy), specs, strict=True)
         ]
-        multiply = lambda x, w: way(x, ring.copy(w), ring)  # noqa: E731
-        found = jax.jit(lambda *each: run(multiply, *each))(*placed)
+        found = jax.jit(partial(run, lambda x, w: multiply(x, ring.copy(w))))(*placed)
     for ours, theirs in zip(found, want, strict=True):
         size = np.max(np.abs(theirs))
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6 * size)

@@ -20,7 +20,7 @@ class PrecisionConfig(Settings):
         description="dtype of matmuls and activations; float32 is exact: no TF32; float16 scales "
         "the loss",
     )
-    matmul: Literal["compute"] | Narrow = Field(
+    matmul: Literal["compute", "float8", "mxfp8"] = Field(
         default="compute",
         description="dtype of the operands of layers' matmuls and of their gradients: as compute "
         "says | 8-bit floats, e4m3, and e5m2 for gradients, scaled by each array's "
