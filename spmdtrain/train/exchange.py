@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from jax.sharding import Mesh
 
+from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import AbstractModel
 from spmdtrain.parallel.axes import Rules, owning_axes
@@ -53,7 +54,8 @@ def feedback_codecs(
     """Returns how gradients of matrices cross `data`, by path, if what is not sent is kept.
 
     A matrix whose factors have more numbers than itself, and one that has not a number to send for
-    each device, have no codec. Neither have others if the settings ask for none of these.
+    each device, have no codec. Neither have others if the settings ask for none of these. Raises
+    ConfigError if they do and no matrix can have one.
     """
     settings = config.compression
     if not settings.has_feedback or sizes["data"] == 1:
@@ -68,7 +70,14 @@ def feedback_codecs(
             codecs[path] = LowRank(settings.rank, parameter.apart, row)
         if settings.keep is not None and math.prod(shape) * settings.keep >= sizes["data"]:
             codecs[path] = Largest(settings.keep)
-    return codecs
+    if codecs:
+        return codecs
+    if settings.rank is not None:
+        what = f"compression.rank={settings.rank}: no matrix has more numbers than its two factors"
+        raise ConfigError(what, fix="a lower compression.rank, or compression.codec=int8")
+    what = f"compression.keep={settings.keep:g}: no matrix has a number to send for each of the "
+    fix = "a larger compression.keep, or compression.codec=int8"
+    raise ConfigError(f"{what}{sizes['data']} devices of mesh.data", fix=fix)
 
 
 def copies_of_weights(

@@ -189,3 +189,15 @@ def test_what_is_kept_is_counted_where_memory_and_bytes_are():
 def test_settings_that_do_not_fit_are_refused_by_name(settings, said):
     with pytest.raises(ConfigError, match=said):
         tiny(*settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (("compression.rank=64", *LOW_RANK), "no matrix has more numbers than its two factors"),
+        (("compression.codec=topk", "compression.keep=1e-4"), "each of the 4 devices"),
+    ],
+)
+def test_a_codec_that_no_matrix_of_the_model_has_is_refused(settings, said):
+    with pytest.raises(ConfigError, match=said):
+        prepared("mesh.data=4", *settings)

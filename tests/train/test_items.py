@@ -1,7 +1,7 @@
 """An item of the training state of which each shard of `data` holds its own, added by a line in the
 table.
 
-What compressed gradients leave for the next step will be such a one. It is kept when a run goes on,
+What compressed gradients leave for the next step is such a one. It is kept when a run goes on,
 and folded on another mesh, or begun anew there.
 """
 
