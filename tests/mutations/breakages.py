@@ -275,14 +275,14 @@ BREAKAGES = [
     Breakage(
         "a cell without work adds its gradients",
         "pipeline/executor.py",
-        "made = _mask(has_work, made)",
+        'made = _mask(self.learning(has_work, cell["backward_chunk"]), made)',
         "made = made",
         NAN,
     ),
     Breakage(
         "a cell without work adds its deferred weight gradients",
         "pipeline/executor.py",
-        'made = _mask(cell["weight_microbatch"] >= 0, made)',
+        'made = _mask(self.learning(cell["weight_microbatch"] >= 0, cell["weight_chunk"]), made)',
         "made = made",
         NAN,
     ),
