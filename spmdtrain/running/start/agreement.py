@@ -67,7 +67,7 @@ def check_start(
     """
     if jax.process_count() == 1:
         return
-    source = config.train.init_from
+    source, teacher = config.train.init_from, config.distill.teacher
     _compare(
         _versions()
         | _settings(config)
@@ -83,6 +83,7 @@ def check_start(
             "--run": directory,
             NEWEST: newest_step(directory),
             f"{NEWEST} of train.init_from": source and newest_step(Path(source)),
+            f"{NEWEST} of distill.teacher": teacher and newest_step(Path(teacher).expanduser()),
         }
     )
 
