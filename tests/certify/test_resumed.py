@@ -11,7 +11,7 @@ from spmdtrain.certify.cover import Layout
 from spmdtrain.certify.shrink import shrink
 from spmdtrain.certify.stepper import Own
 from spmdtrain.certify.witnesses.followed import follow
-from spmdtrain.certify.witnesses.resume import ALONE, carried
+from spmdtrain.certify.witnesses.resume import ALONE, SETTINGS, carried, with_settings
 from spmdtrain.checkpoints.leaves import relayout
 from spmdtrain.config import load
 from spmdtrain.config.schema import ScheduleFreeAdamW
@@ -88,3 +88,8 @@ def test_parts_that_the_config_names_replace_those_of_the_settings(small):
     for part in ("optimizer", "learning_rate"):
         assert Own().replaces(part, named)
         assert not Own().replaces(part, small)
+
+
+def test_a_run_in_parts_needs_no_launcher(small):
+    kept = with_settings(small, ("checkpoint.memory_every=1", "checkpoint.memory_peer=true"))
+    assert not with_settings(kept, SETTINGS).checkpoint.memory_every

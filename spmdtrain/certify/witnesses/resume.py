@@ -34,7 +34,10 @@ from spmdtrain.train.state import TrainState
 
 EVERY = 2  # steps between checkpoints
 CUTS = (2, 4)  # the steps after which the run is stopped
-SETTINGS = (f"checkpoint.every={EVERY}", "checkpoint.keep=9", "log.every=1")
+SETTINGS = (
+    *(f"checkpoint.every={EVERY}", "checkpoint.keep=9", "log.every=1"),
+    *("checkpoint.memory_every=0", "checkpoint.memory_peer=false"),  # no launcher is needed
+)
 PARTS = "a run in three parts is the run in one, to the bit"
 ELSEWHERE = "its checkpoint is the same in other layouts"
 ALONE = Layout((), "one device")
