@@ -111,11 +111,19 @@ def test_a_host_that_takes_the_place_of_a_lost_one_fetches_its_snapshots():
 
 @pytest.mark.usefixtures("at_once")
 def test_another_run_is_given_nothing(monkeypatch):
-    monkeypatch.setattr(module, "FETCH_SECONDS", 0.5)
     memories = {host: HostMemory() for host in range(2)}
     with hosts(2, memories) as start:
         start(0)
-        assert not start(1, "another run").fetch()
+        peer = start(1)
+        peer.fetch()
+        write(memories[1], 1, 1)
+        newest = newest_of(memories[1].slots(1))
+        assert newest is not None
+        wait_for(lambda: newest.arrived == 1)
+        peer.__exit__()
+        monkeypatch.setattr(module, "FETCH_SECONDS", 0.5)
+        memories[1] = HostMemory()
+        assert not start(1, "another run").fetch() and not contents(memories[1], 1)
 
 
 def test_a_port_that_is_taken_is_one_line():
