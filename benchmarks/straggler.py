@@ -34,8 +34,10 @@ ONE_THREAD = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
 IN_STEP, ISLANDS = "in step", "islands"
 
 
-def slow_down(process: subprocess.Popen, slowness: float) -> None:
-    """Stops a process again and again until it has ended."""
+def slow_down(process: subprocess.Popen, run: Path, slowness: float) -> None:
+    """Stops a process again and again, from the first step of its run to its end."""
+    while process.poll() is None and "first_step" not in _times(run):
+        time.sleep(PERIOD)
     while process.poll() is None:
         process.send_signal(signal.SIGSTOP)
         time.sleep(PERIOD * (1 - 1 / slowness))
@@ -81,23 +83,25 @@ def seconds(config: Path, settings: Sequence[str], commands: list[list[str]], sl
         )
         for command in commands
     ]
-    threading.Thread(target=slow_down, args=(started[-1], slow)).start()
-    if any(each.wait() for each in started):
+    runs = [Path(command[command.index("--run") + 1]) for command in commands]
+    threading.Thread(target=slow_down, args=(started[-1], runs[-1], slow)).start()
+    if any([each.wait() for each in started]):
         sys.exit("a process has failed")
-    runs = {Path(command[command.index("--run") + 1]) for command in commands}
-    return max(_seconds_of(run) for run in runs)
+    times = [_times(run) for run in runs]
+    return max(each["finished"] - each["first_step"] for each in times)
 
 
-def _seconds_of(run: Path) -> float:
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    times = {event["event"]: event["time"] for event in events}
-    return times["finished"] - times["first_step"]
+def _times(run: Path) -> dict[str, float]:
+    """Returns the time of the last event of each name."""
+    file = run / "events.jsonl"
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return {event["event"]: event["time"] for event in map(json.loads, lines)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", type=Path, required=True, help="a file of real text, 1 MB")
-    parser.add_argument("--steps", type=int, default=60, help=f"a multiple of {EVERY}")
+    parser.add_argument("--steps", type=int, default=200, help=f"a multiple of {EVERY}")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--slowness", type=float, default=3.0)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings")
