@@ -100,6 +100,12 @@ OPTIONS = (
         0.02,
         DATA,
     ),
+    Option(
+        "the largest 5% of gradients, the first third in float32",
+        (*DATA, "compression.codec=topk", "compression.keep=0.05", "compression.after=100"),
+        0.02,
+        DATA,
+    ),
     # The gradual share rises from a quarter of the run to three quarters of it.
     Option("2 of 4 weights from a quarter on", ("sparsity.pattern=2:4", "sparsity.since=75"), 0.05),
     Option(
