@@ -337,7 +337,7 @@ BREAKAGES = [
     ),
     Breakage(
         "a tokens' shard's gradient of a weight is taken for the whole",
-        "parallel/matmuls/collective_matmul.py",
+        "parallel/matmuls/parts.py",
         "        return (*axes_of_dim(self.wide[0]), *axes_of_dim(self.wide[1]))\n",
         "        return axes_of_dim(self.wide[0])\n",
         f"{COLLECTIVE} -k plain_matmul",
