@@ -40,6 +40,7 @@ def train_with_returns(session: Session, start: StartingPoint, step: Callable) -
                 sample,
                 start.bad_steps,
                 start.early_stop,
+                snapshots=session.finding.snapshots,
             )
             try:
                 with Feed(setup, data, done, sample, reporter.directory) as ahead:
@@ -76,7 +77,7 @@ def train(
     done = int(state.step)
     ending = "finished" if done == config.train.steps else None  # an island may leap there
     with Watch(setup, done, evaluate, saves, reporter, interrupt) as watch:
-        if _evaluates_first(setup) and not saves.checkpoints.steps():
+        if _evaluates_first(setup) and saves.is_empty:
             watch.evaluate(done, state)
         if ending:
             watch.save_if_due(done, state, ending)
