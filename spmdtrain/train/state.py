@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import AbstractModel, cast_floating
+from spmdtrain.parallel import host
 from spmdtrain.parallel.padding import Padding, Shape, add_zeros_apart
 from spmdtrain.train.exchange import feedback_codecs
 from spmdtrain.train.items import items
@@ -81,15 +82,18 @@ def abstract_state(  # noqa: PLR0913 - all that a state hangs on
     state. `shapes`: those of `fresh_shapes`, for callers that have them.
     """
 
-    def leaf(path: str, x: Any) -> Any:
+    def leaf(path: str, x: Any, memory: str | None = None) -> Any:
         shape = padding.at_rest[path]
         if x.shape == padding.of_model[path]:
             x = jax.ShapeDtypeStruct(shape, x.dtype)
+        else:
+            memory = None
         apart = model.parameters[path].apart
-        return at_rest(x, mesh, spec_beside(x.shape, shape, apart, specs[path]))
+        return at_rest(x, mesh, spec_beside(x.shape, shape, apart, specs[path]), memory)
 
     def leaves(path: str, tree: Any) -> Any:
-        return jax.tree.map(lambda x: leaf(path, x), tree)
+        memory = host.KIND if config.optimizer.memory == "host" else None
+        return jax.tree.map(lambda x: leaf(path, x, memory), tree)
 
     of_params, of_optimizer = shapes or fresh_shapes(model, update_rules, config)
     params = {path: leaf(path, x) for path, x in of_params.items()}
@@ -187,8 +191,9 @@ def resting_bytes(abstract: TrainState) -> tuple[int, int]:
 
 
 def bytes_per_device(tree: Any) -> int:
-    """Returns the bytes of abstract arrays on one device."""
-    shards = ((x.sharding.shard_shape(x.shape), x.dtype.itemsize) for x in jax.tree.leaves(tree))
+    """Returns the bytes of abstract arrays on one device; the host's do not count."""
+    held = (x for x in jax.tree.leaves(tree) if not host.rests_there(x))
+    shards = ((x.sharding.shard_shape(x.shape), x.dtype.itemsize) for x in held)
     return sum(math.prod(shape) * itemsize for shape, itemsize in shards)
 
 
@@ -208,4 +213,4 @@ def are_finite(params: dict[str, jax.Array]) -> bool:
 @jax.jit
 def _is_finite(*trees) -> jax.Array:
     floats = [x for x in jax.tree.leaves(trees) if jnp.issubdtype(x.dtype, jnp.floating)]
-    return jnp.stack([jnp.isfinite(x).all() for x in floats]).all()
+    return jnp.stack([jnp.isfinite(host.on_device(x)).all() for x in floats]).all()

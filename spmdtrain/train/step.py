@@ -23,6 +23,7 @@ from spmdtrain.train.items import items, loss_scale, spikes
 from spmdtrain.train.items.item import Metrics, Moved, Taken
 from spmdtrain.train.setup import Setup, check_setup
 from spmdtrain.train.state import TrainState
+from spmdtrain.train.streamed.moments import streamed_updates
 from spmdtrain.train.updates import optimizers
 from spmdtrain.train.updates.optimizers import OptimizerState
 
@@ -73,25 +74,23 @@ def traced_step(setup: Setup, see: See | None = None) -> Callable[..., Any]:
         found_gradients = {path: g for path, g in gradients.items() if path in setup.update_rules}
         gradients, norm = optimizers.clip(found_gradients, config.train.clip, setup.update_rules)
         rate = setup.learning_rate(state.step)
-        updates, opt_state = _update(setup, gradients, state, rate)
+        found = means(setup, sums, gradients)
+        number = number_of(found)
+        loss = found["loss"]
+        limits, good = _judge(config, state, loss, norm) if config.judges_steps else (None, None)
+        updates, opt_state = _update(setup, gradients, state, rate, good)
         if see:
             see(found_gradients, updates)
         key = optimizers.rounding_key(config, state.step)
         params = optimizers.apply(setup.update_rules, state.params, updates, rate, key)
         moved = Moved(config, setup.model, setup.padding, state.step + 1, params)
         params, projected = items.project(state.items, moved)
-        found = means(setup, sums, gradients)
-        number = number_of(found)
         metrics = found | {"grad_norm": norm, "learning_rate": rate}
-        loss = found["loss"]
-        limits, good = _judge(config, state, loss, norm) if config.judges_steps else (None, None)
         judged = (limits, good, projected, left)
         taken = Taken(config, params, gradients, batch, loss, norm, number, *judged)
         if good is not None:
             metrics["skipped"] = 1.0 - good.astype(jnp.float32)
-            params, opt_state = items.unless_skipped(
-                good, (params, opt_state), (state.params, state.opt_state)
-            )
+            params = items.unless_skipped(good, params, state.params)
         kept, figures = items.after_step(state.items, taken)
         # The batch of a skipped step is used up: the counter advances.
         after = TrainState(state.step + 1, params, opt_state, kept)
@@ -187,27 +186,37 @@ def make_losses(setup: Setup) -> Callable[..., Any]:
 
 
 def _update(
-    setup: Setup, gradients: dict[str, jax.Array], state: TrainState, rate: jax.Array
+    setup: Setup,
+    gradients: dict[str, jax.Array],
+    state: TrainState,
+    rate: jax.Array,
+    good: jax.Array | None,
 ) -> tuple[dict, OptimizerState]:
     """Returns (updates, new optimizer state), sharded like the parameters.
 
-    The rules see no padding: a mean over a layer's weights must not count it.
+    The rules see no padding: a mean over a layer's weights must not count it. If `good` is false,
+    the state is the old one.
     """
     padding = setup.padding
+    there, after_there = streamed_updates(setup, gradients, state.opt_state, state.params, good)
+    rules = {path: rule for path, rule in setup.update_rules.items() if path not in there}
+    before = {path: state.opt_state[path] for path in rules}
     updates, opt_state = optimizers.updates(
-        setup.update_rules,
+        rules,
         setup.model.parameters,
-        {path: padding.from_rest(path, x) for path, x in gradients.items()},
-        {path: padding.tree_from_rest(path, tree) for path, tree in state.opt_state.items()},
+        {path: padding.from_rest(path, gradients[path]) for path in rules},
+        {path: padding.tree_from_rest(path, tree) for path, tree in before.items()},
         {path: padding.from_rest(path, x) for path, x in state.params.items()},
         rate,
     )
+    updates = {path: padding.to_rest(path, x) for path, x in updates.items()} | there
+    after = {path: padding.tree_to_rest(path, tree) for path, tree in opt_state.items()}
+    if good is not None:
+        after = items.unless_skipped(good, after, before)
+    after |= after_there
     if setup.frozen:
         updates = _above(setup, updates)
-    return (
-        {path: padding.to_rest(path, x) for path, x in updates.items()},
-        {path: padding.tree_to_rest(path, tree) for path, tree in opt_state.items()},
-    )
+    return updates, {path: after[path] for path in setup.update_rules}
 
 
 def _above(setup: Setup, updates: dict[str, jax.Array]) -> dict[str, jax.Array]:

@@ -26,6 +26,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from spmdtrain.parallel.host import on_device
 from spmdtrain.parallel.regions import manual_region
 from spmdtrain.parallel.specs import axes_of_dim
 
@@ -181,6 +182,7 @@ def sums_of_each(arrays: Sequence[jax.Array], mesh: Mesh | None, specs: Sequence
     Small arrays of one shape, dtype and spec are stacked and summed at once: the program of a model
     compiles in a third of the time.
     """
+    arrays = [on_device(x) for x in arrays]
     alike: dict[Any, list[int]] = {}
     for place, (x, spec) in enumerate(zip(arrays, specs, strict=True)):
         kind = (x.shape, x.dtype, spec) if x.size <= SMALL else place

@@ -48,6 +48,7 @@ class OptimizerConfig(Settings):
     """
 
     moments: ClassVar[int]  # elements of optimizer state per element of a parameter
+    by_element: ClassVar[bool] = False  # its update of an element reads no other element
     has_width_rule: ClassVar[bool] = False  # of its rates, for `model.mup_base`
     gradients_at_weights: ClassVar[bool] = True  # False: at a point that a step derives from them
 
@@ -83,6 +84,11 @@ class OptimizerConfig(Settings):
         "scale for each 256 (arXiv:2110.02861), squares by their logarithm, with "
         "unbiased stochastic rounding",
     )
+    memory: Literal["device", "host"] = Field(
+        default="device",
+        description="where the moments rest between steps: with the weights | in pinned memory "
+        "of the host, from which each update streams them layer by layer (docs/memory.md)",
+    )
     groups: Groups = Field(
         default=(),
         description="parameters that are trained differently; the first match counts",
@@ -111,6 +117,22 @@ class OptimizerConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _check_memory(self):
+        if self.memory == "device":
+            return self
+        if not self.by_element:
+            raise ValueError(
+                f"optimizer.memory='host': {getattr(self, 'name', '')} is not built to be updated "
+                "in parts; set optimizer.name='adamw', 'lion' or 'sgd'"
+            )
+        if self.moment_dtype == "8bit":
+            raise ValueError(
+                "optimizer.memory='host': blocks of 8 bits reach over the parts of devices; set "
+                "optimizer.moment_dtype='bfloat16'"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check(self):
         if self.decay_share is not None and self.schedule != "wsd":
             raise ValueError(
@@ -122,6 +144,7 @@ class OptimizerConfig(Settings):
 
 class AdamW(OptimizerConfig):
     moments: ClassVar[int] = 2
+    by_element: ClassVar[bool] = True
     has_width_rule: ClassVar[bool] = True
 
     name: Literal["adamw"] = "adamw"
@@ -134,6 +157,7 @@ class Lion(OptimizerConfig):
     """Lion (arXiv:2302.06675), which needs a third to a tenth of AdamW's learning rate."""
 
     moments: ClassVar[int] = 1
+    by_element: ClassVar[bool] = True
     has_width_rule: ClassVar[bool] = True
 
     name: Literal["lion"] = "lion"
@@ -222,6 +246,7 @@ class ScheduleFreeAdamW(OptimizerConfig):
 
 class Sgd(OptimizerConfig):
     moments: ClassVar[int] = 1
+    by_element: ClassVar[bool] = True
 
     name: Literal["sgd"] = "sgd"
     momentum: Fraction = 0.9

@@ -68,9 +68,13 @@ def abstract(start: Start, mesh: Mesh) -> Values:
     }
 
 
-def at_rest(x: Any, mesh: Mesh, spec: P) -> Any:
-    """Returns a ShapeDtypeStruct with the shape and dtype of `x`, sharded by `spec`."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+def at_rest(x: Any, mesh: Mesh, spec: P, memory: str | None = None) -> Any:
+    """Returns a ShapeDtypeStruct with the shape and dtype of `x`, sharded by `spec`.
+
+    `memory`: the kind of memory; None: that of the device.
+    """
+    sharding = NamedSharding(mesh, spec, memory_kind=memory)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def project(values: Mapping[str, Value], moved: Moved) -> tuple[Params, dict[str, Projected]]:

@@ -23,6 +23,12 @@ def with_update_rules(
         optimizer = own_part(config, "optimizer")
     if optimizer is None:
         update_rules = shipped_update_rules(config.optimizer, trained, config.model.width_factor)
+    elif config.optimizer.memory == "host":
+        raise ConfigError(
+            "optimizer.memory='host': an own optimizer= may need more of a layer than a device's "
+            "part",
+            fix="an optimizer that the settings name, or optimizer.memory=device",
+        )
     elif config.model.mup_base is not None:
         raise ConfigError(
             f"optimizer= and model.mup_base={config.model.mup_base} both choose rates",

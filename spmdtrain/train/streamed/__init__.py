@@ -1,0 +1,1 @@
+"""Updates whose moments rest on the host."""
