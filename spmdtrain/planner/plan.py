@@ -64,6 +64,8 @@ class Plan:
             f"train.remat={workload.remat_setting}",
             f"train.zero={workload.zero}",
         ]
+        if workload.moments_on_host:
+            settings.append("optimizer.memory=host")
         if workload.mesh.pipeline > 1:
             settings += [
                 f"pipeline.schedule={workload.schedule}",
@@ -223,7 +225,8 @@ def candidates(
     """Yields every layout that divides the devices, the batch and the model.
 
     For a mesh on which even the leanest layout does not fit, it yields only that one, which shows
-    what is missing; or, if it would fit, the same with what layers keep on the host.
+    what is missing; or, if it would fit, the same with what layers keep, moments, or both on the
+    host.
     """
     divided = workload.model
     allowed = own.allows if own else None  # None: filter keeps every layout
@@ -251,13 +254,23 @@ def candidates(
         )
         if leanest is None:
             continue
-        on_host = replace(leanest, offloads=True)
         if memory_of(leanest, own).fits(hardware):
             yield from filter(allowed, _layouts_on_mesh(lean, zeros))
-        elif mesh.pipeline == 1 and memory_of(on_host, own).fits(hardware):
-            yield on_host
         else:
-            yield leanest
+            on_host = (each for each in _on_host(leanest) if memory_of(each, own).fits(hardware))
+            yield next(on_host, leanest)
+
+
+def _on_host(workload: Workload) -> Iterator[Workload]:
+    """Yields the workload with more and more of it on the host, cheapest first."""
+    offloads = workload.mesh.pipeline == 1
+    moves = workload.moments_may_move
+    if offloads:
+        yield replace(workload, offloads=True)
+    if moves:
+        yield replace(workload, moments_on_host=True)
+    if offloads and moves:
+        yield replace(workload, offloads=True, moments_on_host=True)
 
 
 def _context_ways(workload: Workload) -> Iterator[Workload]:

@@ -1,12 +1,13 @@
 """Finds the cheapest change of settings that makes a run out of memory fit."""
 
 from collections.abc import Iterator, Mapping
+from itertools import product
 from typing import Any
 
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.parallel.axes import batch_shards
 from spmdtrain.planner.cost.memory import closed_form_state, step_memory
-from spmdtrain.planner.cost.workload import workload_of
+from spmdtrain.planner.cost.workload import may_move, workload_of
 
 ROOM = 0.97  # of the available memory, since predictions are a few per cent off
 
@@ -16,7 +17,7 @@ def cheapest_change(config: RunConfig, sizes: Mapping[str, int], share: float) -
 
     `sizes` are those of the mesh; `model.vocab` must be set. Empty if nothing tried is enough. The
     cheapest change comes first: smaller microbatches, then the optimizer state split over `data`,
-    weights over `fsdp`, and finally recomputation.
+    weights over `fsdp`, then recomputation, and finally moments on the host.
     """
     now = _bytes(config, sizes)
     for changes in _candidates(config, sizes):
@@ -47,28 +48,25 @@ def _candidates(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[dict[st
             order.append("offload")
         more = order[order.index(train.remat) + 1 :]
         remats += [{"train.remat": remat} for remat in more]
-    for remat in remats:
-        for weight in weights:
-            for microbatch in microbatches:
-                if remat or weight or microbatch:
-                    yield weight | microbatch | remat
+    moments: list[dict[str, Any]] = [{}]
+    if may_move(config) and config.optimizer.memory == "device":
+        moments.append({"optimizer.memory": "host"})
+    for moment, remat, weight, microbatch in product(moments, remats, weights, microbatches):
+        if changes := weight | microbatch | remat | moment:
+            yield changes
 
 
 def _changed(
     config: RunConfig, sizes: Mapping[str, int], changes: Mapping[str, Any]
 ) -> tuple[RunConfig, dict[str, int]]:
-    of_train = {
-        name.removeprefix("train."): value
-        for name, value in changes.items()
-        if name.startswith("train.")
-    }
-    of_mesh = {
-        name.removeprefix("mesh."): value
-        for name, value in changes.items()
-        if name.startswith("mesh.")
-    }
-    train = config.train.model_copy(update=of_train)
-    return config.model_copy(update={"train": train}), dict(sizes) | of_mesh
+    def of(section: str) -> dict[str, Any]:
+        names = (name for name in changes if name.startswith(f"{section}."))
+        return {name.removeprefix(f"{section}."): changes[name] for name in names}
+
+    train = config.train.model_copy(update=of("train"))
+    optimizer = config.optimizer.model_copy(update=of("optimizer"))
+    changed = config.model_copy(update={"train": train, "optimizer": optimizer})
+    return changed, dict(sizes) | of("mesh")
 
 
 def _bytes(config: RunConfig, sizes: Mapping[str, int]) -> int:

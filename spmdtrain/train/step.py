@@ -12,20 +12,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import matmuls
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.corrupt import make_corrupt
 from spmdtrain.train.given.arrays import Checked, check_batch, check_params, check_state_here
 from spmdtrain.train.gradients import grad_accumulation, grad_pipeline
 from spmdtrain.train.gradients.sums import means, number_of
-from spmdtrain.train.items import items, loss_scale, spikes
+from spmdtrain.train.items import items, loss_scale
 from spmdtrain.train.items.item import Metrics, Moved, Taken
 from spmdtrain.train.setup import Setup, check_setup
 from spmdtrain.train.state import TrainState
-from spmdtrain.train.streamed.moments import streamed_updates
 from spmdtrain.train.updates import optimizers
-from spmdtrain.train.updates.optimizers import OptimizerState
+from spmdtrain.train.updating.update import judge, update
 
 # Gets (gradients, updates) of a step that is being traced.
 See = Callable[[dict[str, jax.Array], dict[str, jax.Array]], None]
@@ -77,8 +75,8 @@ def traced_step(setup: Setup, see: See | None = None) -> Callable[..., Any]:
         found = means(setup, sums, gradients)
         number = number_of(found)
         loss = found["loss"]
-        limits, good = _judge(config, state, loss, norm) if config.judges_steps else (None, None)
-        updates, opt_state = _update(setup, gradients, state, rate, good)
+        limits, good = judge(config, state, loss, norm) if config.judges_steps else (None, None)
+        updates, opt_state = update(setup, gradients, state, rate, good)
         if see:
             see(found_gradients, updates)
         key = optimizers.rounding_key(config, state.step)
@@ -112,14 +110,6 @@ def checked_step(setup: Setup, jitted: Callable[..., Any]) -> Checked:
         check_batch(setup, batch, training=True)
 
     return Checked(jitted, check)
-
-
-def _judge(
-    config: RunConfig, before: TrainState, loss: jax.Array, grad_norm: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the largest loss and gradient norm of a good step, [2], and whether this is one."""
-    most = spikes.limits(config.guard, before.items.get(spikes.ITEM.name))
-    return most, spikes.is_good(jnp.stack([loss, grad_norm]), most)
 
 
 def make_eval_step(setup: Setup) -> Checked:
@@ -183,53 +173,3 @@ def make_losses(setup: Setup) -> Callable[..., Any]:
     if corrupt is None:
         return losses
     return lambda params, batch: losses(params, corrupt(batch))
-
-
-def _update(
-    setup: Setup,
-    gradients: dict[str, jax.Array],
-    state: TrainState,
-    rate: jax.Array,
-    good: jax.Array | None,
-) -> tuple[dict, OptimizerState]:
-    """Returns (updates, new optimizer state), sharded like the parameters.
-
-    The rules see no padding: a mean over a layer's weights must not count it. If `good` is false,
-    the state is the old one.
-    """
-    padding = setup.padding
-    there, after_there = streamed_updates(setup, gradients, state.opt_state, state.params, good)
-    rules = {path: rule for path, rule in setup.update_rules.items() if path not in there}
-    before = {path: state.opt_state[path] for path in rules}
-    updates, opt_state = optimizers.updates(
-        rules,
-        setup.model.parameters,
-        {path: padding.from_rest(path, gradients[path]) for path in rules},
-        {path: padding.tree_from_rest(path, tree) for path, tree in before.items()},
-        {path: padding.from_rest(path, x) for path, x in state.params.items()},
-        rate,
-    )
-    updates = {path: padding.to_rest(path, x) for path, x in updates.items()} | there
-    after = {path: padding.tree_to_rest(path, tree) for path, tree in opt_state.items()}
-    if good is not None:
-        after = items.unless_skipped(good, after, before)
-    after |= after_there
-    if setup.frozen:
-        updates = _above(setup, updates)
-    return updates, {path: after[path] for path in setup.update_rules}
-
-
-def _above(setup: Setup, updates: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns the updates without those of the frozen layers, and of what only embeds tokens.
-
-    These have no gradient, but a rule's weight decay and its momentum of an earlier stage would
-    move them all the same.
-    """
-    below = setup.model.below_the_stack(setup.config)
-    learns = jnp.asarray(setup.model.stage_layout.numbers >= setup.frozen)
-
-    def above(x: jax.Array) -> jax.Array:
-        return jnp.where(jnp.expand_dims(learns, range(learns.ndim, x.ndim)), x, 0)
-
-    cut = {path: above(x) if setup.model.in_stack(path) else x for path, x in updates.items()}
-    return cut | {path: jnp.zeros_like(cut[path]) for path in below & cut.keys()}

@@ -171,6 +171,7 @@ NOT_DRAWN = {
     "guard.window": "needs guard.sigmas",
     "mesh.elastic": "is of a run on other devices; tests/running/start/test_elastic.py has it",
     "optimizer.groups": "names paths of parameters; tests/train/test_optimizer.py has it",
+    "optimizer.memory": "is for few optimizers; tests/train/test_host_moments.py has meshes",
     "optimizer.moment_dtype": "rounds beyond what a draw tolerates; "
     "tests/train/test_small_state.py has it",
     "precision.rounding": "likewise",

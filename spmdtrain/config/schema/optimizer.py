@@ -87,7 +87,7 @@ class OptimizerConfig(Settings):
     memory: Literal["device", "host"] = Field(
         default="device",
         description="where the moments rest between steps: with the weights | in pinned memory "
-        "of the host, from which each update streams them layer by layer (docs/memory.md)",
+        "of the host, from which each update streams them layer by layer (docs/offload.md)",
     )
     groups: Groups = Field(
         default=(),

@@ -97,12 +97,17 @@ def exact_state(
     return resting_bytes(shard_on(config, mesh, optimizer=optimizer).state)
 
 
+def host_bytes(workload: Workload) -> int:
+    """Returns the bytes of moments that rest on the host, for one device."""
+    if not workload.moments_on_host:
+        return 0
+    return int(workload.moment_bytes * workload.moments * _updated_elements(workload))
+
+
 def closed_form_state(workload: Workload) -> tuple[int, int]:
     """Returns `exact_state` for a search; a few per cent off if a dim is unsplit or padded."""
-    frozen, elements = held_elements(workload, resident_elements(workload))
-    if workload.zero:
-        whole = _whole_under_zero(workload) * workload.trained.share
-        elements = whole + (elements - whole) / workload.mesh.data
+    frozen, _ = held_elements(workload, resident_elements(workload))
+    elements = _updated_elements(workload)
     parameters = workload.stored_bytes * elements + workload.frozen_bytes * frozen
     if workload.trained.base_bytes is not None:
         adapted = workload.trained.adapted_elements(workload.model, workload.mesh.tensor)
@@ -116,6 +121,15 @@ def teacher_elements(workload: Workload) -> float:
     """Counts the elements at rest on a device of the teacher, which ZeRO-1 does not split."""
     teacher = workload.of_teacher
     return 0.0 if teacher is None else resident_elements(teacher) / teacher.mesh.fsdp
+
+
+def _updated_elements(workload: Workload) -> float:
+    """Counts the trained elements at rest on a device, which it updates."""
+    _, elements = held_elements(workload, resident_elements(workload))
+    if workload.zero:
+        whole = _whole_under_zero(workload) * workload.trained.share
+        elements = whole + (elements - whole) / workload.mesh.data
+    return elements
 
 
 def held_elements(workload: Workload, resident: float) -> tuple[float, float]:
@@ -409,7 +423,7 @@ def _accumulated_memory(
     waiting = model.further * FLOAT32 * table
     at_head = sums + compute_copy + gathered + activations + logits + waiting
     at_backward = sums + compute_copy + gathered + gradients + activations + of_layer + waiting
-    at_optimizer = FLOAT32 * elements + (gradients if sums else 0.0)
+    at_optimizer = FLOAT32 * elements + (gradients if sums else 0.0) + _streamed_bytes(workload)
 
     peak = max(at_head, at_backward, at_optimizer)
     if peak == at_optimizer:
@@ -525,6 +539,20 @@ def _memory(
         logits=int(logits),
         buffers=max(0, int(peak) - named) + batch,
     )
+
+
+def _streamed_bytes(workload: Workload) -> float:
+    """Returns the bytes of the moments that an update has on the device, if they rest on the host.
+
+    A table's come whole; those of a layer that comes and of one that goes are fewer.
+    """
+    if not workload.moments_on_host:
+        return 0.0
+    mesh = workload.mesh
+    table = workload.model.vocab * workload.model.embed / (mesh.tensor * mesh.pipeline)
+    largest = max(table, BETWEEN_HOST_AND_DEVICE * _layer_elements(workload))
+    ways = mesh.fsdp * (mesh.data if workload.zero else 1)
+    return workload.moment_bytes * workload.moments * largest / ways
 
 
 def _logit_bytes(workload: Workload, ways: int) -> float:

@@ -22,7 +22,7 @@ from spmdtrain.planner.cost.flops import model_flops_per_token, teacher_flops_pe
 from spmdtrain.planner.cost.hardware import Hardware
 from spmdtrain.planner.cost.kernel_time import matmul_seconds, memory_seconds
 from spmdtrain.planner.cost.layer_time import NO_WORK, Work, add_work, layer_time
-from spmdtrain.planner.cost.memory import kept_bytes
+from spmdtrain.planner.cost.memory import host_bytes, kept_bytes
 from spmdtrain.planner.cost.overlap import LOST_BESIDE_COLLECTIVES, exposed, left_over
 from spmdtrain.planner.cost.schedules import SCHEDULES, lay_out, lockstep_seconds, pipeline_of
 from spmdtrain.planner.cost.software import Software
@@ -52,7 +52,7 @@ BOUND_BY: Mapping[str, str] = {
     "expert_exchange": "network",  # tokens on their way to their experts and back
     "pipeline_bubble": "idle",  # the fullest stage waits for others
     "pipeline_hops": "network",  # sends between stages, if the bubble does not count them
-    "host_transfers": "host",  # what layers keep, on its way to the host and back
+    "host_transfers": "host",  # what layers keep, and moments, on their way to the host and back
     "exchanges": "host",  # the host, around each microbatch of a stage
     "vocabulary_collectives": "network",  # sums over `pipeline` if stages share the vocabulary
     "fsdp_collectives": "network",  # gathered weights and scattered gradients
@@ -134,6 +134,8 @@ def step_time(
     if workload.mesh.pipeline > 1:
         terms |= _pipeline_terms(workload, hardware, software, layer, closed_form)
     terms["host_transfers"] = _host_seconds(workload, layer)
+    # Moments come and go with nothing beside them but their own update.
+    terms["host_transfers"] += 2 * host_bytes(workload) / HOST_BANDWIDTH
     terms["fsdp_collectives"] = _fsdp_seconds(workload, hardware, software, sum(stage.values()))
     terms["teacher"] = _teacher_seconds(workload, hardware, software)
     terms["data_reduction"] = _reduction_seconds(workload, hardware, software)

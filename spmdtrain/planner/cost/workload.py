@@ -441,6 +441,8 @@ class Workload:
     frozen_bytes: int = 4  # of a weight at rest that is not trained
     moments: float = 2  # that the optimizer keeps of each trained weight, on average
     own_moment_bytes: float | None = None  # of each at rest; None: stored_bytes
+    moments_on_host: bool = False
+    moments_may_move: bool = False  # to the host: optimizer.memory is built for them
     sent_gradient_bytes: float | None = None  # as it crosses `data`; None: as the software sends it
     gradients_at_weights: bool = True  # False: at a separate point, which a step holds as well
     item_bytes: int = 0  # per weight, of other items of the state, such as its average
@@ -481,8 +483,9 @@ class Workload:
 
     @property
     def optimizer_bytes(self) -> float:
-        """The bytes per weight of the moments and of other items of the state."""
-        return self.moment_bytes * self.moments + self.item_bytes
+        """The bytes per weight, on the device, of the moments and of other items of the state."""
+        held = 0.0 if self.moments_on_host else self.moment_bytes * self.moments
+        return held + self.item_bytes
 
     @property
     def tokens(self) -> int:
@@ -728,6 +731,8 @@ def workload_of(config: RunConfig, mesh_sizes: Mapping[str, int]) -> Workload:
         frozen_bytes=4 if config.precision.frozen == "float32" else 2,
         moments=config.optimizer.moments,
         own_moment_bytes=MOMENT_BYTES[config.optimizer.moment_dtype],
+        moments_on_host=config.optimizer.memory == "host",
+        moments_may_move=may_move(config),
         sent_gradient_bytes=_sent_gradient_bytes(config),
         gradients_at_weights=config.optimizer.gradients_at_weights,
         item_bytes=_item_bytes(config, mesh),
@@ -740,6 +745,12 @@ def workload_of(config: RunConfig, mesh_sizes: Mapping[str, int]) -> Workload:
 def _teacher_shape(config: RunConfig) -> ModelShape | None:
     settings = teacher_settings(config)
     return None if settings is None else model_shape(settings)
+
+
+def may_move(config: RunConfig) -> bool:
+    """Returns True if the settings could ask for moments on the host."""
+    optimizer = config.optimizer
+    return optimizer.by_element and optimizer.moment_dtype != "8bit" and not config.own.optimizer
 
 
 def _sent_gradient_bytes(config: RunConfig) -> float | None:

@@ -1,1 +1,0 @@
-"""Updates whose moments rest on the host."""
