@@ -168,7 +168,8 @@ class AbstractModel:
 
         `sequences`: of a microbatch on all devices; `tokens`: of a sequence.
         """
-        check_blocks(self.bind({}), rules, sequences, tokens)
+        model: Any = self.bind({})
+        check_blocks(model, rules, sequences, tokens)
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
         """Returns fresh parameters.

@@ -6,6 +6,7 @@ part. Where each lies follows from the shardings alone.
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -62,7 +63,7 @@ def read(asked: Mapping[str, jax.ShapeDtypeStruct], parts: Parts, memory: memory
     whole = np.frombuffer(memory, np.uint8)
 
     def array(name: str, x: jax.ShapeDtypeStruct) -> jax.Array:
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def part(index: Any) -> np.ndarray:
             bounds = _bounds(index, x.shape)
             shape = [stop - start for start, stop in bounds]
             # A device that is the processor would keep reading what the next snapshot overwrites.

@@ -8,7 +8,8 @@ import json
 import socket
 import struct
 import zlib
-from typing import Any, BinaryIO
+from io import BufferedIOBase
+from typing import Any
 
 from spmdtrain.processes.snapshots.slot import Head, Slot
 
@@ -27,7 +28,7 @@ def send_line(connection: socket.socket, words: Any) -> None:
     connection.sendall(json.dumps(words).encode() + b"\n")
 
 
-def read_line(source: BinaryIO) -> Any:
+def read_line(source: BufferedIOBase) -> Any:
     """Returns what a line says. Raises ConnectionError if it ends before its end."""
     line = source.readline(LONGEST)
     if not line.endswith(b"\n"):
@@ -49,7 +50,7 @@ def send(connection: socket.socket, slot: Slot, head: Head) -> None:
     connection.sendall(TRAILER.pack(slot.head() == head, checksum))
 
 
-def receive(source: BinaryIO, slot: Slot, head: Head) -> bool:
+def receive(source: BufferedIOBase, slot: Slot, head: Head) -> bool:
     """Receives the contents of a snapshot into a slot. Returns True if they are whole.
 
     If not, the slot holds none. Raises ConnectionError if the connection ends before them.
@@ -68,7 +69,7 @@ def receive(source: BinaryIO, slot: Slot, head: Head) -> bool:
     return True
 
 
-def read_into(source: BinaryIO, memory: memoryview) -> None:
+def read_into(source: BufferedIOBase, memory: memoryview) -> None:
     """Fills memory. Raises ConnectionError if the connection ends before."""
     done = 0
     while done < len(memory):

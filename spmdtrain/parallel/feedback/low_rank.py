@@ -99,7 +99,7 @@ class LowRank:
         parts = [axes_of_dim(part) for part in spec[self.apart :]]
         rows = parts.pop(self.row)
         columns = tuple(axis for part in parts for axis in part)
-        return tuple(map(_of_several, (rows, columns)))
+        return _of_several(rows), _of_several(columns)
 
     def _as_matrices(self, x: jax.Array) -> jax.Array:
         """Returns the array as matrices [*a, m, p]."""

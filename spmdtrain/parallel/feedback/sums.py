@@ -6,7 +6,7 @@ are the same on all data shards.
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec as P
@@ -21,8 +21,8 @@ FeedbackCodec = LowRank | Largest
 class Feedback(NamedTuple):
     """The state of the codecs between two steps: arrays, or their specs."""
 
-    errors: Mapping[str, jax.Array]
-    factors: Mapping[str, jax.Array]
+    errors: Mapping[str, Any]
+    factors: Mapping[str, Any]
 
 
 def feedback_sums(

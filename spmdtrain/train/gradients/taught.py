@@ -47,7 +47,8 @@ def make_taught_losses(setup: Setup) -> Callable[..., Losses] | None:
         taught: dict[str, jax.Array],
     ) -> Losses:
         hidden_btf, table_vf = head_of_teacher(taught, microbatch)
-        arrays, names = head_arrays(rules, *module.head(x_bte, ctx), microbatch)
+        hidden_bte, table_ve = module.head(x_bte, ctx)
+        arrays, names = head_arrays(rules, hidden_bte, table_ve, microbatch)
         hidden_name, table_name, *_ = names
         arrays = (*arrays, hidden_btf, table_vf)
         names = (*names, hidden_name, table_name)

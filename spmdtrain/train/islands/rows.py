@@ -13,7 +13,7 @@ n: numbers in a row, b: blocks.
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -152,7 +152,7 @@ def to_devices(places: PlacesInRow, held: Held, mesh: Mesh, in_blocks: bool) -> 
         begin, size = places.starts[path], round_up(places.size(path), BLOCK)
         length = places.size_on_devices(path, mesh.size) // each
 
-        def shard(index: tuple[slice, ...]) -> np.ndarray:
+        def shard(index: Any) -> np.ndarray:
             start, stop, _ = index[0].indices(length)
             x = np.zeros(stop - start, dtype)
             first, end = start * each, min(stop * each, size)
