@@ -33,9 +33,10 @@ def compile_step(config: RunConfig, sizes: dict[str, int], device: Hardware) -> 
     made, mesh = executable(config, sizes, device)
     found = hlo.report(made, mesh, time.perf_counter() - start)
     # A device that is not there has one kind of memory: what rests on the host counts as its own.
-    elsewhere = host_bytes(workload_of(config, sizes))
-    for part in ("argument_bytes", "output_bytes", "alias_bytes"):
-        found["memory"][part] -= elsewhere
+    if config.optimizer.memory == "host":
+        elsewhere = host_bytes(workload_of(config, sizes))
+        for part in ("argument_bytes", "output_bytes", "alias_bytes"):
+            found["memory"][part] -= elsewhere
     text = made.as_text()
     axes = dict(mesh.shape)
     try:
