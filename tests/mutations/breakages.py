@@ -575,8 +575,8 @@ BREAKAGES = [
     Breakage(
         "a step that overflowed changes the weights",
         "train/step.py",
-        "_judge(config, state, loss, norm) if config.judges_steps else (None, None)",
-        "_judge(config, state, loss, norm) if config.guard.in_step else (None, None)",
+        "judge(config, state, loss, norm) if config.judges_steps else (None, None)",
+        "judge(config, state, loss, norm) if config.guard.in_step else (None, None)",
         f"{LOSS_SCALE} -k 'changes_no_weight and one'",
     ),
     Breakage(
