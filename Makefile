@@ -36,10 +36,10 @@ build/tinyshakespeare.txt:
 	mv $@.part $@
 
 test: $(VENV)/installed-dev  ## every test, on CPU: make test PYTEST_ARGS="-k mesh"
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-fast: $(VENV)/installed-dev  ## the tests of less than a second, which compile little: most of what a change breaks, in two minutes
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not long and not seconds" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long and not seconds" $(PYTEST_ARGS)
 
 test-slow: $(VENV)/installed-dev  ## the tests that take long: whole grids of pipelines and kernels, hours
 	$(BIN)/python -m pytest -n 2 -m slow $(PYTEST_ARGS)

@@ -15,7 +15,7 @@ from spmdtrain.planner.cost.memory import exact_state, host_bytes, step_memory
 from spmdtrain.planner.cost.workload import workload_of
 from spmdtrain.planner.estimate import estimate
 from spmdtrain.planner.plan import plan
-from spmdtrain.planner.remedy import cheapest_change
+from spmdtrain.planner.remedy import _candidates, cheapest_change
 from spmdtrain.running import loop
 from spmdtrain.train.shard import shard
 
@@ -114,6 +114,12 @@ def test_the_planner_counts_moments_on_the_host():
     assert step_memory(workload).optimizer == 0
     seconds = [estimate(each, 4, "h100").time.terms["host_transfers"] for each in (here, there)]
     assert seconds == [0, pytest.approx(2 * host_bytes(workload) / 50e9)]
+
+
+def test_it_is_the_last_change_that_a_remedy_tries():
+    config = tiny(*WIDE, "train.remat=none", "train.global_batch=8", "mesh.data=2")
+    moves = ["optimizer.memory" in each for each in _candidates(config, config.mesh.sizes)]
+    assert moves == sorted(moves) and len(set(moves)) == 2
 
 
 def test_it_is_proposed_only_where_nothing_else_fits():
