@@ -45,7 +45,7 @@ def _of_run(folder: Path, asked: str) -> dict[str, Any]:
         raise ConfigError(
             f"{asked} has adapters",
             found=f"finetune.kind={kind!r} there",
-            fix=f"spmdtrain export {folder} DIR, and DIR as the teacher",
+            fix=f"spmdtrain export {folder} DIR --to hf, and DIR as the teacher",
         )
     model = given_in(saved)["model"]
     if own := model.pop("make", None):

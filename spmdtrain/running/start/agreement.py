@@ -7,6 +7,7 @@ reveal that two of them read different data or configurations.
 import functools
 import hashlib
 import json
+import os
 import re
 import socket
 from collections.abc import Mapping, Sequence
@@ -83,7 +84,8 @@ def check_start(
             "--run": directory,
             NEWEST: newest_step(directory),
             f"{NEWEST} of train.init_from": source and newest_step(Path(source)),
-            f"{NEWEST} of distill.teacher": teacher and newest_step(Path(teacher).expanduser()),
+            f"{NEWEST} of distill.teacher": teacher
+            and newest_step(Path(os.path.expanduser(teacher))),
         }
     )
 
