@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from spmdtrain.config.errors import DataError
@@ -213,6 +213,7 @@ def test_bare_files_of_both_types_are_read(tmp_path):
 
 
 @given(st.integers(2, 50304), st.integers(1, 400), st.integers(0, 2**32))
+@example(543, 24, 611)
 @settings(max_examples=150, deadline=None)
 def test_no_row_of_ids_is_taken_for_another_kind(tmp_path_factory, vocab, size, seed):
     ids = np.random.default_rng(seed).integers(0, vocab, size)

@@ -85,10 +85,11 @@ def encoding_of(first: bytes) -> str | None:
     if len(first) < SHORTEST:
         return None
     fours = first[: len(first) // 4 * 4]
-    pattern = ["0" if fours[at::4].count(0) * 8 > len(fours) else "x" for at in range(4)]
+    # Three of four bytes in this place. Ids below 512 have zeros in half of such places.
+    pattern = ["0" if fours[at::4].count(0) * 16 > 3 * len(fours) else "x" for at in range(4)]
     name = ZEROS.get("".join(pattern))
     if name is None:
         return None
     text = fours.decode(name, "replace")
     shown = sum(letter.isprintable() or letter.isspace() for letter in text)
-    return name if shown > 0.9 * len(text) else None
+    return name if shown > 0.98 * len(text) else None

@@ -4,8 +4,9 @@ The memory is an anonymous file (memfd_create) that the launcher opens, so it li
 launcher, however its processes end, and the kernel frees it with the launcher. It lies outside of
 /dev/shm, which containers often limit to 64 MB.
 
-The head is cleared before anything is written and written last. So a snapshot is whole or absent,
-wherever its writer was killed: every store of a killed process is seen by whoever reads later.
+The head is cleared before anything is written, and written last. Its first 8 bytes, without which
+it is none, are cleared first and written last of all, in one store. So a snapshot is whole or
+absent, wherever its writer was killed: every store of a killed process is seen by later readers.
 """
 
 import json
@@ -17,8 +18,9 @@ from typing import Any, NamedTuple
 
 PAGE = 4096  # bytes before the arrays: the head, and the number that has arrived
 MAGIC = b"snapshot"
-HEAD = struct.Struct("<8s5Q")
-ARRIVED = struct.Struct("<Q")  # behind the head
+FACTS = struct.Struct("<5Q")
+ARRIVED = struct.Struct("<Q")
+AFTER_HEAD = len(MAGIC) + FACTS.size  # the place of the number that has arrived
 
 
 class Head(NamedTuple):
@@ -60,9 +62,9 @@ class Slot:
         """Returns the facts about the snapshot; None if there is no whole one."""
         if self.reserved < PAGE:
             return None
-        magic, *facts = HEAD.unpack_from(self._mapped())
-        head = Head(*facts)
-        return head if magic == MAGIC and head.end <= self.reserved else None
+        first = self._mapped()[:AFTER_HEAD]
+        head = Head(*FACTS.unpack_from(first, len(MAGIC)))
+        return head if first.startswith(MAGIC) and head.end <= self.reserved else None
 
     def document(self) -> Any:
         """Returns the document of a whole snapshot; None if there is no such snapshot."""
@@ -79,6 +81,7 @@ class Slot:
     def clear(self) -> None:
         """Makes the slot hold no snapshot."""
         if self.reserved >= PAGE:
+            self._mapped()[: len(MAGIC)] = bytes(len(MAGIC))
             self._mapped()[:PAGE] = bytes(PAGE)
 
     def begin(self, size: int) -> memoryview:
@@ -97,19 +100,20 @@ class Slot:
 
     def seal(self, head: Head) -> None:
         """Writes the head of a snapshot whose contents have been written."""
-        HEAD.pack_into(self._mapped(), 0, MAGIC, *head)
+        FACTS.pack_into(self._mapped(), len(MAGIC), *head)
+        self._mapped()[: len(MAGIC)] = MAGIC
 
     @property
     def arrived(self) -> int:
         """The number of the snapshot that has arrived on another host; 0: none."""
         if self.reserved < PAGE:
             return 0
-        [number] = ARRIVED.unpack_from(self._mapped(), HEAD.size)
+        [number] = ARRIVED.unpack_from(self._mapped(), AFTER_HEAD)
         return number
 
     @arrived.setter
     def arrived(self, number: int) -> None:
-        ARRIVED.pack_into(self._mapped(), HEAD.size, number)
+        ARRIVED.pack_into(self._mapped(), AFTER_HEAD, number)
 
     def _mapped(self) -> mmap.mmap:
         """Returns the memory. An older, shorter map stays as long as somebody looks through it."""
