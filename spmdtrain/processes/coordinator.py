@@ -21,14 +21,31 @@ import threading
 # How long the others have to hear of the end of process 0. No longer, because a new run may want
 # the port.
 LINGER_SECONDS = 10
+ANY = ""  # the address of a server that all interfaces reach
 
 
-class NewsServer(socketserver.ThreadingTCPServer):
-    """A server on any free port that handles each process's connection in a thread."""
+class ThreadServer(socketserver.ThreadingTCPServer):
+    """A server that most hosts reach, whether they know IPv6 or not.
+
+    Each connection is handled in a thread. One that breaks prints no traceback: its handler, or the
+    program at its other end, deals with it.
+    """
 
     daemon_threads = True
-    request_queue_size = 1024  # all processes connect at the same time
+    request_queue_size = 1024  # all processes may connect at the same time
     address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+
+    def server_bind(self):
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        super().server_bind()
+
+    def handle_error(self, request, client_address) -> None:
+        """Prints nothing."""
+
+
+class NewsServer(ThreadServer):
+    """A server on any free port that handles each process's connection in a thread."""
 
     def __init__(self, token: str):
         """Opens a port. `token` is the secret that tells processes of this run from strangers."""
@@ -36,15 +53,7 @@ class NewsServer(socketserver.ThreadingTCPServer):
         self.news = ""  # the first
         self.open: dict[str, socket.socket] = {}  # by process index
         self.changed = threading.Condition()  # guards `news` and `open`
-        super().__init__(("", 0), NewsHandler)
-
-    def server_bind(self):
-        if self.address_family == socket.AF_INET6:
-            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        super().server_bind()
-
-    def handle_error(self, request, client_address) -> None:  # noqa: ARG002
-        """Prints no traceback: a broken connection is news, which the handler has passed on."""
+        super().__init__((ANY, 0), NewsHandler)
 
 
 class NewsHandler(socketserver.StreamRequestHandler):

@@ -17,6 +17,7 @@ import spmdtrain as st
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.launch.memory import HostMemory
 from spmdtrain.processes.snapshots import given
+from spmdtrain.processes.snapshots import slot as slot_module
 from spmdtrain.processes.snapshots.slot import PAGE, Slot
 from spmdtrain.running import loop
 from spmdtrain.running.snapshots import opened
@@ -203,6 +204,31 @@ def wait_for(condition) -> None:
     while not condition():  # asked once: it may be true for an instant only
         assert time.monotonic() < deadline
         time.sleep(0.002)
+
+
+def test_a_head_of_which_a_part_is_written_is_none(monkeypatch):
+    """A writer may be killed between any two fields."""
+    memory = HostMemory()
+    [slot, _] = memory.slots(0)
+    slot.begin(10)[:] = b"0123456789"
+    whole = slot_module.FACTS
+
+    class Killed(Exception):
+        pass
+
+    class Torn:
+        unpack_from, size = whole.unpack_from, whole.size
+
+        @staticmethod
+        def pack_into(buffer, offset, *facts):
+            whole.pack_into(buffer, offset, *facts[:-1], 0)
+            raise Killed
+
+    monkeypatch.setattr(slot_module, "FACTS", Torn)
+    with pytest.raises(Killed):
+        slot.finish(3, 7, 10, {"a": 1})
+    assert slot.head() is None and slot.document() is None
+    memory.close()
 
 
 def test_a_slot_takes_no_memory_before_it_is_used_and_forgets():

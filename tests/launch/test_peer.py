@@ -22,6 +22,7 @@ from spmdtrain.launch.peer import peer as module
 from spmdtrain.launch.peer import wire
 from spmdtrain.launch.peer.peer import Peer
 from spmdtrain.launch.place import COORDINATOR, HOST, HOSTS, Place
+from spmdtrain.processes.coordinator import ThreadServer
 from spmdtrain.processes.snapshots.slot import Head, newest_of
 from spmdtrain.running import loop
 
@@ -127,7 +128,7 @@ def test_another_run_is_given_nothing(monkeypatch):
 
 
 def test_a_port_that_is_taken_is_one_line():
-    with socket.create_server(("", free_ports() + 1), family=wire.server_family()) as taken:
+    with socket.create_server(("", free_ports() + 1), family=ThreadServer.address_family) as taken:
         port = taken.getsockname()[1] - 1
         with pytest.raises(ConfigError, match="the one after .* another port in SPMDTRAIN_COORD"):
             Peer(Place(2, 0, f"localhost:{port}"), "the run", HostMemory(), [0])

@@ -10,20 +10,18 @@ import threading
 from contextlib import suppress
 
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.launch.peer.wire import ANY, read_line, send_line, server_family
+from spmdtrain.launch.peer.wire import read_line, send_line
+from spmdtrain.processes.coordinator import ANY, ThreadServer
 
 ASK_SECONDS = 5.0
 ASK_SOON_SECONDS = 0.2  # until all are there
 Addresses = dict[int, tuple[str, int]]  # of the launchers, by the number of their host
 
 
-class MeetingServer(socketserver.ThreadingTCPServer):
+class MeetingServer(ThreadServer):
     """The server on the first host, which the others know by the name `name`."""
 
-    daemon_threads = True
-    allow_reuse_address = True
-    request_queue_size = 1024
-    address_family = server_family()
+    allow_reuse_address = True  # the port of a launcher that has just ended
 
     def __init__(self, name: str, port: int, token: str):
         """Opens the port. `token` tells the launchers of this run from others."""
@@ -31,14 +29,6 @@ class MeetingServer(socketserver.ThreadingTCPServer):
         self.token = token
         self.addresses: Addresses = {}
         super().__init__((ANY, port), MeetingHandler)
-
-    def server_bind(self):
-        if self.address_family == socket.AF_INET6:
-            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        super().server_bind()
-
-    def handle_error(self, request, client_address) -> None:  # noqa: ARG002
-        """Prints no traceback: the launcher asks again."""
 
 
 class MeetingHandler(socketserver.StreamRequestHandler):

@@ -14,15 +14,13 @@ from contextlib import suppress
 from spmdtrain.launch.memory import HostMemory
 from spmdtrain.launch.peer.meeting import Meeting
 from spmdtrain.launch.peer.wire import (
-    ANY,
     read_line,
     receive,
     send,
     send_line,
-    server_family,
 )
 from spmdtrain.launch.place import Place
-from spmdtrain.processes.coordinator import keep_alive
+from spmdtrain.processes.coordinator import ANY, ThreadServer, keep_alive
 from spmdtrain.processes.snapshots.slot import Head, Slot, newest_of
 
 KEEP, GIVE = "keep", "give"
@@ -34,11 +32,8 @@ SILENT_SECONDS = 120.0  # of a connection, before it counts as broken
 FETCH_SECONDS = 60.0  # for the next host to be there
 
 
-class KeeperServer(socketserver.ThreadingTCPServer):
+class KeeperServer(ThreadServer):
     """A server that keeps the snapshots of the host before this one, and gives them back."""
-
-    daemon_threads = True
-    address_family = server_family()
 
     def __init__(self, token: str):
         """Opens any free port. `token` tells the launchers of this run from others."""
@@ -46,14 +41,6 @@ class KeeperServer(socketserver.ThreadingTCPServer):
         self.kept = HostMemory()
         self.changing = threading.Lock()
         super().__init__((ANY, 0), KeeperHandler)
-
-    def server_bind(self):
-        if self.address_family == socket.AF_INET6:
-            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        super().server_bind()
-
-    def handle_error(self, request, client_address) -> None:  # noqa: ARG002
-        """Prints no traceback: the other launcher connects again."""
 
 
 class KeeperHandler(socketserver.StreamRequestHandler):

@@ -16,12 +16,6 @@ from spmdtrain.processes.snapshots.slot import Head, Slot
 CHUNK = 1 << 20  # bytes at a time
 LONGEST = 1 << 16  # bytes of a line
 TRAILER = struct.Struct("<?I")
-ANY = ""  # the address of a server that all interfaces reach
-
-
-def server_family() -> socket.AddressFamily:
-    """Returns the family of addresses at which a server is reached by most hosts."""
-    return socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
 
 
 def send_line(connection: socket.socket, words: Any) -> None:

@@ -29,7 +29,7 @@ BLOCK = 32
 VALUES = jnp.float8_e4m3fn
 SCALES = jnp.float8_e8m0fnu
 
-# Of float32: its sign, and infinity, above which all is NaN.
+# Bits of float32: the sign, and infinity; larger magnitudes are NaN.
 _MAGNITUDE, _INFINITY, _NAN = 0x7FFFFFFF, 0x7F800000, 0x7FC00000
 _NAN_SCALE = 0xFF
 
@@ -58,7 +58,7 @@ def in_blocks(x: jax.Array) -> Blocks:
     """Returns a matrix [m, k] in blocks along k, a multiple of 32."""
     rows, width = x.shape
     blocks = x.astype(jnp.float32).reshape(rows, width // BLOCK, BLOCK)
-    # As integers magnitudes have the order of their numbers, and no NaN is lost in a maximum.
+    # Read as integers, magnitudes keep their order, and a maximum loses no NaN.
     bits = jax.lax.bitcast_convert_type(blocks, jnp.int32) & _MAGNITUDE
     largest = jnp.max(bits, -1)
     # 448 is 1.75 * 2^8: the exponent rises by one if the mantissa exceeds that of 1.75.

@@ -787,5 +787,5 @@ def _item_bytes(config: RunConfig, mesh: MeshShape) -> int:
     start = Start(config, weight, weight, where, dict.fromkeys(AXES, 1), sparse)
     of_weight = [tree["weight"] for tree in items.by_parameter(items.shapes(start))]
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(of_weight))
-    # What a data shard has not sent yet, in float32, is split like the weight.
+    # The float32 error that a data shard keeps is split like the weight.
     return held + (4 if config.compression.has_feedback and mesh.data > 1 else 0)

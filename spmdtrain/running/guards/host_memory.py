@@ -8,7 +8,7 @@ LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
-# What is in use, beside each limit.
+# For each limit, the file that says how much of it is in use.
 USED = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
 
 
