@@ -22,6 +22,7 @@ from pallas_kernels.tuning.decide import decide
 
 WORKER = (sys.executable, "-m", "pallas_kernels.tuning.worker")
 ROUNDS = 12
+PREPARING = 0.7  # share of a call's time, after which what has been compiled is timed
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Limits:
 
     start: float = 90.0  # of the process: jax and its GPU
     step: float = 20.0  # of one compilation, or one turn
-    call: float = 30.0
+    call: float = 60.0
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,7 @@ def _ask(worker: "_Worker", finding: Finding, deadline: float, say) -> bool:
             without=[*finding.faults, *finding.refused],
             right=finding.right,
             rounds=ROUNDS,
+            seconds=PREPARING * max(deadline - time.monotonic(), 0),
         )
         while True:
             left = deadline - time.monotonic()
@@ -146,6 +148,8 @@ def _ask(worker: "_Worker", finding: Finding, deadline: float, say) -> bool:
                 finding.times.setdefault(said["of"], []).append(said["seconds"])
             elif "too_large" in said:
                 finding.refused[said["of"]] = said["too_large"]
+            elif "late" in said:
+                say(f"kernels: {finding.call.name}: no time left for {', '.join(said['late'])}")
             elif "fault" in said:
                 _fault(finding, said["of"], said["fault"], say)
     except WorkerLost as lost:

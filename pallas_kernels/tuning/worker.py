@@ -4,18 +4,21 @@ A line of JSON on standard input asks for a call; the answers are lines of JSON.
 that may crash or hang a line names it, so that the process that listens (measure.py) knows what
 ended this one.
 
-    {"call": {...}, "without": [...], "right": [...], "rounds": 12}
+    {"call": {...}, "without": [...], "right": [...], "rounds": 12, "seconds": 40.0}
         -> {"candidates": [...], "refused": {...}}
         -> {"at": "compiling", "of": NAME}, then {"right": NAME} or {"fault": WHY, "of": NAME}
            or {"too_large": WHY, "of": NAME}, of a tiling
+        -> {"late": [NAME, ...]}, those that the seconds were over for
         -> {"at": "timing", "of": NAME}, {"seconds": S, "of": NAME}, again and again
         -> {"end": true}
 
-`without` names candidates that are not tried again, `right` those that need no second check.
+`without` names candidates that are not tried again, `right` those that need no second check. After
+`seconds` none is begun that has not been: what is ready by then is timed.
 """
 
 import json
 import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -48,13 +51,15 @@ def serve(backend: Backend) -> None:
         _say(end=True)
 
 
-def _try_call(backend, call, without, right, rounds) -> None:
+def _try_call(backend, call, without, right, rounds, seconds) -> None:
+    deadline = time.monotonic() + seconds
     call = from_json(call)
     names, refused = backend.candidates(call)
     _say(candidates=names, refused=refused)
     if len(names) < 2:
         return
-    ready = _prepared(backend, call, [name for name in names if name not in without], right)
+    names = [name for name in names if name not in without]
+    ready = _prepared(backend, call, names, right, deadline)
     if len(ready) < 2:
         return
     for number in range(WARM_UP + rounds):
@@ -73,11 +78,14 @@ def _try_call(backend, call, without, right, rounds) -> None:
                 _say(seconds=seconds, of=name)
 
 
-def _prepared(backend, call, names, right) -> dict[str, Callable[[], Any]]:
-    """Returns the candidates with correct values, compiled."""
+def _prepared(backend, call, names, right, deadline) -> dict[str, Callable[[], Any]]:
+    """Returns the candidates with correct values, compiled; none is begun after the deadline."""
     ready = {}
     wanted = None
-    for name in names:
+    for number, name in enumerate(names):
+        if time.monotonic() > deadline:
+            _say(late=names[number:])
+            break
         run = None
         try:
             _say(at="compiling", of=name)

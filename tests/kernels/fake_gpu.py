@@ -31,6 +31,7 @@ FAULTS = (
     "is unsteady",
     "is too large",
     "kills the default",
+    "compiles slowly",
     "disappears",
 )
 SECONDS = {"is late": 2.0, "is as fast": 1.0}
@@ -55,6 +56,8 @@ class FakeGpu:
         fault = self._fault(call, name)
         if fault == "crashes at compile":
             os.kill(os.getpid(), signal.SIGABRT)
+        if fault == "compiles slowly":
+            time.sleep(1.2)
         if FAULTS[call.batch] == "is too large" and name == THIRD:
             raise RuntimeError("RESOURCE_EXHAUSTED: Shared memory size limit exceeded")
         if fault == "runs out of memory":

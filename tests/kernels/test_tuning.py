@@ -140,6 +140,16 @@ def test_a_slow_one_is_left_out_when_the_time_is_over_and_is_no_fault(tmp_path):
     assert said == [f"kernels: {slow.name}: no time left for second (running)"]
 
 
+@pytest.mark.seconds
+def test_what_was_compiled_in_time_is_timed_and_no_other_is_begun(tmp_path):
+    said = []
+    process = replace(fake(tmp_path), limits=Limits(step=100.0, call=1.6))
+    slow = faulty(FAULTS.index("compiles slowly"))
+    ((_, finding),) = measure([slow], said.append, process)
+    assert finding.chosen == "second" and set(finding.times) == {"first", "second"}
+    assert said == [f"kernels: {slow.name}: no time left for {THIRD}"]
+
+
 STEADY = [1.0, 1.02, 0.99, 1.01, 1.0, 0.98]
 
 
