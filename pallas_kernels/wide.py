@@ -12,3 +12,13 @@ def wide_dtype(x: jax.Array) -> type:
 def widen(x: jax.Array) -> jax.Array:
     """Returns x in `wide_dtype`."""
     return x.astype(wide_dtype(x))
+
+
+def rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Returns x in `dtype`, rounded to it even where XLA goes on with the wide values.
+
+    On GPUs XLA drops a cast to a narrow float and back, and what is computed from the result is
+    then not what is kept for the backward pass. It never drops `reduce_precision`.
+    """
+    narrow = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(x, narrow.nexp, narrow.nmant).astype(dtype)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.choose import not_interpretable
-from pallas_kernels.wide import widen
+from pallas_kernels.wide import rounded, widen
 
 
 def refusal(rows: tuple[int, int], interpreted: bool) -> str:  # noqa: ARG001
@@ -22,7 +22,7 @@ def forward(x, scale, bias, residual, epsilon: float, centred: bool, name: str):
     """
     total = x
     if residual is not None:
-        total = (widen(x) + widen(residual)).astype(residual.dtype)
+        total = rounded(widen(x) + widen(residual), residual.dtype)
     normal = widen(total)
     mean = None
     if centred:

@@ -16,6 +16,13 @@ from pallas_kernels.norm import cases as norm_cases
 pytestmark = pytest.mark.gpu
 
 
+@pytest.fixture(autouse=True)
+def exact_matmuls():
+    """What these tests compare in float32 is float32: a GPU multiplies it in TF32 unless asked."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
 def of(cases):
     """Those of CI first: `-m "gpu and core"` runs them alone."""
     core = [pytest.param(case, id=case.name, marks=pytest.mark.core) for case in cases.CI]
