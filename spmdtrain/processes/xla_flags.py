@@ -37,14 +37,15 @@ class Flag:
     """
 
     name: str
-    value: bool | int
+    value: bool | int | str
     why: str
     since: str
     changed: str
     first: tuple[int, int] = KNOWN_SINCE
 
     def __str__(self) -> str:
-        return f"--{self.name}={json.dumps(self.value)}"
+        text = self.value if isinstance(self.value, str) else json.dumps(self.value)
+        return f"--{self.name}={text}"
 
 
 FLAGS = (
@@ -81,6 +82,14 @@ FLAGS = (
         changed="llama3_70b on pipeline 8 x data 2 x fsdp 4 x context 2 x tensor 4 of H100: 95 % "
         "of the bytes over `tensor` overlap with work, not 44 %; 63.6 GB, not 63.3. A "
         "program that fills less memory compiles unchanged",
+    ),
+    Flag(
+        "xla_gpu_enable_command_buffer",
+        "-CUDNN",
+        why="recording cuDNN's attention into a CUDA graph can fail in the first step: "
+        "'capturing stream has unjoined work'",
+        since="seen with jax 0.11.2 and cuDNN 9.19 on an H200, in a Llama with head dim 128",
+        changed="nothing in the text: cuDNN's calls run between the CUDA graphs, not in them",
     ),
 )
 
