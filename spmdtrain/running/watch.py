@@ -84,15 +84,26 @@ class Watch:
         batch = next(ahead)
         self._waits[number] = time.perf_counter() - asked
         self._late.before_dispatch()
-        profile = profiled(self._reporter.directory, number, self._config.log.profile, step)
-        with self._stragglers.waiting(), profile as traced:
-            state, metrics = traced(step(state, batch))
+        state, metrics = self._dispatch(number, step, state, batch)
         self._late.push(number, metrics)
         with self._stragglers.waiting():
             self._replicas.after_step(number, state)
         self._stragglers.after_step(number)
         self._saves.announce()
         return state
+
+    def _dispatch(self, number: int, step: Callable, state: TrainState, batch: Any) -> Any:
+        """Returns the results of the step; has traced it if the profiler was asked for it."""
+        chosen = self._config.log.profile
+        if number in chosen:
+            self._late.flush()  # what still runs would be in the trace, too
+        with contextlib.ExitStack() as tracing:
+            with self._stragglers.waiting():
+                profile = profiled(self._reporter.directory, number, chosen, step)
+                results = tracing.enter_context(profile)(step(state, batch))
+            with self._clock.pause():  # a trace takes longer to write than most steps take
+                tracing.close()
+        return results
 
     def evaluate(self, number: int, state: TrainState) -> None:
         """Evaluates `state`, the result of step `number`, and reports the figures."""

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import time
 from pathlib import Path
 
 import jax
@@ -369,6 +370,24 @@ def test_a_step_after_a_save_can_be_profiled_on_several_devices(tmp_path):
         "step3",
         "step4",
     ]
+
+
+@pytest.mark.seconds
+def test_the_time_in_which_a_trace_is_written_belongs_to_no_step(tmp_path, monkeypatch):
+    pause = 3.0  # longer than the first step, which compiles nothing
+
+    @contextlib.contextmanager
+    def slow_trace(folder):
+        folder.mkdir(parents=True)
+        yield
+        time.sleep(pause)
+
+    monkeypatch.setattr(jax.profiler, "trace", slow_trace)
+    loop.run(tiny("train.steps=4", "log.profile=2"), tmp_path, **ONE)
+    rows = lines(tmp_path, "metrics.jsonl")
+    seconds = [row["step_seconds"] for row in rows if "loss" in row]
+    assert len(seconds) == 4 and max(seconds) < pause
+    assert seconds[1] > 0.1 * min(seconds), "nor is the traced step one without a time"
 
 
 @pytest.mark.core
