@@ -22,7 +22,7 @@ import planned  # noqa: E402 - a folder of scripts
 import trained  # noqa: E402
 from hour import Part, minutes_of, run_parts  # noqa: E402
 from overlap import hidden_and_whole, of_text  # noqa: E402
-from parts_of_hour import PARTS  # noqa: E402
+from parts_of_hour import PARTS, SAME_BITS  # noqa: E402
 
 
 def part(name, code, least=0.0, most=1.0):
@@ -155,6 +155,11 @@ def test_the_parts_of_the_hour_can_be_typed():
             for word in words:
                 if word.startswith(("configs/", "tests/")):
                     assert (ROOT / word).is_file()
+
+
+def test_the_bits_are_compared_under_the_flags_that_promise_them():
+    promised = (ROOT / "docs" / "deterministic.md").read_text(encoding="utf-8")
+    assert f"export XLA_FLAGS='{SAME_BITS.removeprefix('XLA_FLAGS=')}'" in promised
 
 
 def test_what_a_rehearsal_measures_is_said_to_mean_nothing(tmp_path):
