@@ -46,7 +46,7 @@ PARTS = (
         "right",
         "is every kernel right, against float64, on the cases that cover each once?",
         (*ON_GPU, *PYTEST, "-n", "auto", "-m", "gpu and core", KERNELS),
-        least=1.5,
+        least=2.5,
         most=4,
         rehearsal=(*PYTEST, *ONE_NORM),
     ),
@@ -63,7 +63,7 @@ PARTS = (
         "times",
         "attention and norms timed, of head dims 64 to 256 and widths 1024 to 8192",
         (*BENCH, "--brief", "--ops", "attention", "norm", "--json", "FOLDER/times.json"),
-        least=2.5,
+        least=1.5,
         most=5,
         rehearsal=(*BENCH, "--dry", "--first", "1", "--ops", "norm")
         + ("--json", "FOLDER/times.json"),
@@ -83,6 +83,14 @@ PARTS = (
         least=1.5,
         most=6,
         rehearsal=(PYTHON, f"{HERE}/trained.py", "FOLDER/train_gpt2.json", *TINY, *TINY_STEPS),
+    ),
+    Part(
+        "profile_gpt2",
+        "where does that step spend its time, by sort of work and by part?",
+        (PYTHON, f"{HERE}/profiled.py", "FOLDER/profile_gpt2.json"),
+        least=1,
+        most=3,
+        rehearsal=(PYTHON, f"{HERE}/profiled.py", "FOLDER/profile_gpt2.json", *TINY, *TINY_STEPS),
     ),
     Part(
         "machine",

@@ -4,6 +4,7 @@ import dataclasses
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import MESHES, assert_same_bits, mesh_of, tiny, trained
@@ -51,7 +52,9 @@ def kinds(state) -> set[str]:
 @pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_is_that_of_moments_on_the_device(layout):
-    """But for the last bit of a sum of products, which XLA rounds once or twice."""
+    """But for the last bit of a sum of products, which XLA rounds once or twice, and where that
+    carries a moment in bfloat16 to the next number.
+    """
     want, device, figures = trained(*LAYOUTS[layout], steps=3)
     got, host, others = trained(*LAYOUTS[layout], HOST, steps=3)
     assert kinds(host) == {"pinned_host"} != kinds(device)
@@ -60,8 +63,13 @@ def test_a_run_is_that_of_moments_on_the_device(layout):
     assert skipped[0] == skipped[1]
     trees = [(each.params, each.opt_state) for each in (host, device)]
     for ours, theirs in zip(*map(jax.tree.leaves, trees), strict=True):
+        narrow = ours.dtype == jnp.bfloat16
         ours, theirs = np.float32(ours), np.float32(theirs)
-        assert np.abs(ours - theirs).max() <= 1e-5 * np.abs(theirs).max() + 1e-12
+        off = np.abs(ours - theirs)
+        if narrow:
+            assert (off > 0).mean() < 0.01
+            off = off - 2.0**-7 * np.abs(theirs)  # the next number
+        assert off.max() <= 1e-5 * np.abs(theirs).max() + 1e-12
 
 
 @pytest.mark.long
@@ -113,7 +121,7 @@ def test_the_planner_counts_moments_on_the_host():
     assert host_bytes(workload) == pytest.approx(moments, rel=0.05)
     assert step_memory(workload).optimizer == 0
     seconds = [estimate(each, 4, "h100").time.terms["host_transfers"] for each in (here, there)]
-    assert seconds == [0, pytest.approx(2 * host_bytes(workload) / 50e9)]
+    assert seconds == [0, pytest.approx(2 * host_bytes(workload) / 25e9)]
 
 
 def test_it_is_the_last_change_that_a_remedy_tries():

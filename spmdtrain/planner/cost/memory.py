@@ -544,13 +544,15 @@ def _memory(
 def _streamed_bytes(workload: Workload) -> float:
     """Returns the bytes of the moments that an update has on the device, if they rest on the host.
 
-    A table's come whole; those of a layer that comes and of one that goes are fewer.
+    A table's come whole, those of both tables at once if embedding and head have one each; those of
+    a layer that comes and of one that goes are fewer.
     """
     if not workload.moments_on_host:
         return 0.0
     mesh = workload.mesh
     table = workload.model.vocab * workload.model.embed / (mesh.tensor * mesh.pipeline)
-    largest = max(table, BETWEEN_HOST_AND_DEVICE * _layer_elements(workload))
+    tables = workload.model.vocabulary_tables * table
+    largest = max(tables, BETWEEN_HOST_AND_DEVICE * _layer_elements(workload))
     ways = mesh.fsdp * (mesh.data if workload.zero else 1)
     return workload.moment_bytes * workload.moments * largest / ways
 

@@ -33,6 +33,8 @@ from spmdtrain.planner.cost.workload import Workload
 OPTIMIZER_BYTES = 30
 # Bytes per second between a device and its host, each way, over the 63 GB/s of PCIe 5 x16; judged.
 HOST_BANDWIDTH = 50e9
+# The same for moments, which come and go in turn: of a model of 1.9 G parameters on an H200.
+MOMENTS_BANDWIDTH = 25e9
 # Bytes per logit that the loss moves in forward and backward: the float32 logit, its maximum and
 # its sum, and the copies of the gradient.
 LOGIT_BYTES = (18, 14)
@@ -135,7 +137,7 @@ def step_time(
         terms |= _pipeline_terms(workload, hardware, software, layer, closed_form)
     terms["host_transfers"] = _host_seconds(workload, layer)
     # Moments come and go with nothing beside them but their own update.
-    terms["host_transfers"] += 2 * host_bytes(workload) / HOST_BANDWIDTH
+    terms["host_transfers"] += 2 * host_bytes(workload) / MOMENTS_BANDWIDTH
     terms["fsdp_collectives"] = _fsdp_seconds(workload, hardware, software, sum(stage.values()))
     terms["teacher"] = _teacher_seconds(workload, hardware, software)
     terms["data_reduction"] = _reduction_seconds(workload, hardware, software)
