@@ -18,7 +18,8 @@ NO_STEP = (
 )
 PLACEMENT = (
     *("mesh.", "rules.", "pipeline.", "kernels."),
-    *("train.microbatch", "train.zero", "train.remat", "model.attention"),
+    *("train.microbatch", "train.zero", "train.remat", "train.scan_layers"),
+    "model.attention",
     "model.context_attention",
 )
 DATA = (

@@ -41,6 +41,7 @@ def _unsplit(x: jax.Array, *_: str | None) -> jax.Array:
         "lookup",
         "gather_layer",
         "remat",
+        "scan_layers",
         "column_matmul",
         "row_matmul",
         "experts",
@@ -70,6 +71,8 @@ class ForwardContext:
     gather_layer: Callable[[nnx.State], nnx.State] = lambda state: state
     # The part of the forward that backward recomputes; see stack.rematerialised.
     remat: Literal["none", "weights", "dots", "full", "offload"] = "none"
+    # Whether a stack runs its layers as one loop, instead of writing each out.
+    scan_layers: bool = True
     # (x [b, t, e], array [e, *f], logical axes of f) -> [b, t, *f]: from the residual stream.
     column_matmul: TensorMatmul = make_column_parallel(_unsplit, no_ring)
     # (h [b, t, *f], array [*f, e], logical axes of f) -> [b, t, e]: back to it.

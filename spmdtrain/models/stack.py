@@ -106,11 +106,12 @@ class Stack(nnx.Module):
         frozen = frozen_rounds(ctx.frozen_layers, self.count, self.rounds)
         side_losses = []
         if frozen:
-            x, losses = _run_frozen(body, x, parameters, frozen)
+            x, losses = _run_frozen(body, x, parameters, frozen, ctx.scan_layers)
             side_losses.append(losses)
             parameters = jax.tree.map(lambda weight: weight[frozen:], parameters)
         layers = (jnp.arange(frozen, self.rounds), parameters)
-        x, losses = jax.lax.scan(rematerialised(body, ctx.remat), x, layers)
+        run = rematerialised(body, ctx.remat)
+        x, losses = jax.lax.scan(run, x, layers, unroll=not ctx.scan_layers)
         return x, sum_losses(*side_losses, jax.tree.map(jnp.sum, losses))
 
 
@@ -130,7 +131,7 @@ def frozen_rounds(frozen: int, layers: int, rounds: int) -> int:
 
 
 def _run_frozen(
-    body: Callable, x: jax.Array, parameters: nnx.State, count: int
+    body: Callable, x: jax.Array, parameters: nnx.State, count: int, scan: bool
 ) -> tuple[jax.Array, SideLosses]:
     """Runs the first `count` layers of a stack without a backward pass; returns (x, their side
     losses).
@@ -144,7 +145,7 @@ def _run_frozen(
         layer = jax.tree.map(lambda weight: weight[number], parameters)
         return body(x, (number, layer))
 
-    x, losses = jax.lax.scan(run, x, jnp.arange(count))
+    x, losses = jax.lax.scan(run, x, jnp.arange(count), unroll=not scan)
     return x, jax.tree.map(jnp.sum, losses)
 
 

@@ -45,7 +45,8 @@ from spmdtrain.train.state import TrainState
 # Settings that a replay may change: where it computes, never what.
 OF_PLACEMENT = (
     *("mesh.", "rules.", "pipeline.", "kernels."),
-    *("train.microbatch", "train.zero", "train.remat", "model.attention", "data.read_ahead"),
+    *("train.microbatch", "train.zero", "train.remat", "train.scan_layers"),
+    *("model.attention", "data.read_ahead"),
 )
 # Settings of where the data is; that it is the same is checked by its fingerprint.
 OF_PLACES = ("data.path", "data.tokenizer")

@@ -253,6 +253,7 @@ LAYOUT = {
     "model.experts.bucket_factor",
     "train.microbatch",
     "train.remat",
+    "train.scan_layers",
     "train.zero",
 }
 LAYOUT_SECTIONS = {"mesh", "pipeline", "checkpoint", "log", "rules"}

@@ -215,7 +215,6 @@ def kill(root: Path, index: int) -> None:
     os.kill(events(root, index, "launched")[-1]["pid"], signal.SIGKILL)
 
 
-@pytest.mark.core
 def test_an_island_of_two_processes_is_one_of_two_devices_even_if_one_is_killed(
     met_alone, back, tmp_path, launched
 ):
