@@ -40,7 +40,7 @@ class Search:
 
 SEARCHES = (
     Search("AdamW, muP", ("optimizer.name=adamw", BASE), range(-10, -4)),
-    Search("Lion, muP", ("optimizer.name=lion", BASE), range(-13, -7)),
+    Search("Lion, muP", ("optimizer.name=lion", BASE), range(-11, -5)),
     Search("Muon, muP", ("optimizer.name=muon", BASE), range(-9, -3)),
     Search("AdamW", ("optimizer.name=adamw",), range(-11, -5)),
 )
