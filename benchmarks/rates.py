@@ -39,10 +39,10 @@ class Search:
 
 
 SEARCHES = (
+    Search("AdamW", ("optimizer.name=adamw",), range(-11, -5)),
     Search("AdamW, muP", ("optimizer.name=adamw", BASE), range(-10, -4)),
     Search("Lion, muP", ("optimizer.name=lion", BASE), range(-11, -5)),
     Search("Muon, muP", ("optimizer.name=muon", BASE), range(-9, -3)),
-    Search("AdamW", ("optimizer.name=adamw",), range(-11, -5)),
 )
 
 RUN = f"""
