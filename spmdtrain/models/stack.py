@@ -110,7 +110,7 @@ class Stack(nnx.Module):
             side_losses.append(losses)
             parameters = jax.tree.map(lambda weight: weight[frozen:], parameters)
         layers = (jnp.arange(frozen, self.rounds), parameters)
-        run = rematerialised(body, ctx.remat)
+        run = rematerialised(body, ctx.remat, ctx.scan_layers)
         x, losses = jax.lax.scan(run, x, layers, unroll=not ctx.scan_layers)
         return x, sum_losses(*side_losses, jax.tree.map(jnp.sum, losses))
 
@@ -210,12 +210,13 @@ def sum_losses(*each: SideLosses) -> SideLosses:
     return total
 
 
-def rematerialised(layer: Callable, remat: str) -> Callable:
+def rematerialised(layer: Callable, remat: str, scanned: bool = True) -> Callable:
     """Returns `layer` with a backward that recomputes what `remat` names.
 
     That is nothing (none), gathered weights (weights), all but matmuls and attention (dots),
-    everything (full), or everything from layer inputs kept on the host (offload).
+    everything (full), or everything from layer inputs kept on the host (offload). Outside a loop
+    (`scanned` false) XLA would find the forward pass and the recomputation equal, and keep both.
     """
     if remat == "none":
         return layer
-    return jax.checkpoint(layer, policy=POLICIES[remat], prevent_cse=False)
+    return jax.checkpoint(layer, policy=POLICIES[remat], prevent_cse=not scanned)

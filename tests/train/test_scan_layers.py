@@ -5,7 +5,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from helpers import MESHES, mesh_of, tiny, trained
+from helpers import MESHES, tiny, trained
 
 from spmdtrain.config import ConfigError
 from spmdtrain.train.shard import shard
@@ -19,6 +19,12 @@ LAYOUTS = {
     "experts, some frozen": ("mesh.expert=2", "model.experts.count=4", "model.experts.chosen=2")
     + ("finetune.frozen_layers=1",),
 }
+
+
+def compiled(*settings) -> str:
+    """The text of a step of four layers on one device."""
+    setup = shard(tiny("model.layers=4", *settings), devices=jax.devices()[:1])
+    return make_step(setup).lower(setup.state, setup.batch).compile().as_text()
 
 
 @pytest.mark.long
@@ -35,15 +41,20 @@ def test_it_trains_as_the_loop_does(layout):
 def test_what_the_backward_pass_needs_is_in_no_stack():
     """The loop writes it into arrays of all layers, and takes it out again."""
 
-    def stacks(*settings):
-        config = tiny("model.layers=4", *settings)
-        setup = shard(config, devices=jax.devices()[: mesh_of(settings)])
-        text = make_step(setup).lower(setup.state, setup.batch).compile().as_text()
-        tokens = config.train.global_batch, config.train.sequence_length
-        stacked = rf"f32\[4,{tokens[0]},{tokens[1]},[\d,]+\]"
-        return len(re.findall(stacked, text))
+    sizes = tiny().train.global_batch, tiny().train.sequence_length
+    stacked = rf"f32\[4,{sizes[0]},{sizes[1]},[\d,]+\]"
+    assert re.search(stacked, compiled()) and not re.search(stacked, compiled(OUT))
 
-    assert stacks() > 0 and stacks(OUT) == 0
+
+@pytest.mark.long
+@pytest.mark.parametrize("remat", ["dots", "full", "offload"])
+def test_what_is_to_be_recomputed_is(remat):
+    """Outside a loop XLA would find it equal to the forward pass, and keep that."""
+
+    def matmuls(remat: str) -> int:
+        return len(re.findall(r" (?:dot|custom-call)\(", compiled(OUT, f"train.remat={remat}")))
+
+    assert matmuls(remat) > matmuls("none")
 
 
 def test_with_a_pipeline_it_is_refused():
