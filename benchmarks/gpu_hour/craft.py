@@ -7,14 +7,13 @@ Trains four layers of Llama 3 8B, with its vocabulary, once for each option. FIL
 after each of them.
 """
 
-import argparse
 import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from trained import figures
-from training import train
+from training import arguments, train
 
 CONFIG = "configs/llama3_8b.toml"
 SETTINGS = [
@@ -54,11 +53,8 @@ def line(name: str, found: dict[str, Any], base: dict[str, Any] | None) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("file", type=Path)
+    parser = arguments(__doc__, CONFIG)
     parser.add_argument("--only", nargs="+", choices=OPTIONS, default=list(OPTIONS))
-    parser.add_argument("--config", default=CONFIG)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     chosen = parser.parse_args()
     found: dict[str, Any] = {}
     failed = []

@@ -8,7 +8,6 @@ hidden if the same device does other work in it. The planner takes the share of 
 compiled text starts early: this is the only place where that is held against a clock.
 """
 
-import argparse
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 
 from layouts import count
 from trained import CONFIG, SETTINGS
-from training import train
+from training import arguments, train
 
 from spmdtrain.compiled.operations import NETWORK
 from spmdtrain.config.run_files import COMPILED, OPERATIONS, PROFILE, RunFiles
@@ -54,11 +53,8 @@ def of_text(compiled: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--config", default=CONFIG)
+    parser = arguments(__doc__, CONFIG)
     parser.add_argument("--simulate-devices", type=int)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     chosen = parser.parse_args()
     simulated = chosen.simulate_devices
     devices = simulated or count()

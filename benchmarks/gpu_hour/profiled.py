@@ -5,7 +5,6 @@ python benchmarks/gpu_hour/profiled.py FILE.json [--config FILE] [--set KEY=VALU
 FILE.json is the table; the trace itself, which is large, is thrown away.
 """
 
-import argparse
 import shutil
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from trained import CONFIG, SETTINGS
-from training import ROOT, train
+from training import ROOT, arguments, train
 
 from spmdtrain.config.run_files import PROFILE, SECONDS
 
@@ -21,11 +20,7 @@ STEP = 12
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--config", default=CONFIG)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    chosen = parser.parse_args()
+    chosen = arguments(__doc__, CONFIG).parse_args()
     settings = [*SETTINGS, "checkpoint.every=0", f"train.steps={STEP + 2}", f"log.profile={STEP}"]
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"

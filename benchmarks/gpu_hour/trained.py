@@ -3,21 +3,20 @@
 python benchmarks/gpu_hour/trained.py FILE.json [--config FILE] [--set KEY=VALUE]
 """
 
-import argparse
 import json
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from training import metrics, train
+from training import arguments, metrics, train
 
 CONFIG = "configs/gpt2_124m.toml"
 SAVED = 20  # steps between saves
 WARM = 5  # steps that do not count
 SETTINGS = [
     "train.steps=50",
-    "train.global_batch=32",  # as `beside` has it: what was measured for one serves both
+    "train.global_batch=32",  # the shape of `beside`, so that kernels measured for one serve both
     "train.microbatch=none",
     "data.corpus=synthetic",
     "data.path=none",
@@ -48,11 +47,7 @@ def figures(run: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--config", default=CONFIG)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    chosen = parser.parse_args()
+    chosen = arguments(__doc__, CONFIG).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         train(chosen.config, Path(folder) / "run", SETTINGS + chosen.set)
         found = figures(Path(folder) / "run")

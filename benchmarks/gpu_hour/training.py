@@ -1,5 +1,6 @@
 """Runs of `spmdtrain train`, and what they wrote: for the parts of the hour that train."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -8,6 +9,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+
+
+def arguments(doc: str | None, config: str) -> argparse.ArgumentParser:
+    """Returns the arguments of a part: the file of its figures, another config, other settings."""
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--config", default=config)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    return parser
 
 
 def command(config: str, run: Path, settings: list[str]) -> list[str]:

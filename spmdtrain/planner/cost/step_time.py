@@ -33,7 +33,7 @@ from spmdtrain.planner.cost.workload import Workload
 OPTIMIZER_BYTES = 30
 # Bytes per second between a device and its host, each way, over the 63 GB/s of PCIe 5 x16; judged.
 HOST_BANDWIDTH = 50e9
-# The same for moments, which come and go in turn: of a model of 1.9 G parameters on an H200.
+# The same for moments, which come and go in turn: measured on an H200 with 1.9 G parameters.
 MOMENTS_BANDWIDTH = 25e9
 # Bytes per logit that the loss moves in forward and backward: the float32 logit, its maximum and
 # its sum, and the copies of the gradient.
