@@ -46,6 +46,7 @@ class Collective:
     inside_loop: bool
     inside_conditional: bool
     bytes_by_dtype: Mapping[str, int]  # of its output on one device
+    members: int = 1  # devices of a group, which may be fewer than those along its axes
     passes: int = 1  # how often a step runs it, if loops of unknown length run once
     in_rounds: bool = False  # inside such a loop
     beside_work: bool = False  # a matmul or a loop comes between its start and its end
@@ -78,7 +79,7 @@ def report(
         return found | {"collectives": None, "unread": str(error)}
     found |= {"collectives": _counted(listed)}
     with contextlib.suppress(*UNREADABLE):
-        found |= {"traffic": _sent(listed, mesh.shape)}
+        found |= {"traffic": _sent(listed)}
     return found
 
 
@@ -136,11 +137,14 @@ def instructions(hlo_text: str, mesh_axes: Mapping[str, int]) -> Iterator[Collec
                 if kind != each.opcode:
                     assert each.name in type_of_start, f"nothing ends the collective: {each.line}"
                     output = type_of_start[each.name]
+                groups = _groups(kind, each, math.prod(mesh_axes.values()))
+                varying = _varying_axes(groups, mesh_axes)
                 yield replace(
                     around,
                     name=each.name,
                     kind=kind,
-                    axis=_axis(kind, each, mesh_axes),
+                    axis="+".join(varying) or "none",
+                    members=max(map(len, groups)) if varying else 1,
                     bytes_by_dtype=_bytes_by_dtype(output, each.line),
                     beside_work=around.beside_work or each.name in beside_work,
                 )
@@ -225,16 +229,15 @@ def traffic(hlo_text: str, mesh_axes: Mapping[str, int]) -> list[dict[str, Any]]
     what a ring of that kind sends for them, and `sent_beside_work` the part of it with a matmul or
     a loop between start and end.
     """
-    return _sent(instructions(hlo_text, mesh_axes), mesh_axes)
+    return _sent(instructions(hlo_text, mesh_axes))
 
 
-def _sent(listed: Iterable[Collective], mesh_axes: Mapping[str, int]) -> list[dict[str, Any]]:
+def _sent(listed: Iterable[Collective]) -> list[dict[str, Any]]:
     totals: dict[tuple, list[float]] = defaultdict(lambda: [0, 0, 0])
     for each in listed:
         known = not each.in_rounds or "expert" in each.axis.split("+")
         assert known, f"nothing states how often the loop around {each.name} runs"
-        members = math.prod(mesh_axes[axis] for axis in each.axis.split("+") if axis != "none")
-        sent = each.passes * each.bytes * sent_per_output(each.kind, members)
+        sent = each.passes * each.bytes * sent_per_output(each.kind, each.members)
         total = totals[each.kind, each.axis, each.inside_loop]
         total[0] += each.passes * each.bytes
         total[1] += sent
@@ -375,12 +378,6 @@ def _bytes_by_dtype(type_text: str, line: str) -> dict[str, int]:
 
 
 # Which devices a collective connects
-
-
-def _axis(kind: str, instruction: _Instruction, mesh_axes: Mapping[str, int]) -> str:
-    """Returns the axes along which a collective's groups extend: "fsdp+tensor", or "none"."""
-    groups = _groups(kind, instruction, math.prod(mesh_axes.values()))
-    return "+".join(_varying_axes(groups, mesh_axes)) or "none"
 
 
 def _varying_axes(groups: Groups, mesh_axes: Mapping[str, int]) -> list[str]:

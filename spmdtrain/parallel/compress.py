@@ -10,9 +10,13 @@ Numbers are rounded to nearest, without error feedback: its state would take 4 b
 each device, which ZeRO-1 has just saved, and with 8 bits training does not need it
 (docs/compression.md).
 
+Where neighbours along the axis share fast links (`within`), they scatter their sum in float32
+first, and only sums of neighbours are encoded: a number is rounded once for each group, and each
+device sends other groups its share of it.
+
 If a number is not finite, its block's scale is infinite and its block NaN, which the guards see.
 
-n: devices along the axis, c: numbers in a row, b: numbers in a block.
+n: devices along the axis, in h groups of w neighbours; c: numbers in a row, b: numbers in a block.
 """
 
 from dataclasses import dataclass
@@ -21,6 +25,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Format = Literal["int8", "float8"]
 
@@ -64,35 +69,76 @@ class Codec:
         return (blocks * encoded.scales_nb[..., None]).reshape(encoded.bits_nc.shape)
 
 
-def compressed_sum(x: jax.Array, axis: str, codec: Codec) -> jax.Array:
-    """Returns the sum of x over a manual mesh axis, bit for bit the same on all its devices."""
+def compressed_sum(x: jax.Array, axis: str, codec: Codec, within: int = 1) -> jax.Array:
+    """Returns the sum of x over a manual mesh axis, bit for bit the same on all its devices.
+
+    `within`: neighbours along the axis whose sum is not encoded.
+    """
     ways = jax.lax.axis_size(axis)
-    rows_nc = _rows(x.reshape(-1), ways, codec.block)
-    own = codec.encode(_sum_of_own_row(rows_nc, axis, codec)[None])
+    padded = jnp.pad(x.reshape(-1), (0, -x.size % (ways * codec.block)))
+    parts_whc = padded.reshape(within, ways // within, -1)
+    own = codec.encode(_own_sum(parts_whc, axis, codec)[None])
     # The device that computed a sum also uses the encoded one; otherwise its weights would diverge.
-    gather = partial(jax.lax.all_gather, axis_name=axis, axis=0, tiled=True)
-    whole = codec.decode(EightBits(*map(gather, own)))
+    whole = codec.decode(_gathered(own, axis, within))
     return whole.reshape(-1)[: x.size].reshape(x.shape).astype(x.dtype)
 
 
-def compressed_scatter(x: jax.Array, axis: str, dim: int, codec: Codec) -> jax.Array:
-    """Returns this device's slice, of dim `dim`, of the sum of x over a manual mesh axis."""
+def compressed_scatter(
+    x: jax.Array, axis: str, dim: int, codec: Codec, within: int = 1
+) -> jax.Array:
+    """Returns this device's slice, of dim `dim`, of the sum of x over a manual mesh axis.
+
+    `within`: neighbours along the axis whose sum is not encoded.
+    """
     ways = jax.lax.axis_size(axis)
     first = jnp.moveaxis(x, dim, 0)
     slices = first.reshape(ways, -1)
-    padding = -slices.shape[1] % codec.block
-    summed = _sum_of_own_row(jnp.pad(slices, ((0, 0), (0, padding))), axis, codec)
+    length = slices.shape[1]
+    padded = jnp.pad(slices, ((0, 0), (0, -length % codec.block)))
+    parts_whc = jnp.swapaxes(padded.reshape(ways // within, within, -1), 0, 1)
+    summed = _own_sum(parts_whc, axis, codec)
     shape = (first.shape[0] // ways, *first.shape[1:])
-    return jnp.moveaxis(summed[: slices.shape[1]].reshape(shape), 0, dim).astype(x.dtype)
+    return jnp.moveaxis(summed[:length].reshape(shape), 0, dim).astype(x.dtype)
 
 
-def _rows(x: jax.Array, ways: int, block: int) -> jax.Array:
-    """Returns x [size] as rows, one for each device, padded with zeros to whole blocks."""
-    return jnp.pad(x, (0, -x.size % (ways * block))).reshape(ways, -1)
+def _own_sum(parts_whc: jax.Array, axis: str, codec: Codec) -> jax.Array:
+    """Returns the float32 sum over the axis of one part [c]: of device h w + i, part [i, h].
 
-
-def _sum_of_own_row(rows_nc: jax.Array, axis: str, codec: Codec) -> jax.Array:
-    """Sends each device its row, and returns the float32 sum of those that arrive here."""
-    exchange = partial(jax.lax.all_to_all, axis_name=axis, split_axis=0, concat_axis=0)
-    arrived = EightBits(*map(exchange, codec.encode(rows_nc.astype(jnp.float32))))
+    Neighbours scatter their sum in float32. What is left crosses to other groups encoded: each
+    device sends others the rows that they sum.
+    """
+    parts_whc = parts_whc.astype(jnp.float32)
+    inside, across = _groups(axis, parts_whc.shape[0])
+    if inside:
+        parts_whc = jax.lax.psum_scatter(
+            parts_whc, axis, scatter_dimension=0, axis_index_groups=inside, tiled=True
+        )
+    exchange = partial(
+        jax.lax.all_to_all,
+        axis_name=axis,
+        split_axis=0,
+        concat_axis=0,
+        axis_index_groups=across,
+    )
+    arrived = EightBits(*map(exchange, codec.encode(parts_whc[0])))
     return codec.decode(arrived).sum(axis=0)
+
+
+def _gathered(own: EightBits, axis: str, within: int) -> EightBits:
+    """Returns the encoded sums of all devices, in the order of `_own_sum`'s parts."""
+    inside, across = _groups(axis, within)
+    gather = partial(jax.lax.all_gather, axis_name=axis, axis=0, tiled=True)
+    # Encoded inside a group too: there it costs no rounding any more.
+    for groups in (across, inside) if inside else (across,):
+        own = EightBits(*(gather(each, axis_index_groups=groups) for each in own))
+    return own
+
+
+def _groups(axis: str, within: int) -> tuple[list[list[int]] | None, list[list[int]] | None]:
+    """Returns the groups of `within` neighbours along an axis, and of those in the same place of
+    each; (None, None) if all are apart.
+    """
+    if within == 1:
+        return None, None
+    index_hw = np.arange(jax.lax.axis_size(axis)).reshape(-1, within)
+    return index_hw.tolist(), index_hw.T.tolist()

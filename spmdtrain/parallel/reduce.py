@@ -27,12 +27,14 @@ class Reduction:
     """The reduction of a gradient: an all-reduce over `sum`, a reduce-scatter over `scatter`.
 
     `scatter` pairs each axis with the dim that it leaves split, in the order of the scatters.
-    `codec`: how the gradient crosses `data`; None: uncompressed.
+    `codec`: how the gradient crosses `data`; None: uncompressed. `within`: neighbours along `data`
+    that sum it in float32 before.
     """
 
     sum: tuple[str, ...] = ()
     scatter: tuple[tuple[str, int], ...] = ()
     codec: Codec | None = None
+    within: int = 1
 
 
 def scatter_dim(
@@ -71,7 +73,11 @@ def scattered_spec(spec: P, dim: int | None) -> P:
 
 
 def reduction(
-    spec: P, axes: Sequence[str], owning: Collection[str] = (), codec: Codec | None = None
+    spec: P,
+    axes: Sequence[str],
+    owning: Collection[str] = (),
+    codec: Codec | None = None,
+    within: int = 1,
 ) -> Reduction:
     """Returns how a gradient whose spec at rest is `spec` is reduced over `axes`.
 
@@ -88,6 +94,7 @@ def reduction(
         sum=tuple(axis for axis in axes if axis not in named),
         scatter=tuple((axis, dim) for axis, dim in split if axis in axes and axis not in owning),
         codec=codec if "data" in axes else None,
+        within=within if codec else 1,
     )
 
 
@@ -96,10 +103,13 @@ def codec_of(settings: CompressionConfig, shape: Sequence[int], ways: int) -> Co
     none.
 
     `shape` is that of one layer, or of one of its experts. Vectors are not compressed, because they
-    are few bytes, nor are gradients with less than a block for each device.
+    are few bytes, nor are gradients with less than a block for each device. If all devices are
+    neighbours that sum in full, nothing is.
     """
     size = math.prod(shape)
-    if settings.codec not in ("int8", "float8") or len(shape) < 2 or size < ways * settings.block:
+    if settings.codec not in ("int8", "float8") or settings.within == ways:
+        return None
+    if len(shape) < 2 or size < ways * settings.block:
         return None
     return Codec(settings.codec, settings.block)
 
@@ -209,7 +219,7 @@ def _reduce(
         how = reductions[path]
         for axis, dim in how.scatter:
             if how.codec and axis == "data":
-                slices[path] = compressed_scatter(slices[path], axis, dim, how.codec)
+                slices[path] = compressed_scatter(slices[path], axis, dim, how.codec, how.within)
             else:
                 slices[path] = scatter_sum(slices[path], (axis,), dim)
         wide = how.sum
@@ -221,7 +231,7 @@ def _reduce(
     for axes, paths in paths_of_sum.items():
         reduced |= psum_tree({path: slices[path] for path in paths}, axes)
     for path in compressed:
-        codec = reductions[path].codec
-        assert codec is not None, "it was chosen for its codec"
-        reduced[path] = compressed_sum(reduced[path], "data", codec)
+        how = reductions[path]
+        assert how.codec is not None, "it was chosen for its codec"
+        reduced[path] = compressed_sum(reduced[path], "data", how.codec, how.within)
     return reduced

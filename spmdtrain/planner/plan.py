@@ -236,6 +236,8 @@ def candidates(
     for mesh in mesh_shapes(divided, workload.sequence_length, devices, hardware):
         if workload.global_batch % mesh.batch_shards:
             continue
+        if mesh.data > 1 and mesh.data % workload.data_within:
+            continue
         # Microbatches of one sequence and full recomputation need the least memory.
         lean = replace(
             workload,

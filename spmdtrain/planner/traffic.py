@@ -5,6 +5,7 @@ and a reduce-scatter over n devices send (n - 1) / n each, and an all-reduce sen
 not count.
 """
 
+from spmdtrain.planner.cost.collective_time import data_sums
 from spmdtrain.planner.cost.experts import BACKWARD_EXCHANGES, FORWARD_EXCHANGES
 from spmdtrain.planner.cost.memory import (
     FLOAT32,
@@ -29,7 +30,7 @@ def needed_traffic(workload: Workload) -> dict[str, float]:
     dense = gathered_elements(workload) - experts
     rings = {
         "pipeline": 2 * _vocabulary_bytes(workload),
-        "data": _data_bytes(workload),
+        "data": 0.0,
         "fsdp": _split_bytes(workload, experts),
         "expert": 0.0 if workload.dense_ways > 1 else _expert_reduction_bytes(workload),
         "context": _gradient_bytes(workload),
@@ -38,6 +39,7 @@ def needed_traffic(workload: Workload) -> dict[str, float]:
     of_dense = _split_bytes(workload, dense, _table_elements(workload))
     rings[dense_axes] = rings.get(dense_axes, 0.0) + of_dense
     sent = {axis: (sizes[axis] - 1) / sizes[axis] * whole for axis, whole in rings.items()}
+    sent["data"] += _data_bytes(workload)
     sent["expert"] += _exchange_bytes(workload)
     sent["pipeline"] += _hop_bytes(workload)
     sent["context"] += _attention_bytes(workload)
@@ -98,10 +100,10 @@ def _data_bytes(workload: Workload) -> float:
 
     With ZeRO-1 it is their scatter, and a gather of new weights in compute precision.
     """
-    there = workload.sent_gradient_bytes or FLOAT32
     _, elements = held_elements(workload, resident_elements(workload))
-    back = workload.compute_bytes if workload.zero else there
-    return (there + back) * elements
+    sums = data_sums(workload, FLOAT32)
+    shares = ((each.group.size - 1) / each.group.size * each.element_bytes for each in sums)
+    return sum(shares) * elements
 
 
 def _tensor_bytes(workload: Workload) -> float:

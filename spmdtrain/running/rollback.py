@@ -60,6 +60,4 @@ def set_aside_damaged(checkpoints: Checkpoints, found: Found, reporter: Reporter
         line = f"{error.what}; it is now in checkpoints/{QUARANTINE}"
         reporter.event("quarantined", step, line, why=str(error))
     for item in begins_anew(found.state, found.meta):
-        reporter.say(
-            f"{item} of checkpoint {found.step} belongs to another mesh, and starts from scratch"
-        )
+        reporter.say(f"{item} of checkpoint {found.step} does not fit, and starts from scratch")

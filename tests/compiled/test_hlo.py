@@ -498,6 +498,11 @@ def test_rounds_of_an_exchange_count_once_and_run_beside_the_matmuls_of_experts(
         traffic(ROUNDS, {"fsdp": 2, "tensor": 2})
 
 
+def test_groups_of_a_part_of_an_axis_send_among_themselves():
+    (found,) = traffic(ROUNDS, {"expert": 4})
+    assert (found["axis"], found["sent"]) == ("expert", 2 * 32 / 2)
+
+
 def test_traffic_says_what_runs_beside_work():
     found = traffic(SCHEDULED, {"pipeline": 2, "tensor": 2})
     assert [(each["axis"], each["sent"], each["sent_beside_work"]) for each in found] == [

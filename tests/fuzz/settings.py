@@ -178,7 +178,14 @@ NOT_DRAWN = {
     "compression.codec": "rounds beyond what a draw tolerates; "
     "tests/train/test_compression.py has meshes",
     **dict.fromkeys(
-        ("compression.block", "compression.rank", "compression.keep", "compression.after"),
+        (
+            "compression.block",
+            "compression.within",
+            "compression.rank",
+            "compression.ranks",
+            "compression.keep",
+            "compression.after",
+        ),
         "is of compression.codec",
     ),
     **dict.fromkeys(

@@ -776,6 +776,28 @@ BREAKAGES = [
         "jax.numpy.resize(x, asked)",
         f"{PIPELINE_RUN} -k 'any_other and thirds'",
     ),
+    # Compression
+    Breakage(
+        "those in the same place of each group sum in full instead of neighbours",
+        "parallel/compress.py",
+        "return index_hw.tolist(), index_hw.T.tolist()",
+        "return index_hw.T.tolist(), index_hw.tolist()",
+        "tests/parallel/test_compress.py -k neighbours",
+    ),
+    Breakage(
+        "sums are gathered inside groups before they are gathered between them",
+        "parallel/compress.py",
+        "for groups in (across, inside) if inside",
+        "for groups in (inside, across) if inside",
+        "tests/parallel/test_compress.py -k neighbours",
+    ),
+    Breakage(
+        "the rank of the last pattern that matches counts",
+        "train/exchange.py",
+        "next((pattern for pattern in settings.ranks if",
+        "next((pattern for pattern in reversed(settings.ranks) if",
+        "tests/train/test_compression.py -k 'refused and leaves'",
+    ),
     # Compression with error feedback
     Breakage(
         "the owner of a sum keeps nothing of what it leaves out",

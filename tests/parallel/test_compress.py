@@ -2,6 +2,7 @@
 devices the same bits, and a number that is not finite is lost by none.
 """
 
+from collections import Counter
 from functools import partial
 
 import jax
@@ -23,20 +24,20 @@ FORMATS = ("int8", "float8")
 ROUNDING = {"int8": 0.5 / 127, "float8": 2.0**-4}
 
 
-def mesh():
-    return jax.make_mesh((WAYS,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+def mesh(ways):
+    return jax.make_mesh((ways,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
 def region(function, x):
-    """Jits `function` of what each device has: x [WAYS, ...], one for each."""
+    """Jits `function` of what each device has: x [devices, ...], one for each."""
     on_one = jax.shard_map(
         lambda x: function(x[0])[None],
-        mesh=mesh(),
+        mesh=mesh(len(x)),
         in_specs=P("data"),
         out_specs=P("data"),
         check_vma=False,
     )
-    return jax.jit(on_one), jax.device_put(x, NamedSharding(mesh(), P("data")))
+    return jax.jit(on_one), jax.device_put(x, NamedSharding(mesh(len(x)), P("data")))
 
 
 def on_devices(function, x):
@@ -44,8 +45,9 @@ def on_devices(function, x):
     return np.asarray(jitted(placed))
 
 
-def summed(x, format, block=BLOCK):
-    return on_devices(partial(compressed_sum, axis="data", codec=Codec(format, block)), x)
+def summed(x, format, block=BLOCK, within=1):
+    codec = Codec(format, block)
+    return on_devices(partial(compressed_sum, axis="data", codec=codec, within=within), x)
 
 
 def drawn(*shape):
@@ -120,10 +122,14 @@ def test_zeros_and_the_smallest_numbers_stay_finite(format):
     assert np.abs(got - x.sum(0)).max() <= 2 * WAYS * np.finfo("f4").tiny
 
 
-def bytes_sent(function, x):
+def compiled_text(function, x):
     jitted, placed = region(function, x)
-    text = jitted.lower(placed).compile().as_text()
-    return sum(each["sent"] for each in hlo.traffic(text, {"data": WAYS}))
+    return jitted.lower(placed).compile().as_text()
+
+
+def bytes_sent(function, x):
+    text = compiled_text(function, x)
+    return sum(each["sent"] for each in hlo.traffic(text, {"data": len(x)}))
 
 
 def test_the_compiled_text_sends_a_byte_and_a_scale_for_each_number():
@@ -151,3 +157,73 @@ def test_bfloat16_comes_back_as_bfloat16():
     jitted, placed = region(sum_of, x)
     got = jitted(placed)
     assert got.dtype == jnp.bfloat16 and np.array_equal(got, np.full(x.shape, WAYS, "f4"))
+
+
+# --- neighbours that sum in full ------------------------------------------------------------------
+
+DEVICES = 8
+
+
+def powers(*shape):
+    """Integers times powers of two, which float32 sums exactly; blocks differ in size."""
+    draw = np.random.default_rng(5)
+    return (draw.integers(-999, 1000, shape) * 2.0 ** draw.integers(-3, 4, shape[-2:])).astype("f4")
+
+
+def of_neighbours(x, within):
+    return x.reshape(-1, within, *x.shape[1:]).sum(1)
+
+
+@pytest.mark.parametrize("within", [2, 4])
+@pytest.mark.parametrize("shape", [(24, 40), (7, 33)])
+def test_neighbours_sum_in_full_and_only_their_sums_are_rounded(shape, within):
+    x = powers(DEVICES, *shape)
+    got, want = summed(x, "int8", within=within), summed(of_neighbours(x, within), "int8")
+    assert all(np.array_equal(got[0], each) for each in got)
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-6, atol=1e-6 * np.abs(want).max())
+    assert np.abs(want[0] - x.sum(0)).max() > 1e-3 * np.abs(want).max(), "nothing was rounded"
+
+
+@pytest.mark.parametrize(("dim", "within"), [(0, 4), (1, 2), (2, 4)])
+def test_a_scattered_sum_over_neighbours_is_rounded_once_for_each_group(dim, within):
+    x, codec = powers(DEVICES, 8, 16, 32), Codec("float8", BLOCK)
+    scatter = partial(compressed_scatter, axis="data", dim=dim, codec=codec)
+    got = np.concatenate(list(on_devices(partial(scatter, within=within), x)), axis=dim)
+    want = np.concatenate(list(on_devices(scatter, of_neighbours(x, within))), axis=dim)
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6 * np.abs(want).max())
+    assert np.abs(want - x.sum(0)).max() > 1e-3 * np.abs(want).max(), "nothing was rounded"
+
+
+def test_a_number_of_a_neighbour_that_is_not_finite_reaches_every_device():
+    x = powers(DEVICES, 16, BLOCK)
+    x[5, 3, 7] = np.nan
+    got = summed(x, "int8", within=4)
+    assert not np.isfinite(got[:, 3, 7]).any() and np.isfinite(got[:, 4:]).all()
+
+
+@pytest.mark.parametrize("within", [2, 4])
+def test_only_eight_bits_of_the_sums_of_neighbours_leave_their_group(within):
+    """In the compiled text; a device of a group sends others its share of the group's sum."""
+    groups, codec, size = DEVICES // within, Codec("int8", 256), 512 * 512
+    x = np.zeros((DEVICES, 512, 512), "f4")
+    text = compiled_text(partial(compressed_sum, axis="data", codec=codec, within=within), x)
+    sent = Counter()
+    for each in hlo.instructions(text, {"data": DEVICES}):
+        for dtype, count in each.bytes_by_dtype.items():
+            sent[each.members, dtype] += count * hlo.sent_per_output(each.kind, each.members)
+    inside, across = (within - 1) / within, 2 * (groups - 1) / groups / within
+    scales = 4 / codec.block
+    assert sent == pytest.approx(
+        {
+            (within, "f32"): (4 + scales) * inside * size,
+            (within, "u8"): inside * size,
+            (groups, "u8"): across * size,
+            (groups, "f32"): scales * across * size,
+        }
+    )
+
+
+def test_where_all_are_neighbours_nothing_is_compressed():
+    settings = CompressionConfig(codec="int8", block=64, within=WAYS)
+    assert codec_of(settings, (64, 64), WAYS) is None
+    assert codec_of(settings, (64, 64), 2 * WAYS) == Codec("int8", 64)

@@ -47,6 +47,18 @@ def test_zero_scatters_float32_and_gathers_what_it_computes_with():
     assert needed_traffic(workload(MeshShape(data=2), zero=1)) == {"data": ALL * 6 / 2}
 
 
+def test_neighbours_scatter_float32_and_send_others_their_share_of_eight_bits():
+    coded = {"sent_gradient_bytes": 1.25, "data_within": 4, "data_exchanges": True}
+    scattered = 4 * 3 / 4 + 1.25 / 4 / 2
+    gathered = 1.25 / 4 / 2 + 1.25 * 3 / 4
+    sent = needed_traffic(workload(MeshShape(data=8), **coded))
+    assert sent == {"data": pytest.approx(ALL * (scattered + gathered))}
+    sent = needed_traffic(workload(MeshShape(data=8), zero=1, **coded))
+    assert sent == {"data": pytest.approx(ALL * (scattered + 2 * 7 / 8))}
+    all_neighbours = needed_traffic(workload(MeshShape(data=4), **coded))
+    assert all_neighbours == needed_traffic(workload(MeshShape(data=4)))
+
+
 @pytest.mark.parametrize(
     ("remat", "split", "sums"),
     [("none", False, 18), ("full", False, 22), ("none", True, 22), ("full", True, 28)],

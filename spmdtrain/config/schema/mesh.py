@@ -79,6 +79,19 @@ class RulesConfig(Settings):
     activations: dict[str, Strings] = {}
 
 
+EIGHT_BITS = ("int8", "float8")
+# The codecs to which other settings belong.
+OF_CODECS = {
+    "within": EIGHT_BITS,
+    "rank": ("lowrank",),
+    "ranks": ("lowrank",),
+    "keep": ("topk",),
+    "after": ("lowrank", "topk"),
+}
+MOST_RANKS = 64
+Rank = Annotated[int, Field(ge=1, le=MOST_RANKS)]
+
+
 class CompressionConfig(Settings):
     """The compression of gradients of matrices when they are reduced over `data`."""
 
@@ -93,8 +106,18 @@ class CompressionConfig(Settings):
     block: Annotated[int, Field(ge=16, le=65536)] = Field(
         default=256, description="numbers that share a scale"
     )
-    rank: DerivedOrNone[Annotated[int, Field(ge=1, le=64)]] = Field(
+    within: DerivedOrNone[Count] = Field(
+        default=None,
+        description="int8 and float8 only: neighbours along data, such as those of a host, that "
+        "sum in float32; only these sums are compressed; default: 1",
+    )
+    rank: DerivedOrNone[Rank] = Field(
         default=None, description="lowrank only: columns of each factor; default: 4"
+    )
+    ranks: dict[str, Annotated[int, Field(ge=0, le=MOST_RANKS)]] = Field(
+        default={},
+        description="lowrank only: pattern of paths, as `show` prints them -> rank of their "
+        "matrices, 0: not compressed; the first match counts, others have rank",
     )
     keep: DerivedOrNone[Annotated[float, Field(gt=0, le=0.25)]] = Field(
         default=None, description="topk only: share of the numbers that is sent; default: 0.01"
@@ -105,8 +128,9 @@ class CompressionConfig(Settings):
     )
 
     def derived(self) -> dict[str, Any]:
-        """Returns the settings of the codecs with error feedback, which others do not have."""
+        """Returns the settings of some codecs, which others do not have."""
         return {
+            "within": 1 if self.codec in EIGHT_BITS else None,
             "rank": 4 if self.codec == "lowrank" else None,
             "keep": 0.01 if self.codec == "topk" else None,
             "after": 0 if self.has_feedback else None,
@@ -114,11 +138,12 @@ class CompressionConfig(Settings):
 
     @model_validator(mode="after")
     def _check(self):
-        of = {"rank": ("lowrank",), "keep": ("topk",), "after": ("lowrank", "topk")}
-        for name, fitting in of.items():
-            if getattr(self, name) is not None and self.codec not in fitting:
+        for name, fitting in OF_CODECS.items():
+            value = getattr(self, name)
+            if value not in (None, {}) and self.codec not in fitting:
+                said = "" if isinstance(value, dict) else f"={value:g}"
                 raise ValueError(
-                    f"compression.{name}={getattr(self, name):g} belongs to "
+                    f"compression.{name}{said} belongs to "
                     f"{' and '.join(map(repr, fitting))}, not to {self.codec!r}; set "
                     f"compression.codec={fitting[0]!r}"
                 )

@@ -52,6 +52,11 @@ class LowRank:
         rest = shape[self.apart :]
         return (*shape[: self.apart], *rest[: self.row], *rest[self.row + 1 :], self.rank)
 
+    def numbers(self, shape: Sequence[int]) -> int:
+        """Returns the numbers of both factors of an array."""
+        rows = self.rank * math.prod(shape[: self.apart]) * shape[self.apart + self.row]
+        return rows + math.prod(self.factor_shape(shape))
+
     def factor_spec(self, spec: P) -> P:
         """Returns the spec of the right factors, given that of the array, one entry per dim."""
         return P(*self.factor_shape([*spec])[:-1], None)

@@ -7,10 +7,11 @@ the network.
 """
 
 import math
+from typing import NamedTuple
 
 from spmdtrain.planner.cost.hardware import Hardware
 from spmdtrain.planner.cost.software import LINK_SHARE, SEND_SHARE
-from spmdtrain.planner.cost.workload import Group
+from spmdtrain.planner.cost.workload import Group, Workload
 
 
 def ring_bandwidth(group: Group, hardware: Hardware, all_cards: bool = True) -> float:
@@ -65,6 +66,42 @@ def all_gather_seconds(
     # Each member has 1 / size of the bytes already, and receives the rest.
     sending = (group.size - 1) / group.size * moved / bandwidth
     return sending + pieces * ring_latency(group, hardware)
+
+
+class DataSum(NamedTuple):
+    """One collective of the sum of gradients over `data`: a scatter or a gather over a group."""
+
+    group: Group
+    element_bytes: float  # of the whole array, for one element of a gradient
+    is_exchange: bool = False  # an all-to-all instead of a ring
+
+    def seconds(self, elements: float, hardware: Hardware, all_cards: bool) -> float:
+        """Returns the seconds that it takes for gradients of so many elements."""
+        moved = self.element_bytes * elements
+        if not self.is_exchange or self.group.size == 1:
+            return all_gather_seconds(moved, self.group, hardware, all_cards=all_cards)
+        sent = (self.group.size - 1) / self.group.size * moved
+        return all_to_all_seconds(sent, self.group, hardware)
+
+
+def data_sums(workload: Workload, wide: float, gathered: float = 0) -> list[DataSum]:
+    """Returns the collectives that sum gradients over `data`, once a step: scatters, then gathers.
+
+    `wide`: bytes of an element that is not compressed. `gathered`: those of one that is gathered
+    instead of its sum, whatever the workload says.
+    """
+    whole = workload.mesh.group("data")
+    sent, within = workload.sent_gradient_bytes, workload.data_within
+    if sent is None or within >= whole.size:
+        scatters = gathers = [DataSum(whole, wide)]
+    else:
+        inside = Group(within, whole.stride)
+        across = Group(whole.size // within, within * whole.stride)
+        crossing = DataSum(across, sent / within, workload.data_exchanges)
+        scatters = [DataSum(inside, wide), crossing]
+        gathers = [crossing._replace(is_exchange=False), DataSum(inside, sent)]
+    gathered = gathered or (workload.compute_bytes if workload.zero else 0)
+    return scatters + ([DataSum(whole, gathered)] if gathered else gathers)
 
 
 def all_to_all_seconds(sent: float, group: Group, hardware: Hardware) -> float:

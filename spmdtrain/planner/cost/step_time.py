@@ -16,6 +16,7 @@ from spmdtrain.pipeline import timing
 from spmdtrain.planner.cost.collective_time import (
     all_gather_seconds,
     all_reduce_seconds,
+    data_sums,
     send_seconds,
 )
 from spmdtrain.planner.cost.flops import model_flops_per_token, teacher_flops_per_token
@@ -470,24 +471,10 @@ def _reduction_seconds(workload: Workload, hardware: Hardware, software: Softwar
     the parameters that it has updated.
     """
     elements = trained_parameters(workload, software)
-    scattered = (workload.sent_gradient_bytes or software.gradient_bytes) * elements
-    gathered = _gathered_over_data(workload, software) * elements
-    ring = partial(
-        all_gather_seconds,
-        group=workload.mesh.group("data"),
-        hardware=hardware,
-        all_cards=software.all_network_cards,
-    )
-    return exposed(ring(scattered) + ring(gathered), software.overlap.data)
-
-
-def _gathered_over_data(workload: Workload, software: Software) -> float:
-    """Returns the bytes of one gathered element: of a parameter, or else of a gradient."""
-    if software.gathered_parameter_bytes:
-        return software.gathered_parameter_bytes
-    if workload.zero:
-        return workload.compute_bytes
-    return workload.sent_gradient_bytes or software.gradient_bytes
+    all_cards, gathered = software.all_network_cards, software.gathered_parameter_bytes
+    sums = data_sums(workload, software.gradient_bytes, gathered)
+    seconds = sum(each.seconds(elements, hardware, all_cards) for each in sums)
+    return exposed(seconds, software.overlap.data)
 
 
 def _optimizer_seconds(workload: Workload, hardware: Hardware, software: Software) -> float:

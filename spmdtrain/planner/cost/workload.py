@@ -444,6 +444,8 @@ class Workload:
     moments_on_host: bool = False
     moments_may_move: bool = False  # to the host: optimizer.memory is built for them
     sent_gradient_bytes: float | None = None  # as it crosses `data`; None: as the software sends it
+    data_within: int = 1  # neighbours along `data` that sum in full before others, compressed
+    data_exchanges: bool = False  # compressed gradients are scattered by an all-to-all
     gradients_at_weights: bool = True  # False: at a separate point, which a step holds as well
     item_bytes: int = 0  # per weight, of other items of the state, such as its average
     dense_over_expert: bool = False  # `expert` splits all weights, in addition to `fsdp`
@@ -734,6 +736,8 @@ def workload_of(config: RunConfig, mesh_sizes: Mapping[str, int]) -> Workload:
         moments_on_host=config.optimizer.memory == "host",
         moments_may_move=may_move(config),
         sent_gradient_bytes=_sent_gradient_bytes(config),
+        data_within=config.compression.within or 1,
+        data_exchanges=config.compression.codec in ("int8", "float8", "topk"),
         gradients_at_weights=config.optimizer.gradients_at_weights,
         item_bytes=_item_bytes(config, mesh),
         dense_over_expert="expert" in config.rules.parameters.get("embed", ()),
@@ -756,12 +760,34 @@ def may_move(config: RunConfig) -> bool:
 def _sent_gradient_bytes(config: RunConfig) -> float | None:
     """Returns the bytes of a compressed gradient, as if all were matrices: vectors are few."""
     settings = config.compression
+    if settings.ranks:
+        return _mean_factor_bytes(config)
     if settings.rank is not None:
         # As if all matrices were square: two factors of `rank` columns, in float32.
         return 4 * min(1.0, 2 * settings.rank / config.model.embed)
     if settings.keep is not None:
         return 4 * settings.keep
     return None if settings.codec == "none" else 1 + 4 / settings.block
+
+
+def _mean_factor_bytes(config: RunConfig) -> float:
+    """Returns the bytes of the built model's gradients as factors, or in float32, for each weight.
+
+    Only a built model knows the paths to which `compression.ranks` gives ranks.
+    """
+    from spmdtrain.models.abstract import build_model
+    from spmdtrain.models.choose import choose_model
+    from spmdtrain.parallel.feedback.low_rank import LowRank
+    from spmdtrain.train.exchange import feedback_codecs
+
+    model = build_model(*choose_model(config))
+    codecs = feedback_codecs(config, model, {"data": 2})
+    trained = {path: each for path, each in model.parameters.items() if each.is_trained}
+    numbers = 0
+    for path, each in trained.items():
+        codec = codecs.get(path)
+        numbers += codec.numbers(each.shape) if isinstance(codec, LowRank) else each.size
+    return 4 * numbers / sum(each.size for each in trained.values())
 
 
 def _context_attention(config: RunConfig) -> str:
