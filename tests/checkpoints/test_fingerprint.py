@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain.checkpoints.leaves import fingerprint as module
-from spmdtrain.checkpoints.leaves.fingerprint import fingerprint, fingerprints
+from spmdtrain.checkpoints.leaves.fingerprint import begin, fingerprint, fingerprints
 
 DTYPES = ["float32", "bfloat16", "int32", "int8", "bool"]
 
@@ -35,13 +35,24 @@ def test_no_sharding_changes_it(sizes):
     placed = {
         name: jax.device_put(x, NamedSharding(mesh, shardings[name])) for name, x in plain.items()
     }
-    assert fingerprints(placed) == {name: fingerprint(np.asarray(placed[name])) for name in plain}
+    whole = {name: fingerprint(np.asarray(placed[name])) for name in plain}
+    assert begin(placed)() == whole, "summed where the arrays are"
+    assert fingerprints(placed) == whole
 
 
 def test_it_does_not_depend_on_the_other_arrays():
     x, y = jnp.arange(6.0), jnp.ones((2, 2))
-    assert fingerprints({"b": x, "a": y}) == fingerprints({"a": y}) | fingerprints({"b": x})
-    assert fingerprints({}) == {}
+    for of in (fingerprints, lambda arrays: begin(arrays)()):
+        assert of({"b": x, "a": y}) == of({"a": y}) | of({"b": x})
+        assert of({}) == {}
+
+
+def test_the_host_reads_small_arrays_and_compiles_nothing(monkeypatch):
+    small, large = jnp.ones(module.SMALL), jnp.ones(module.SMALL + 1)
+    started = []
+    monkeypatch.setattr(module, "begin", lambda arrays: started.append(set(arrays)) or dict)
+    assert fingerprints({"small": small, "large": large}).keys() == {"small"}
+    assert started == [{"large"}]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64", "int8"])
@@ -87,7 +98,8 @@ def test_devices_mix_large_arrays_block_by_block(dtype, monkeypatch):
         for name, x in plain.items()
     }
     try:
-        assert fingerprints(placed) == {name: fingerprint(x) for name, x in plain.items()}
+        on_devices = begin({name: module._as_integers(x) for name, x in placed.items()})()
+        assert on_devices == {name: fingerprint(x) for name, x in plain.items()}
     finally:
         module._program.cache_clear()
 

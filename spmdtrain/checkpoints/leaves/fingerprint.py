@@ -40,16 +40,21 @@ FACTORS = (
 )
 CHUNK = 1 << 16  # elements that numpy mixes per pass: they stay in the cache of a core
 BLOCK = 1 << 20  # elements that a device mixes at once: 4 MiB of words
-SMALL = 1 << 16  # elements of an array that is copied to stand beside others of its kind
+# Elements of an array that is copied, to the host or to stand beside others of its kind.
+SMALL = 1 << 16
 
 
 def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, Fingerprint]:
     """Returns the fingerprint of each array, by its name.
 
-    Computed where the arrays are, in one program. All processes that hold parts of the arrays must
-    call this, and all get the same result. Waits for the devices.
+    Those of large arrays are computed where the arrays are, in one program, and so are those of
+    arrays of which this process holds a part; small ones are read by the host, which compiles
+    nothing. All processes that hold parts of the arrays must call this, and all get the same
+    result. Waits for the devices.
     """
-    return begin({name: _as_integers(x) for name, x in arrays.items()})()
+    near = {name for name, x in arrays.items() if x.is_fully_addressable and x.size <= SMALL}
+    start = begin({name: _as_integers(x) for name, x in arrays.items() if name not in near})
+    return {name: fingerprint(np.asarray(arrays[name])) for name in near} | start()
 
 
 def _as_integers(x: jax.Array) -> jax.Array:
