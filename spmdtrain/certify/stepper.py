@@ -15,7 +15,7 @@ from spmdtrain.data.source import open_data
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.parallel.context.ways import zigzag_order
 from spmdtrain.running.device_batches import batches
-from spmdtrain.train.batch import OF_SEQUENCES
+from spmdtrain.train.batch import OF_SEQUENCES, reordered
 from spmdtrain.train.compared.in_order import Plain, placed_state, plain_arrays, plain_state
 from spmdtrain.train.compared.watched import make_watched_step
 from spmdtrain.train.fresh import init_state
@@ -98,7 +98,7 @@ def in_data_order(setup: Setup, batch: HostBatch) -> HostBatch:
     kept = dict(batch)
     if setup.config.data.packing == "stream":
         del kept["positions"]  # it only describes the order
-    return {name: x if name in OF_SEQUENCES else x[..., back] for name, x in kept.items()}
+    return reordered(kept, back)
 
 
 def hash_of(setup: Setup, batch: HostBatch) -> str:

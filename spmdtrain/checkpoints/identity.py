@@ -86,7 +86,9 @@ def identity(setup: Setup, fingerprint: str, seams: Mapping[str, Any]) -> Meta:
 
 
 def _teacher(setup: Setup) -> Meta:
-    """Returns the fingerprint of the teacher's weights, if the run has one that was opened."""
+    """Returns the fingerprint of the weights of a teacher that was opened, or of saved logits."""
+    if setup.logits is not None:
+        return {"teacher": setup.logits.fingerprint}
     if setup.teacher is None or setup.teacher.on_disk is None:
         return {}
     return {"teacher": setup.teacher.on_disk.fingerprint()}
@@ -138,7 +140,7 @@ def check_identity(
     now = _teacher(setup).get("teacher")
     if None not in (now, then := meta.get("teacher")) and now != then:
         raise CheckpointError(
-            f"{where} learned from another teacher than distill.teacher={config.distill.teacher!r}",
+            f"{where} learned from another teacher than {config.distill.asked}",
             asked=str(now),
             found=f"{then} in the checkpoint",
             fix="the teacher of that run, or --fresh for a new run",

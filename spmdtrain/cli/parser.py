@@ -7,6 +7,7 @@ from typing import Any
 from spmdtrain.cli.data.inspect import add_inspect
 from spmdtrain.cli.data.prepare import add_prepare
 from spmdtrain.cli.data.reference import add_reference
+from spmdtrain.cli.data.teach import add_teach
 from spmdtrain.cli.data.train_tokenizer import add_train_tokenizer
 from spmdtrain.cli.machine.doctor import add_doctor
 from spmdtrain.cli.machine.tune import add_tune
@@ -104,6 +105,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_inspect(data)
     add_prepare(data)
     add_reference(data)
+    add_teach(data)
     tokenizer = _add_group(commands, "tokenizer", "train a tokenizer")
     add_train_tokenizer(tokenizer)
     add_schedule(commands)

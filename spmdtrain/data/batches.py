@@ -20,6 +20,8 @@ and with packing="documents" or "best_fit" (packing.py), also:
 
     segment_ids [n, T] int32    the document of each token within the window, from 0
     positions   [n, T] int32    from 0 at the start of the window and of each document
+
+With saved logits of a teacher there are those of saved_logits/reader.py as well.
 """
 
 import threading
@@ -32,6 +34,7 @@ import numpy as np
 from spmdtrain.config.errors import DataError
 from spmdtrain.data.corpus import Corpus
 from spmdtrain.data.indices import check_range, sample_indices
+from spmdtrain.data.saved_logits.reader import SavedLogits
 from spmdtrain.data.shuffle import permute, random_bits
 
 Batch = dict[str, np.ndarray]
@@ -135,6 +138,7 @@ class TrainStream:
         seed: int,
         shuffle: bool,
         packing: str = "stream",
+        taught: SavedLogits | None = None,
     ):
         check_range(*span, len(corpus.tokens), sequence_length)
         if span.size <= sequence_length:  # split() reports this, with a fix to type
@@ -149,6 +153,7 @@ class TrainStream:
         self._seed = seed
         self._shuffle = shuffle
         self._packing = packing
+        self._taught = taught
         # The last token is never an input. With a phase, the largest one must leave room for as
         # many windows as the others.
         reserve = sequence_length if shuffle else 1
@@ -177,7 +182,10 @@ class TrainStream:
         rows = np.stack(windows)
         counts = [self._corpus.counts(at + 1, at + self._length + 1) for at in starts.tolist()]
         mask = np.stack(counts)
-        return make_batch(self._corpus, rows, starts, mask, indices, self._packing)
+        batch = make_batch(self._corpus, rows, starts, mask, indices, self._packing)
+        if self._taught is None:
+            return batch
+        return batch | self._taught.of_windows(starts, self._length)
 
 
 class EvalWindows:

@@ -21,6 +21,7 @@ from spmdtrain.data.batches import ORDER, Batch, Range
 from spmdtrain.data.corpus import Corpus
 from spmdtrain.data.indices import check_range, sample_indices
 from spmdtrain.data.pairs import fill_pair, whole_pairs
+from spmdtrain.data.saved_logits.reader import SavedLogits
 from spmdtrain.data.shuffle import permute, random_bits
 
 
@@ -128,10 +129,13 @@ class PackedWindows:
     The rest of a window is padded with id 0 and mask 0, as a separate segment.
     """
 
-    def __init__(self, corpus: Corpus, span: Range, length: int):
+    def __init__(
+        self, corpus: Corpus, span: Range, length: int, taught: SavedLogits | None = None
+    ):
         check_range(*span, len(corpus.tokens), length)
         self._corpus = corpus
         self._length = length
+        self._taught = taught
         if corpus.has_pairs:
             span = whole_pairs(corpus, span, length)
         self._packing = pack_documents(corpus.document_starts, span, length)
@@ -152,6 +156,8 @@ class PackedWindows:
         }
         if self._corpus.references is not None:
             batch["reference"] = np.zeros(shape, np.float32)
+        if self._taught is not None:
+            batch |= self._taught.blank(shape)
         windows = [self.pieces(window) for window in indices.tolist()]
         for pieces in windows:
             for start, size in pieces:
@@ -179,6 +185,9 @@ class PackedWindows:
             batch["mask"][row, place] = self._corpus.counts(start + 1, start + size + 1)
             batch["segment_ids"][row, place] = segment
             batch["positions"][row, place] = np.arange(size)
+            if self._taught is not None:
+                for name, said in self._taught.read(start, start + size).items():
+                    batch[name][row, place] = said
             if self._corpus.has_pairs:
                 fill_pair(batch, row, at, segment, self._corpus, start, size)
             at += size
@@ -192,8 +201,17 @@ class PackedStream:
     The windows are the same in each epoch. With `shuffle`, each epoch visits them in its own order.
     """
 
-    def __init__(self, corpus: Corpus, span: Range, length: int, *, seed: int, shuffle: bool):
-        self._windows = PackedWindows(corpus, span, length)
+    def __init__(
+        self,
+        corpus: Corpus,
+        span: Range,
+        length: int,
+        *,
+        seed: int,
+        shuffle: bool,
+        taught: SavedLogits | None = None,
+    ):
+        self._windows = PackedWindows(corpus, span, length, taught)
         self._seed = seed
         self._shuffle = shuffle
 

@@ -35,7 +35,8 @@ def in_pieces(samples: Samples, pieces: int) -> Samples:
 
 
 def _cut(x: np.ndarray, row: np.ndarray, piece: np.ndarray, pieces: int) -> np.ndarray:
-    """Returns a piece of some rows of `x` [samples, time], or the rows of `x` [samples]."""
+    """Returns a piece of some rows of `x` [samples, time, ...], or the rows of `x` [samples]."""
     if x.ndim == 1:
         return x[row]
-    return x.reshape(len(x), pieces, -1)[row, piece]
+    length = x.shape[1] // pieces
+    return x.reshape(len(x), pieces, length, *x.shape[2:])[row, piece]

@@ -6,7 +6,7 @@ evaluate on, and a fingerprint by which a resumed run recognises the same data.
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from spmdtrain.data.indices import sample_indices
 from spmdtrain.data.mixtures.phases import PhasedMixture, phased
 from spmdtrain.data.packing import PackedStream, PackedWindows
 from spmdtrain.data.recorded import RecordedData
+from spmdtrain.data.saved_logits.reader import SavedLogits, open_logits
 from spmdtrain.data.shuffle import random_bits
 from spmdtrain.data.streams.stream_data import StreamData, open_stream
 from spmdtrain.data.targets import check_targets
@@ -67,6 +68,7 @@ class CorpusData:
     corpus: Corpus
     train: Range
     validation: Range
+    taught: SavedLogits | None = None  # of the training tokens
 
     @property
     def fingerprint(self) -> str:
@@ -103,9 +105,11 @@ class CorpusData:
         length = config.train.sequence_length
         order = {"seed": config.train.seed, "shuffle": config.data.shuffle}
         if config.data.packing == "best_fit":
-            return PackedStream(self.corpus, self.train, length, **order)
+            return PackedStream(self.corpus, self.train, length, taught=self.taught, **order)
         packing = config.data.packing
-        return TrainStream(self.corpus, self.train, length, packing=packing, **order)
+        return TrainStream(
+            self.corpus, self.train, length, packing=packing, taught=self.taught, **order
+        )
 
     def eval_sets(self, config: RunConfig) -> list[EvalSet]:
         length = config.train.sequence_length
@@ -120,7 +124,8 @@ class CorpusData:
 
     def describe(self, config: RunConfig) -> str:
         """Returns the line in which a run describes its data."""
-        return f"{config.data.corpus}, {self.train.size:,} tokens to train"
+        said = f"{config.data.corpus}, {self.train.size:,} tokens to train"
+        return said if self.taught is None else f"{said}, {self.taught.manifest.described}"
 
 
 @dataclass(frozen=True)
@@ -301,7 +306,7 @@ def _open(config: RunConfig, source: Source | Tokens | None) -> tuple[RunConfig,
             config.train.seed,
             references=config.train.needs_reference,
         )
-        data = _cut(corpus, config)
+        data = _with_logits(_cut(corpus, config), config)
         vocab = corpus.vocab
         sources = (data,)
     if config.eval.every and not all(source.validation.size for source in sources):
@@ -345,6 +350,12 @@ def _cut(corpus: Corpus, config: RunConfig, source: str = "") -> CorpusData:
     if config.eval.every and validation.size:
         check_targets(corpus, validation, packing, name="validation", source=source)
     return CorpusData(corpus, train, validation)
+
+
+def _with_logits(data: CorpusData, config: RunConfig) -> CorpusData:
+    """Returns the data with the logits that `distill.logits` names, if it names any."""
+    taught = open_logits(config, data.fingerprint, data.tokenizer, data.train.stop)
+    return replace(data, taught=taught)
 
 
 def _check_pairs(corpus: Corpus, config: RunConfig) -> None:
@@ -405,6 +416,9 @@ def _open_source(config: RunConfig, source: Source | Tokens) -> SourceData:
     if config.eval.every and not (source.validation and source.validation_samples > 0):
         fix = "Source(tokens, validation, validation_samples)"
         raise ConfigError("eval.every asks for evaluation, but data= has no validation", fix=fix)
+    if config.distill.logits is not None:
+        what = f"{config.distill.asked} lies beside the tokens of a corpus, and data= makes its own"
+        raise ConfigError(what, fix="--set distill.logits=none")
     digest = hashlib.sha256(str(config.model.vocab).encode())
     digest.update(_read(source.tokens, config, np.arange(FINGERPRINTED))["tokens"].data)
     return SourceData(source, digest.hexdigest())

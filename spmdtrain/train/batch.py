@@ -2,7 +2,8 @@
 
 It also chooses the order of the tokens, which is that of the data except with ring attention.
 
-A batch is a dict of arrays [accumulation, sequences, time]; those in OF_SEQUENCES have no time dim.
+A batch is a dict of arrays [accumulation, sequences, time]; those in OF_SEQUENCES have no time dim,
+and the saved logits of a teacher have one more, of its likeliest tokens.
 One microbatch of it, [sequences, time], is what a model sees at once.
 """
 
@@ -17,6 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig, TrainConfig
+from spmdtrain.data.saved_logits.manifest import Manifest
+from spmdtrain.data.saved_logits.reader import IDS, LOGS
 from spmdtrain.parallel.axes import BATCH_AXES, Rules, batch_shards, partition_spec
 from spmdtrain.parallel.context.ways import ContextWay, find_way, zigzag_order
 
@@ -94,10 +97,15 @@ def batch_sharding(mesh: Mesh, rules: Rules, name: str) -> NamedSharding:
 
 
 def abstract_batch(
-    shape: BatchShape, config: RunConfig, mesh: Mesh, rules: Rules, zigzag: int = 1
+    shape: BatchShape,
+    config: RunConfig,
+    mesh: Mesh,
+    rules: Rules,
+    zigzag: int = 1,
+    logits: Manifest | None = None,
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the abstract form of what `to_devices` returns for a training batch: shapes with
-    shardings.
+    shardings. `logits`: those that the run learns from, if it learns from saved ones.
     """
     data, length = config.data, config.train.sequence_length
     dtypes = {"tokens": "int32", "targets": "int32", "mask": "float32", "sample": "uint32"}
@@ -109,9 +117,15 @@ def abstract_batch(
         dtypes |= {"positions": "int32"}
     if config.train.needs_reference:
         dtypes |= {"reference": "float32"}
+    likeliest: dict[str, int] = {}
+    if logits is not None:
+        dtypes |= {IDS: "int32", LOGS: "float32"}
+        likeliest = {IDS: logits.top, LOGS: logits.top + 1}
 
     def one(name: str, dtype: str) -> jax.ShapeDtypeStruct:
         whole = tuple(shape) if name in OF_SEQUENCES else (*shape, length)
+        if name in likeliest:
+            whole = (*whole, likeliest[name])
         return jax.ShapeDtypeStruct(whole, dtype, sharding=batch_sharding(mesh, rules, name))
 
     return {name: one(name, dtype) for name, dtype in dtypes.items()}
@@ -121,10 +135,15 @@ def in_zigzag(rows: Mapping[str, np.ndarray], ways: int) -> dict[str, np.ndarray
     """Returns rows of the data [..., time] in zigzag order, with their positions."""
     length = rows["tokens"].shape[-1]
     from_zero = np.broadcast_to(np.arange(length, dtype=np.int32), rows["tokens"].shape)
-    order = zigzag_order(length, ways)
+    return reordered({"positions": from_zero} | dict(rows), zigzag_order(length, ways))
+
+
+def reordered(rows: Mapping[str, np.ndarray], order: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns rows with their tokens in this order, each with all that belongs to it."""
+    time = rows["tokens"].ndim - 1
     return {
-        name: x if name in OF_SEQUENCES else x[..., order]
-        for name, x in ({"positions": from_zero} | dict(rows)).items()
+        name: x if name in OF_SEQUENCES else x.take(order, axis=time)
+        for name, x in rows.items()
     }
 
 

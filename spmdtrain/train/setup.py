@@ -26,6 +26,7 @@ from spmdtrain.train.batch import (
     Batch,
     BatchShape,
     ContextWay,
+    Manifest,
     Samples,
     abstract_batch,
     to_devices,
@@ -97,6 +98,7 @@ class Setup:
     gathered: Mapping[str, tuple[str, ...]]  # the axes over which a layer gathers each weight
     state: TrainState  # abstract: shapes, dtypes and shardings
     teacher: Teacher | None = None  # whose weights the state holds, too
+    logits: Manifest | None = None  # what a teacher has said, in the arrays of a batch
 
     @property
     def frozen(self) -> int:
@@ -115,7 +117,9 @@ class Setup:
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """An abstract training batch."""
         zigzag = self.way.zigzag
-        return abstract_batch(self.batch_shape, self.config, self.mesh, self.rules, zigzag)
+        return abstract_batch(
+            self.batch_shape, self.config, self.mesh, self.rules, zigzag, self.logits
+        )
 
     def to_devices(self, samples: Samples, ids: np.ndarray) -> Batch:
         """Returns the samples `ids` [global_batch] as a batch of this run: see `to_devices`."""

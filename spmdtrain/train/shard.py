@@ -11,7 +11,7 @@ from spmdtrain.models.choose import MakeModel
 from spmdtrain.parallel.mesh import build_mesh
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.setups.alone import Ruled, setup_alone
-from spmdtrain.train.setups.with_teacher import join_teacher
+from spmdtrain.train.setups.with_teacher import join_logits, join_teacher
 from spmdtrain.train.token_loss import TokenLoss
 from spmdtrain.train.updates import optimizers
 from spmdtrain.train.updates.chosen_rules import with_update_rules
@@ -67,4 +67,4 @@ def shard_on(
         return with_update_rules(config, model, optimizer)
 
     setup = setup_alone(config, mesh, make, with_rules, learning_rate, loss)
-    return setup if config.distill.teacher is None else join_teacher(setup)
+    return join_teacher(setup) if config.distill.teacher is not None else join_logits(setup)

@@ -321,17 +321,11 @@ class RunConfig(Settings):
 
     def _check_distill(self) -> None:
         """Refuses settings that do not go with a teacher."""
-        asked = f"distill.teacher={self.distill.teacher!r}"
-        if self.mesh.pipeline != 1:
-            raise ValueError(
-                f"{asked}: the stages of mesh.pipeline={self.mesh.pipeline} hold parts of one "
-                "model, and a teacher has other layers; set mesh.pipeline=1 and split by mesh.fsdp"
-            )
-        if self.islands.are_several:
-            raise ValueError(
-                f"{asked}: each of islands.count={self.islands.count} islands would hold the "
-                "teacher; set islands.count=1"
-            )
+        asked = self.distill.asked
+        if self.distill.teacher is not None:
+            self._check_teacher_on_mesh()
+        else:
+            self._check_saved_logits()
         if self.train.learns_pairs:
             raise ValueError(
                 f"{asked} is for a loss of tokens, and train.preference="
@@ -347,6 +341,37 @@ class RunConfig(Settings):
             raise ValueError(
                 f"{asked}: a teacher predicts the next token alone; set model.multi_token='none'"
             )
+
+    def _check_teacher_on_mesh(self) -> None:
+        asked = self.distill.asked
+        if self.mesh.pipeline != 1:
+            raise ValueError(
+                f"{asked}: the stages of mesh.pipeline={self.mesh.pipeline} hold parts of one "
+                "model, and a teacher has other layers; set distill.logits, which `spmdtrain data "
+                "teach` writes, or mesh.pipeline=1 and split by mesh.fsdp"
+            )
+        if self.islands.are_several:
+            raise ValueError(
+                f"{asked}: each of islands.count={self.islands.count} islands would hold the "
+                "teacher; set distill.logits, which `spmdtrain data teach` writes, or "
+                "islands.count=1"
+            )
+
+    def _check_saved_logits(self) -> None:
+        """Refuses data whose tokens have no place in one corpus: logits are saved by place."""
+        asked = self.distill.asked
+        if self.data.mix:
+            found = "data.mix draws from several"
+        elif self.data.is_streamed:
+            found = f"data.corpus={self.data.corpus!r} is a stream"
+        elif self.own.data is not None:
+            found = f"own.data={self.own.data!r} makes its own samples"
+        else:
+            return
+        raise ValueError(
+            f"{asked} lies beside the tokens of one corpus, and {found}; set distill.teacher, or "
+            "data.corpus='tokens' without data.mix"
+        )
 
     def in_stage(self, stage: TimedStage) -> "RunConfig":
         """Returns the settings of a run whose steps are all like those of one of its stages."""

@@ -215,6 +215,11 @@ class DistillConfig(Settings):
         default=None,
         description="the teacher: a run, whose newest weights it has, or a folder of Hugging Face",
     )
+    logits: str | None = Field(
+        default=None,
+        description="a folder in which `spmdtrain data teach` has saved what a teacher says of the "
+        "data, instead of a teacher on the mesh",
+    )
     temperature: DerivedOrNone[Positive] = Field(
         default=None,
         description="divisor of the logits of both models; above 1 what the teacher finds unlikely "
@@ -226,7 +231,7 @@ class DistillConfig(Settings):
     )
 
     def derived(self) -> dict[str, Any]:
-        """Returns temperature and share, which only a run with a teacher has."""
+        """Returns temperature and share, which only a run that learns from a teacher has."""
         return {
             "temperature": 1.0 if self.is_on else None,
             "share": 0.5 if self.is_on else None,
@@ -234,8 +239,15 @@ class DistillConfig(Settings):
 
     @property
     def is_on(self) -> bool:
-        """True if the run has a teacher."""
-        return self.teacher is not None
+        """True if the run learns from a teacher, on the mesh or by what it said."""
+        return self.teacher is not None or self.logits is not None
+
+    @property
+    def asked(self) -> str:
+        """The setting that names where the run learns from, with its value, for messages."""
+        if self.logits is not None:
+            return f"distill.logits={self.logits!r}"
+        return f"distill.teacher={self.teacher!r}"
 
     @model_validator(mode="after")
     def _check(self):
@@ -243,6 +255,12 @@ class DistillConfig(Settings):
             value = getattr(self, name)
             if value is not None and not self.is_on:
                 raise ValueError(
-                    f"distill.{name}={value:g} belongs to a teacher; set distill.teacher='RUN'"
+                    f"distill.{name}={value:g} belongs to a teacher; set distill.teacher='RUN', or "
+                    "distill.logits='DIR'"
                 )
+        if self.teacher is not None and self.logits is not None:
+            raise ValueError(
+                f"distill.teacher={self.teacher!r} and distill.logits={self.logits!r} are two "
+                "teachers; set one of them to none"
+            )
         return self

@@ -529,7 +529,10 @@ def _memory(
     logits: float = 0,
 ) -> Memory:
     """Makes a `Memory`. `peak`: the most bytes on top of the state; the rest goes to `buffers`."""
-    batch = 3 * 4 * workload.tokens * workload.accumulation  # tokens, targets, mask: 4 bytes each
+    numbers = 3  # tokens, targets, mask: 4 bytes each
+    if workload.likeliest:
+        numbers += 2 * workload.likeliest + 1  # ids, their log-probabilities, that of the rest
+    batch = 4 * numbers * workload.tokens * workload.accumulation
     named = int(gradients) + int(activations) + int(logits)
     return Memory(
         parameters=parameters,
@@ -561,11 +564,13 @@ def _logit_bytes(workload: Workload, ways: int) -> float:
     """Returns the bytes of the logits of one chunk of the vocabulary, split `ways` ways.
 
     They are kept in float32, and in compute precision for the matmuls of the gradients. With more
-    than one chunk, a float32 gradient of the table accumulates over them.
+    than one chunk, a float32 gradient of the table accumulates over them. What a teacher has said is
+    spread over the rows of a chunk as well.
     """
     rows = workload.model.vocab / ways
-    chunks = max(1, math.ceil(workload.tokens * rows / CHUNK_LOGITS))
-    logits = workload.tokens * rows / chunks * (FLOAT32 + workload.compute_bytes)
+    arrays = 2 if workload.likeliest else 1
+    chunks = max(1, math.ceil(arrays * workload.tokens * rows / CHUNK_LOGITS))
+    logits = workload.tokens * rows / chunks * (arrays * FLOAT32 + workload.compute_bytes)
     table_gradients = 0.0
     if chunks > 1 and workload.trained.share:
         table_gradients = FLOAT32 * rows * workload.model.embed

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from spmdtrain.config.published.teacher import teacher_settings
 from spmdtrain.config.schema import RunConfig
+from spmdtrain.data.saved_logits.manifest import saved_for
 from spmdtrain.models.size import seen_pairs
 from spmdtrain.parallel.axes import batch_shards
 from spmdtrain.planner.cost.experts import Dispatch, ExpertShape
@@ -451,6 +452,7 @@ class Workload:
     dense_over_expert: bool = False  # `expert` splits all weights, in addition to `fsdp`
     experts_over_tensor: bool = False  # `tensor` owns experts, and does not split each of them
     teacher: ModelShape | None = None  # a frozen second model, of which only the forward pass runs
+    likeliest: int = 0  # saved log-probabilities of each token, from which it learns
 
     @property
     def of_teacher(self) -> "Workload | None":
@@ -743,12 +745,18 @@ def workload_of(config: RunConfig, mesh_sizes: Mapping[str, int]) -> Workload:
         dense_over_expert="expert" in config.rules.parameters.get("embed", ()),
         experts_over_tensor="tensor" in config.rules.parameters.get("experts", ()),
         teacher=_teacher_shape(config),
+        likeliest=_likeliest(config),
     )
 
 
 def _teacher_shape(config: RunConfig) -> ModelShape | None:
     settings = teacher_settings(config)
     return None if settings is None else model_shape(settings)
+
+
+def _likeliest(config: RunConfig) -> int:
+    saved = saved_for(config)
+    return 0 if saved is None else saved.top
 
 
 def may_move(config: RunConfig) -> bool:

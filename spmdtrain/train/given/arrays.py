@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.given import shown
+from spmdtrain.data.saved_logits.reader import IDS, LOGS
 from spmdtrain.parallel.context.ways import ContextWay, zigzag_order
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
@@ -144,7 +145,8 @@ def check_batch(setup: Setup, batch: Any, *, training: bool) -> None:
     if not reads_sample:
         wanted.pop("sample")
     if not training:
-        wanted.pop("source", None)
+        for name in ("source", IDS, LOGS):
+            wanted.pop(name, None)
     for name, want in wanted.items():
         if name not in batch:
             found = ", ".join(map(str, batch)) or "nothing"
@@ -205,6 +207,7 @@ def _check_numbers(setup: Setup, part: dict[str, np.ndarray]) -> None:
     learned = config.model.positions == "learned"
     _check_range("positions", part.get("positions"), config.model.max_length if learned else 2**31)
     _check_range("segment_ids", part.get("segment_ids"), 2**31)
+    _check_range(IDS, part.get(IDS), config.vocab)
     if config.data.mix:
         _check_range("source", part.get("source"), len(config.data.mix))
     length = part["tokens"].shape[-1] if "tokens" in part else 0

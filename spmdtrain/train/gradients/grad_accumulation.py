@@ -19,7 +19,7 @@ from spmdtrain.parallel.axes import BATCH_AXES
 from spmdtrain.parallel.feedback.sums import Feedback
 from spmdtrain.parallel.regions import MANUAL_AXES, manual_region
 from spmdtrain.train.batch import Batch
-from spmdtrain.train.gradients.forward import make_context, make_head_losses
+from spmdtrain.train.gradients.forward import make_context
 from spmdtrain.train.gradients.forward import make_segment_sums as segment_sums_of_head
 from spmdtrain.train.gradients.further_losses import make_further_losses
 from spmdtrain.train.gradients.reduction import (
@@ -28,6 +28,7 @@ from spmdtrain.train.gradients.reduction import (
     sending_of,
     zero_gradients,
 )
+from spmdtrain.train.gradients.saved import choose_head_losses
 from spmdtrain.train.gradients.stream import in_use, make_stream, resting_specs_in
 from spmdtrain.train.gradients.sums import (
     count_tokens,
@@ -163,7 +164,7 @@ def _make_forward(setup: Setup, *, training: bool) -> Callable[..., Losses]:
     `taught`: the weights of the teacher in training, if the run has one.
     """
     taught_losses = make_taught_losses(setup) if training else None
-    head_losses = make_head_losses(setup, training=training)
+    head_losses = choose_head_losses(setup, training=training)
     further_losses = make_further_losses(setup) if training else None
     stream = make_stream(setup)
 

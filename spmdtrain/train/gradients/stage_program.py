@@ -10,8 +10,9 @@ from spmdtrain.parallel.regions import MANUAL_AXES, make_sliced_sum
 from spmdtrain.parallel.specs import axes_of_dim
 from spmdtrain.pipeline.executor import StageProgram
 from spmdtrain.train.batch import Batch
-from spmdtrain.train.gradients.forward import make_context, make_head_losses
+from spmdtrain.train.gradients.forward import make_context
 from spmdtrain.train.gradients.further_losses import make_further_losses, set_apart
+from spmdtrain.train.gradients.saved import choose_head_losses
 from spmdtrain.train.setup import Setup
 
 
@@ -69,7 +70,7 @@ def make_stage_program(
     """
     model = setup.model
     forward_context = make_context(setup)
-    head_losses = make_head_losses(setup, training=training, table_axes=table_axes)
+    head_losses = choose_head_losses(setup, training=training, table_axes=table_axes)
     further_losses = make_further_losses(setup, table_axes=table_axes) if training else None
 
     def context_of(microbatch: jax.Array):

@@ -1,10 +1,11 @@
-"""Joins the setup of a run with that of its teacher."""
+"""Joins the setup of a run with that of its teacher, or with what one has said before."""
 
 from dataclasses import replace
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.published.teacher import teacher_settings
 from spmdtrain.config.schema import RunConfig
+from spmdtrain.data.saved_logits.manifest import saved_for
 from spmdtrain.models.abstract import AbstractModel
 from spmdtrain.train.items.teacher import ITEM as TEACHER
 from spmdtrain.train.setup import Setup, Teacher
@@ -18,16 +19,11 @@ def join_teacher(setup: Setup) -> Setup:
     """
     settings = teacher_settings(setup.config)
     assert settings is not None, "the run names a teacher"
-    asked = f"distill.teacher={setup.config.distill.teacher!r}"
-    if setup.model.corrupt is not None:
-        raise ConfigError(
-            f"{asked} predicts the next token, and this model restores tokens",
-            fix="--set distill.teacher=none",
-        )
+    _check_tokens(setup)
     of_teacher = setup_alone(settings, setup.mesh, None, _all_frozen, None, None)
     if of_teacher.way.zigzag != setup.way.zigzag:
         raise ConfigError(
-            f"{asked} reads tokens in another order over mesh.context",
+            f"{setup.config.distill.asked} reads tokens in another order over mesh.context",
             asked=setup.way.line,
             found=of_teacher.way.line,
             fix="--set model.context_attention=gather",
@@ -40,3 +36,25 @@ def join_teacher(setup: Setup) -> Setup:
 def _all_frozen(config: RunConfig, model: AbstractModel) -> Ruled:
     del config
     return model.freezing_all_but(()), {}
+
+
+def join_logits(setup: Setup) -> Setup:
+    """Returns the setup of a run with the saved logits that it names; the same if it names none.
+
+    Raises UserError if they do not fit the run.
+    """
+    saved = saved_for(setup.config)
+    if saved is None:
+        return setup
+    _check_tokens(setup)
+    return replace(setup, logits=saved)
+
+
+def _check_tokens(setup: Setup) -> None:
+    """Refuses a model that does not predict the next token."""
+    if setup.model.corrupt is not None:
+        name, _, _ = setup.config.distill.asked.partition("=")
+        raise ConfigError(
+            f"{setup.config.distill.asked} predicts the next token, and this model restores tokens",
+            fix=f"--set {name}=none",
+        )

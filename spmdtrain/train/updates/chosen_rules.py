@@ -49,7 +49,8 @@ def check_frozen(config: RunConfig, model: AbstractModel) -> None:
     """Refuses a dtype of frozen weights if there are none, neither here nor in a teacher."""
     dtype = config.precision.frozen
     is_asked = config.precision.is_given("frozen")
-    is_any = config.distill.is_on or any(each.is_frozen for each in model.parameters.values())
+    is_frozen = any(each.is_frozen for each in model.parameters.values())
+    is_any = is_frozen or config.distill.teacher is not None
     if is_asked and not is_any:
         raise ConfigError(
             f"precision.frozen={dtype!r}: no weight of this run is frozen",

@@ -1,0 +1,156 @@
+"""Writes what a teacher says of the training tokens of a run, once for many students.
+
+The teacher reads the windows of a run without shuffling: the first begins with the corpus, and each
+has `train.sequence_length` tokens. A student that shuffles cuts its windows elsewhere in each epoch,
+and is told of every token what the teacher said of it with the context of its own window. With
+`data.packing = "best_fit"` both read the same pieces of documents.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.given import as_whole
+from spmdtrain.config.schema import RunConfig
+from spmdtrain.data.batches import EvalWindows, batch_ids
+from spmdtrain.data.packing import PackedWindows
+from spmdtrain.data.saved_logits.manifest import VERSION, Manifest, bytes_of_token
+from spmdtrain.data.saved_logits.writer import LogitsWriter
+from spmdtrain.data.source import CorpusData, open_data
+from spmdtrain.data.tokenizers.tokenizer import tokenizer_fingerprint
+from spmdtrain.models.abstract import matmuls
+from spmdtrain.parallel.context.ways import zigzag_order
+from spmdtrain.running.distillation.teacher_weights import shard_with_teacher
+from spmdtrain.train.gradients.saved import make_likeliest
+from spmdtrain.train.setup import Setup, Teacher
+
+Pieces = Callable[[int], list[tuple[int, int]]]  # (first offset, inputs) of a window's pieces
+LINES = 10  # of progress
+
+
+def write_logits(
+    config: RunConfig,
+    out: str | Path,
+    *,
+    top: int = 32,
+    devices: Sequence[jax.Device] | None = None,
+) -> Manifest:
+    """Writes the folder `out`, which `distill.logits` then names, and returns what it holds.
+
+    `config` is that of a student with `distill.teacher`: of each of its training tokens the `top`
+    likeliest next ones are saved, at `distill.temperature`. Prints the size first and then progress,
+    to standard error. All processes call it, and process 0 writes. Raises UserError.
+    """
+    folder = Path(os.path.expanduser(out))
+    config, data = open_data(config)
+    if not isinstance(data, CorpusData):
+        raise ConfigError(
+            "logits are saved by the place of a token in one corpus",
+            found=data.describe(config),
+            fix="data.corpus with data.path, without data.mix",
+        )
+    top = as_whole(top, "top", 1, config.vocab)
+    setup = shard_with_teacher(config, None, devices, data.tokenizer)
+    teacher = setup.teacher
+    if teacher is None or config.distill.teacher is None:
+        raise ConfigError("the config names no teacher", fix="--set distill.teacher=RUN")
+    size = data.train.size * bytes_of_token(top, config.vocab)
+    if jax.process_index() == 0:
+        each = f"{data.train.size:,} tokens x {bytes_of_token(top, config.vocab)} bytes"
+        print(f"{folder}: {each} = {size / 1e9:.3g} GB", file=sys.stderr, flush=True)
+    params = teacher.opened.read()
+    manifest = Manifest(
+        version=VERSION,
+        tokens=data.train.stop,
+        top=top,
+        temperature=float(config.distill.temperature or 1),
+        vocab=config.vocab,
+        corpus=data.fingerprint,
+        tokenizer=tokenizer_fingerprint(data.tokenizer),
+        sequence_length=config.train.sequence_length,
+        packing=config.data.packing,
+        teacher=config.distill.teacher,
+        weights=teacher.opened.fingerprint(),
+        ids="",
+        logs="",
+    )
+    found = _records(data, config, teacher, params, manifest)
+    if jax.process_index():
+        for _ in found:
+            pass
+        return manifest
+    with LogitsWriter(folder, manifest) as writer:
+        for start, ids, logs in found:
+            writer.write(start, ids, logs)
+        return writer.finish()
+
+
+def _records(
+    data: CorpusData,
+    config: RunConfig,
+    teacher: Teacher,
+    params: dict[str, jax.Array],
+    manifest: Manifest,
+) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Yields (first token, ids [n, top], logs [n, top + 1]) of stretches of tokens."""
+    setup = teacher.setup
+    windows, pieces = _windows(data, config)
+    length = config.train.sequence_length
+    back = np.argsort(zigzag_order(length, setup.way.zigzag))
+    find = _compiled(setup, manifest)
+    size = setup.config.train.global_batch
+    batches = -(-windows.windows // size)
+    with jax.set_mesh(setup.mesh), matmuls(setup.config.precision.compute):
+        for index in range(batches):
+            numbers = batch_ids(index, size)
+            batch = setup.to_devices(windows.samples, numbers)
+            found = jax.device_get(find(params, batch))
+            ids, logs = (x.reshape(size, length, -1)[:, back] for x in found)
+            for row, window in enumerate(numbers.tolist()):
+                at = 0
+                for start, inputs in pieces(window):
+                    yield start, ids[row, at : at + inputs], logs[row, at : at + inputs]
+                    at += inputs
+            _say(index + 1, batches)
+
+
+def _windows(
+    data: CorpusData, config: RunConfig
+) -> tuple[EvalWindows | PackedWindows, Pieces]:
+    """Returns one pass over the training tokens, and what each window holds of them."""
+    length, packing = config.train.sequence_length, config.data.packing
+    if packing == "best_fit":
+        packed = PackedWindows(data.corpus, data.train, length)
+        return packed, packed.pieces
+    windows = EvalWindows(data.corpus, data.train, length, packing=packing)
+
+    def pieces(window: int) -> list[tuple[int, int]]:
+        start = data.train.start + window * length
+        inputs = min(length, data.train.stop - 1 - start)
+        return [(start, inputs)] if inputs > 0 else []
+
+    return windows, pieces
+
+
+def _compiled(setup: Setup, manifest: Manifest) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """Returns `find(params, batch)`: ids and float16 log-probabilities, whole on every device."""
+    likeliest = make_likeliest(setup, manifest.top, manifest.temperature)
+
+    def find(params, batch):
+        ids, logs = likeliest(params, batch)
+        return ids, logs.astype(jnp.float16)
+
+    everywhere = jax.sharding.NamedSharding(setup.mesh, jax.sharding.PartitionSpec())
+    return jax.jit(find, out_shardings=everywhere)
+
+
+def _say(done: int, batches: int) -> None:
+    """Prints about LINES lines in total."""
+    if jax.process_index() == 0 and done * LINES // batches > (done - 1) * LINES // batches:
+        print(f"{100 * done // batches} %", file=sys.stderr, flush=True)

@@ -1,0 +1,117 @@
+"""Computes the logits of a teacher that are saved, and the losses of a student beside them.
+
+Letters: B sequences of a microbatch, T tokens of a sequence, K likeliest tokens.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels.loss import Head, linear_likeliest, linear_saved_distillation
+from spmdtrain.compiled.parts import part
+from spmdtrain.data.saved_logits.reader import IDS, LOGS
+from spmdtrain.models.context import ForwardContext
+from spmdtrain.models.logits import logit_shape
+from spmdtrain.parallel.axes import BATCH_AXES
+from spmdtrain.parallel.regions import MANUAL_AXES, manual_region
+from spmdtrain.train.batch import Batch
+from spmdtrain.train.gradients.forward import (
+    TOKEN,
+    head_arrays,
+    make_context,
+    make_head_losses,
+    split_axes,
+)
+from spmdtrain.train.gradients.stream import in_use, make_stream, resting_specs_in
+from spmdtrain.train.gradients.sums import DISTILLED
+from spmdtrain.train.setup import Setup
+from spmdtrain.train.token_loss import Losses
+
+BATCH = P(None, BATCH_AXES)  # of arrays [accumulation, sequences, ...]
+LIKELIEST = (*TOKEN, None)  # the logical axes of what was said of tokens
+
+
+def choose_head_losses(
+    setup: Setup, *, training: bool, table_axes: tuple[str, ...] = ()
+) -> Callable[..., Losses]:
+    """Returns what `make_head_losses` does, or in the training of a run that learns from saved
+    logits the losses beside those.
+
+    Then `loss` is the cross-entropy, and has the gradient of both losses; DISTILLED, T^2 KL(teacher
+    || student), has none.
+    """
+    if not training or setup.logits is None:
+        return make_head_losses(setup, training=training, table_axes=table_axes)
+    rules = setup.rules
+    axis_name, token_axes = split_axes(rules, table_axes)
+    sum_losses = _make_sum_losses(setup, axis_name)
+
+    def local(*arrays):
+        losses = sum_losses(*arrays)
+        return jax.lax.psum(losses, token_axes) if token_axes else losses
+
+    def head_losses(
+        module: Any, x_bte: jax.Array, ctx: ForwardContext, microbatch: Batch
+    ) -> Losses:
+        arrays, names = head_arrays(rules, *module.head(x_bte, ctx), microbatch)
+        arrays = (*arrays, microbatch[IDS], microbatch[LOGS])
+        return ctx.local_map(local, arrays, (*names, LIKELIEST, LIKELIEST), ())
+
+    return head_losses
+
+
+def _make_sum_losses(setup: Setup, axis_name: tuple[str, ...]) -> Callable[..., Losses]:
+    """Returns the sums of both losses over a device's tokens, from what `head_arrays` gives and the
+    saved logits.
+    """
+    shape, distill = logit_shape(setup.config.model), setup.config.distill
+    # A table with more rows is padded.
+    options = {"axis_name": axis_name, "vocab": setup.model.rows}
+    options |= {"temperature": distill.temperature, "share": distill.share}
+
+    @part("head")
+    def sum_losses(hidden_bte, table_ve, targets_bt, mask_bt, ids_btk, logs_btk1) -> Losses:
+        loss, distilled = linear_saved_distillation(
+            Head(hidden_bte, table_ve, **shape),
+            ids_btk,
+            logs_btk1,
+            targets_bt,
+            mask_bt=mask_bt,
+            **options,
+        )
+        return {"loss": loss, DISTILLED: distilled}
+
+    return sum_losses
+
+
+def make_likeliest(setup: Setup, top: int, temperature: float) -> Callable[..., Any]:
+    """Returns `(params, batch) -> (ids, log-probabilities)`, what is saved of each token.
+
+    They are int32 [accumulation, B, T, K] and float32 [accumulation, B, T, K + 1], as
+    `linear_likeliest` returns them, without dropout. The mesh has no pipeline.
+    """
+    context = make_context(setup)
+    stream = make_stream(setup)
+    shape = logit_shape(setup.config.model)
+    axis_name, _ = split_axes(setup.rules, ())
+    options = {"axis_name": axis_name, "vocab": setup.model.rows}
+    options |= {"top": top, "temperature": temperature}
+
+    def likeliest(hidden_bte, table_ve, *of_targets):
+        del of_targets
+        return linear_likeliest(Head(hidden_bte, table_ve, **shape), **options)
+
+    def local(params, batch: Batch):
+        weights = in_use(setup, params)
+
+        def one(_, microbatch):
+            ctx = context(microbatch)
+            module, x_bte, _ = stream(weights, microbatch, ctx)
+            arrays, names = head_arrays(setup.rules, *module.head(x_bte, ctx), microbatch)
+            return None, ctx.local_map(likeliest, arrays, names, LIKELIEST)
+
+        return jax.lax.scan(one, None, batch)[1]
+
+    return manual_region(local, setup.mesh, MANUAL_AXES, (resting_specs_in(setup), BATCH), BATCH)
