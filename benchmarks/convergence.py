@@ -39,6 +39,7 @@ class Option:
     islands: int = 1  # runs that meet; the loss is that of the first, after the last meeting
     tables: str = ""  # TOML that follows that of every run: `--set` takes no lists of tables
     teacher: tuple[str, ...] = ()  # settings of a run that is trained first, with seed 0
+    top: int = 0  # the likeliest tokens that it saves; 0: it is on the mesh
 
 
 BFLOAT16 = ("precision.compute=bfloat16",)
@@ -135,6 +136,13 @@ OPTIONS = (
         0.0,
         teacher=("model.embed=128",),
     ),
+    Option(
+        "its 32 likeliest tokens, saved",
+        ("distill.temperature=2", "distill.share=0.5"),
+        0.0,
+        teacher=("model.embed=128",),
+        top=32,
+    ),
 )
 
 RUN = """
@@ -176,6 +184,25 @@ def trained_teacher(text: Path, settings: tuple[str, ...]) -> Path:
     return folder / "run"
 
 
+def taught_by(text: Path, option: Option) -> str:
+    """Returns the setting that names the teacher of an option, or what it has saved."""
+    teacher = trained_teacher(text, option.teacher)
+    if not option.top:
+        return f"distill.teacher={teacher}"
+    return f"distill.logits={saved_logits(teacher, option.settings, option.top)}"
+
+
+@cache
+def saved_logits(teacher: Path, settings: tuple[str, ...], top: int) -> Path:
+    """Returns the folder of a teacher's likeliest tokens, written once for all seeds."""
+    folder = teacher.parent / "logits"
+    words = [sys.executable, "-m", "spmdtrain.cli", "data", "teach", str(teacher.parent / "run.toml")]
+    words += [str(teacher), "--out", str(folder), "--top", str(top)]
+    words += [word for setting in settings for word in ("--set", setting)]
+    subprocess.run(words, cwd=ROOT, stdout=QUIET, stderr=QUIET, check=True)
+    return folder
+
+
 def held_out_loss(text: Path, option: Option, seed: int) -> float:
     """Returns the loss of the last evaluation of one run, in a process of its own.
 
@@ -186,7 +213,7 @@ def held_out_loss(text: Path, option: Option, seed: int) -> float:
         config.write_text(RUN.format(text=text) + option.tables)
         taught = []
         if option.teacher:
-            taught = [f"distill.teacher={trained_teacher(text, option.teacher)}"]
+            taught = [taught_by(text, option)]
         runs = [Path(folder, f"run{index}") for index in range(option.islands)]
         started = []
         for index, run in enumerate(runs):
@@ -210,10 +237,10 @@ def command(config: Path, run: Path, settings: Sequence[str]) -> list[str]:
 
 def rows(text: Path, options: Sequence[Option], seeds: Sequence[int]) -> Iterator[str]:
     """Yields the lines of the table; a baseline that several options share runs once."""
-    found: dict[tuple[tuple[str, ...], str], list[float]] = {}
+    found: dict[tuple[tuple[str, ...], str, int], list[float]] = {}
 
     def losses(option: Option) -> list[float]:
-        key = option.settings, option.tables  # which differ where the teachers do
+        key = option.settings, option.tables, option.top  # which differ where the teachers do
         if key not in found:
             found[key] = [held_out_loss(text, option, seed) for seed in seeds]
         return found[key]

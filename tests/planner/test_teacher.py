@@ -1,5 +1,6 @@
 """A teacher is counted: its bytes as the state has them, its FLOPs as the metrics do, its time."""
 
+import json
 from dataclasses import replace
 
 import jax
@@ -60,3 +61,23 @@ def estimate_of(workload, on, term: str) -> float:
     from spmdtrain.planner.estimate import our_software
 
     return step_time(workload, on, our_software(tiny(), on)).terms[term]
+
+
+def test_saved_logits_count_in_the_batch_and_nowhere_else(tmp_path):
+    """A teacher's forward pass and its weights are those of another run."""
+    said = {"temperature": 1.0, "vocab": 64, "corpus": "", "tokenizer": "", "weights": ""}
+    said |= {"version": 1, "tokens": 100, "top": 8, "sequence_length": 16, "packing": "stream"}
+    said |= {"teacher": "", "ids": "", "logs": ""}
+    (tmp_path / "logits.json").write_text(json.dumps(said))
+    h100 = hardware("h100")
+    config = tiny(*STUDENT, f"distill.logits={tmp_path}")
+    found, alone = (estimate_on_mesh(each, config.mesh.sizes, h100) for each in (config, tiny(*STUDENT)))
+    assert dict(found.time.terms) == dict(alone.time.terms)
+    numbers = 16 * 16 * (8 + 9)  # in a batch
+    memory_of = {name: count for name, count in found.memory.by_category().items()}
+    assert memory_of["parameters"] == alone.memory.by_category()["parameters"]
+    more = found.memory.total - alone.memory.total
+    assert 4 * numbers <= more <= 4 * numbers + 4 * 16 * 16 * 64, "and logits of two"
+    setup = prepared(*STUDENT, f"distill.logits={tmp_path}")
+    held = sum(x.size for name, x in setup.batch.items() if name.startswith("taught"))
+    assert held == numbers

@@ -11,8 +11,10 @@ from helpers import mesh_of, prepared, tiny
 
 import spmdtrain as st
 from spmdtrain.checkpoints.saved_steps import SavedSteps
-from spmdtrain.config import CheckpointError, ConfigError
+from spmdtrain.cli import main
+from spmdtrain.config import CheckpointError, ConfigError, DataError, to_toml
 from spmdtrain.running.distillation.teacher_weights import with_teacher
+from spmdtrain.running.distillation.write_logits import write_logits
 from spmdtrain.running.published.export_run import export_run
 from spmdtrain.train.shard import shard
 
@@ -113,3 +115,72 @@ def test_a_state_without_the_teacher_is_refused(teacher):
         st.init_state(setup)
     with pytest.raises(ConfigError, match="no function of params and batch alone"):
         st.make_loss(setup)
+
+
+# --- saved logits ---------------------------------------------------------------------------------
+
+PIPELINE = ("mesh.pipeline=2", "model.layers=2", "train.microbatch=1")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> tuple[str, ...]:
+    """Settings of a small text of 51 characters at most."""
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text("".join(chr(65 + (number * number) % 51) for number in range(400)))
+    return ("data.corpus=text", f"data.path={file}", "data.tokenizer=characters")
+
+
+@pytest.fixture(scope="module")
+def logits(tmp_path_factory, teacher, text) -> Path:
+    """What the teacher says of that text, as the command saves it."""
+    folder = tmp_path_factory.mktemp("logits")
+    config = folder / "student.toml"
+    config.write_text(to_toml(tiny(*STUDENT, *text)))
+    command = ["data", "teach", str(config), str(teacher), "--out", str(folder / "logits")]
+    assert main([*command, "--top", "5", "--set", "mesh.data=4"]) == 0
+    return folder / "logits"
+
+
+def beside(directory: Path, logits: Path, *settings: str, **options) -> st.Outcome:
+    config = tiny(*STUDENT, f"distill.logits={logits}", *settings)
+    return st.run(config, directory, devices=jax.devices()[: mesh_of(settings)], **options)
+
+
+def test_a_pipeline_beside_saved_logits_resumes_to_the_bit(tmp_path, logits, text):
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    beside(whole, logits, *text, *PIPELINE)
+    stops = [lambda event, step, _: event == "step" and step == 2]
+    beside(halves, logits, *text, *PIPELINE, hooks=stops)
+    moved = shutil.copytree(logits, tmp_path / "moved")
+    assert beside(halves, moved, *text, *PIPELINE).step == 4
+    want, got = st.weights(whole), st.weights(halves)
+    for path in want:
+        np.testing.assert_array_equal(got[path], want[path])
+    figures = [(line["loss"], line["distill_loss"]) for line in lines(whole)]
+    assert figures == [(line["loss"], line["distill_loss"]) for line in lines(halves)]
+    assert all(distilled > 0 for _, distilled in figures)
+    shutil.rmtree(moved)
+    assert st.open_run(halves).step == 4, "whoever has the run need not have the logits"
+
+
+def test_other_saved_logits_are_refused(tmp_path, logits, text):
+    other = shutil.copytree(logits, tmp_path / "other")
+    described = json.loads((other / "logits.json").read_text())
+    (other / "logits.json").write_text(json.dumps(described | {"weights": "of another"}))
+    stops = [lambda event, step, _: event == "step" and step == 2]
+    beside(tmp_path / "run", logits, *text, *PIPELINE, hooks=stops)
+    with pytest.raises(CheckpointError, match="learned from another teacher than distill.logits="):
+        beside(tmp_path / "run", other, *text, *PIPELINE)
+
+
+def test_saved_logits_are_refused_for_data_that_they_do_not_lie_beside(tmp_path, teacher, logits):
+    with pytest.raises(DataError, match="was written for other settings or data: the tokenizer"):
+        beside(tmp_path / "run", logits)
+    with pytest.raises(ConfigError, match="distill.logits=.* and data= makes its own"):
+        beside(tmp_path / "run", logits, data=lambda seed, index: np.arange(9))
+    config = tiny(*STUDENT, f"distill.teacher={teacher}")
+    mine = tmp_path / "mine.py"
+    mine.write_text("def samples(seed, index):\n    return [index % 51] * 9\n")
+    config = tiny(*STUDENT, f"distill.teacher={teacher}", f"own.data={mine}:samples")
+    with pytest.raises(ConfigError, match="the place of a token in one corpus"):
+        write_logits(config, tmp_path / "logits")

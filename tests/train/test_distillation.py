@@ -1,7 +1,9 @@
 """[distill]: loss and gradients are those of the definition, on any mesh, and the teacher stays."""
 
+import tempfile
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,10 @@ import optax
 import pytest
 from helpers import batches_of, described_run, mesh_of, tiny
 
+from spmdtrain.data.saved_logits.manifest import read_manifest, rows_of
+from spmdtrain.data.saved_logits.reader import IDS, LOGS, SavedLogits
+from spmdtrain.running.distillation.write_logits import write_logits
+from spmdtrain.running.save_state import save
 from spmdtrain.train.compared.in_order import placed_arrays, plain_arrays
 from spmdtrain.train.fresh import init_state
 from spmdtrain.train.setup import Setup, Teacher
@@ -150,3 +156,96 @@ def test_a_teacher_that_is_the_student_teaches_nothing():
     assert sums["distill_loss"] <= 1e-5 * sums["loss"]
     for path, gradient in nothing.items():
         assert np.abs(gradient).max() <= 1e-5 * np.abs(something[path]).max(), path
+
+
+# --- saved logits ---------------------------------------------------------------------------------
+
+
+@cache
+def text() -> tuple[str, ...]:
+    """Settings of a small corpus of documents with 33 characters, whose windows do not move."""
+    folder = Path(tempfile.mkdtemp())
+    random = np.random.default_rng(0)
+    for number, size in enumerate((150, 40, 90, 200)):
+        characters = [*range(33), *random.integers(0, 33, size)]
+        folder.joinpath(f"{number}.txt").write_text("".join(chr(65 + each) for each in characters))
+    data = ("data.corpus=text", f"data.path={folder}/*.txt", "data.tokenizer=characters")
+    return (*data, "data.shuffle=false")
+
+
+@cache
+def run_of_teacher() -> Path:
+    setup = shard(tiny(*TEACHER), devices=jax.devices()[:1])
+    params = placed_arrays(setup, weights_of(*TEACHER))
+    run = Path(tempfile.mkdtemp()) / "teacher"
+    save(setup, replace(init_state(setup), params=params), run)
+    return run
+
+
+@cache
+def saved(top: int, *mesh: str) -> Path:
+    """The folder of what the teacher says, written on a mesh."""
+    folder = Path(tempfile.mkdtemp())
+    config = tiny(*STUDENT, *text(), *HOW, f"distill.teacher={run_of_teacher()}", *mesh)
+    write_logits(config, folder, top=top, devices=jax.devices()[: mesh_of(mesh)])
+    return folder
+
+
+@cache
+def gradients_beside(top: int, *settings: str):
+    """(sums over the first batch, gradients in the order of the layers) with saved logits."""
+    config = tiny(*STUDENT, *text(), *HOW, f"distill.logits={saved(top)}", *settings)
+    setup = shard(config, devices=jax.devices()[: mesh_of(settings)])
+    params = placed_arrays(setup, weights_of(*STUDENT))
+    step = jax.device_put(np.int32(0), setup.state.step.sharding)
+    found, sums = jax.jit(make_gradients(setup))(params, step, first_batch(setup))
+    return jax.device_get(sums), plain_arrays(setup, found)
+
+
+def assert_alike(got, want, tolerance: float) -> None:
+    """Both losses and all gradients."""
+    for name in ("loss", "distill_loss"):
+        np.testing.assert_allclose(got[0][name], want[0][name], rtol=tolerance)
+    for path, gradient in want[1].items():
+        most = np.abs(gradient).max()
+        np.testing.assert_allclose(got[1][path], gradient, atol=2 * tolerance * most, err_msg=path)
+
+
+@pytest.mark.long
+def test_with_all_of_the_vocabulary_saved_it_is_the_teacher_on_the_mesh():
+    """To the rounding of float16, in which a log-probability of 4 is off by 0.1 %."""
+    assert_alike(gradients_beside(33), gradients(*HOW, *text()), 1e-3)
+
+
+SAVED_MESHES = {
+    "pipeline, data, tensor": (
+        *("mesh.pipeline=2", "mesh.data=2", "mesh.tensor=2"),
+        "train.microbatch=2",
+    ),
+    "context, fsdp, tensor": ("mesh.context=2", "mesh.fsdp=2", "mesh.tensor=2"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", SAVED_MESHES.values(), ids=SAVED_MESHES)
+def test_beside_saved_logits_any_mesh_computes_what_one_device_does(mesh):
+    want = gradients_beside(4)
+    assert want[0]["distill_loss"] > 0.1 * want[0]["loss"], "the teacher is of another opinion"
+    assert_alike(gradients_beside(4, *mesh), want, 1e-5)
+
+
+@pytest.mark.long
+def test_any_mesh_saves_what_one_device_does():
+    """Over a ring the tokens are in another order, and tensor has the likeliest of its rows."""
+    here, there = (
+        SavedLogits(manifest, *rows_of(folder, manifest))
+        for folder, manifest in map(
+            read_manifest,
+            map(str, (saved(4), saved(4, "mesh.context=2", "mesh.tensor=2", "mesh.data=2"))),
+        )
+    )
+    want, got = (each.read(0, here.manifest.tokens) for each in (here, there))
+    np.testing.assert_allclose(got[LOGS], want[LOGS], rtol=2e-3)
+    # Where two tokens are nearly as likely, rounding orders them.
+    assert (got[IDS] == want[IDS]).mean() > 0.99
+    assert replace(there.manifest, ids="", logs="") == replace(here.manifest, ids="", logs="")
