@@ -48,8 +48,8 @@ OF_PLACEMENT = (
     *("train.microbatch", "train.zero", "train.remat", "train.scan_layers"),
     *("model.attention", "data.read_ahead"),
 )
-# Settings of where the data is; that it is the same is checked by its fingerprint.
-OF_PLACES = ("data.path", "data.tokenizer")
+# Settings of where data are; that they are the same is checked by fingerprints.
+OF_PLACES = ("data.path", "data.tokenizer", "distill.logits")
 # Settings that no step depends on: a run may continue with others.
 OF_NO_STEP = ("checkpoint.", "eval.", "log.", "data.read_ahead", "mesh.elastic")
 OF_RATE = "train.steps"  # the rate of a step depends on it, unless the schedule is constant

@@ -178,7 +178,6 @@ def test_saved_logits_are_refused_for_data_that_they_do_not_lie_beside(tmp_path,
         beside(tmp_path / "run", logits)
     with pytest.raises(ConfigError, match="distill.logits=.* and data= makes its own"):
         beside(tmp_path / "run", logits, data=lambda seed, index: np.arange(9))
-    config = tiny(*STUDENT, f"distill.teacher={teacher}")
     mine = tmp_path / "mine.py"
     mine.write_text("def samples(seed, index):\n    return [index % 51] * 9\n")
     config = tiny(*STUDENT, f"distill.teacher={teacher}", f"own.data={mine}:samples")
