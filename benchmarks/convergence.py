@@ -196,7 +196,14 @@ def taught_by(text: Path, option: Option) -> str:
 def saved_logits(teacher: Path, settings: tuple[str, ...], top: int) -> Path:
     """Returns the folder of a teacher's likeliest tokens, written once for all seeds."""
     folder = teacher.parent / "logits"
-    words = [sys.executable, "-m", "spmdtrain.cli", "data", "teach", str(teacher.parent / "run.toml")]
+    words = [
+        sys.executable,
+        "-m",
+        "spmdtrain.cli",
+        "data",
+        "teach",
+        str(teacher.parent / "run.toml"),
+    ]
     words += [str(teacher), "--out", str(folder), "--top", str(top)]
     words += [word for setting in settings for word in ("--set", setting)]
     subprocess.run(words, cwd=ROOT, stdout=QUIET, stderr=QUIET, check=True)

@@ -1,14 +1,15 @@
 """`linear_saved_distillation`: the loss of a student beside what a teacher said before.
 
-Of each token the teacher's k likeliest next tokens are known, with their log-probabilities, and that
-of all others together, the *rest*. The top alone would be biased: its probabilities do not add up to
-1, so a student would learn to be surer than its teacher (arXiv:2503.16870). With the rest as one more
-outcome both models have a distribution over k + 1 outcomes, and the divergence is between those:
+Of each token the teacher's k likeliest next tokens are known, with their log-probabilities, and
+that of all others together, the *rest*. The top alone would be biased: its probabilities do not add
+up to 1, so a student would learn to be surer than its teacher (arXiv:2503.16870). With the rest as
+one more outcome both models have a distribution over k + 1 outcomes, and the divergence is between
+those:
 
     KL(p || q) = sum over the k of p log(p / q) + p_rest log(p_rest / q_rest)
 
-It is at most the divergence over the whole vocabulary, since joining outcomes loses information, and
-0 where the student says what the teacher says.
+It is at most the divergence over the whole vocabulary, since joining outcomes loses information,
+and 0 where the student says what the teacher says.
 
 Letters: as in student.py; k likeliest tokens.
 """

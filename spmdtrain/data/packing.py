@@ -129,9 +129,7 @@ class PackedWindows:
     The rest of a window is padded with id 0 and mask 0, as a separate segment.
     """
 
-    def __init__(
-        self, corpus: Corpus, span: Range, length: int, taught: SavedLogits | None = None
-    ):
+    def __init__(self, corpus: Corpus, span: Range, length: int, taught: SavedLogits | None = None):
         check_range(*span, len(corpus.tokens), length)
         self._corpus = corpus
         self._length = length

@@ -142,8 +142,7 @@ def reordered(rows: Mapping[str, np.ndarray], order: np.ndarray) -> dict[str, np
     """Returns rows with their tokens in this order, each with all that belongs to it."""
     time = rows["tokens"].ndim - 1
     return {
-        name: x if name in OF_SEQUENCES else x.take(order, axis=time)
-        for name, x in rows.items()
+        name: x if name in OF_SEQUENCES else x.take(order, axis=time) for name, x in rows.items()
     }
 
 

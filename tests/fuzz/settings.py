@@ -218,7 +218,7 @@ NOT_DRAWN = {
     ),
     "distill.teacher": "needs another run; tests/train/test_distillation.py has meshes, and "
     "tests/running/test_taught_run.py has runs",
-    "distill.logits": "needs a folder; tests/train/test_distillation.py and test_taught_run.py have it",
+    "distill.logits": "needs a folder of them; the same tests have meshes and runs",
     **dict.fromkeys(("distill.temperature", "distill.share"), "is of distill.teacher"),
     "train.init_from": "needs another run: what a draw ends in decides it (check.py, `_begun`)",
     "finetune.kind": "freezes what a draw compares; tests/train/test_adapters.py has meshes",

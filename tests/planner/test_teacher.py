@@ -71,7 +71,9 @@ def test_saved_logits_count_in_the_batch_and_nowhere_else(tmp_path):
     (tmp_path / "logits.json").write_text(json.dumps(said))
     h100 = hardware("h100")
     config = tiny(*STUDENT, f"distill.logits={tmp_path}")
-    found, alone = (estimate_on_mesh(each, config.mesh.sizes, h100) for each in (config, tiny(*STUDENT)))
+    found, alone = (
+        estimate_on_mesh(each, config.mesh.sizes, h100) for each in (config, tiny(*STUDENT))
+    )
     assert dict(found.time.terms) == dict(alone.time.terms)
     numbers = 16 * 16 * (8 + 9)  # in a batch
     memory_of = {name: count for name, count in found.memory.by_category().items()}

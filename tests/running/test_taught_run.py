@@ -177,7 +177,7 @@ def test_saved_logits_are_refused_for_data_that_they_do_not_lie_beside(tmp_path,
     with pytest.raises(DataError, match="was written for other settings or data: the tokenizer"):
         beside(tmp_path / "run", logits)
     with pytest.raises(ConfigError, match="distill.logits=.* and data= makes its own"):
-        beside(tmp_path / "run", logits, data=lambda seed, index: np.arange(9))
+        beside(tmp_path / "run", logits, data=lambda *_: np.arange(9))
     mine = tmp_path / "mine.py"
     mine.write_text("def samples(seed, index):\n    return [index % 51] * 9\n")
     config = tiny(*STUDENT, f"distill.teacher={teacher}", f"own.data={mine}:samples")

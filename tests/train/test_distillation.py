@@ -230,7 +230,7 @@ SAVED_MESHES = {
 @pytest.mark.parametrize("mesh", SAVED_MESHES.values(), ids=SAVED_MESHES)
 def test_beside_saved_logits_any_mesh_computes_what_one_device_does(mesh):
     want = gradients_beside(4)
-    assert want[0]["distill_loss"] > 0.1 * want[0]["loss"], "the teacher is of another opinion"
+    assert want[0]["distill_loss"] > 0.05 * want[0]["loss"], "the teacher is of another opinion"
     assert_alike(gradients_beside(4, *mesh), want, 1e-5)
 
 

@@ -6,8 +6,8 @@ logs.bin     [tokens, top + 1] little endian float16: their log-probabilities, o
              logits over the temperature, and last that of all other tokens together
 logits.json  what the other two files hold, and of which teacher and data: a Manifest
 
-Record i is about the token after token i of the corpus. So what a sample needs follows from where its
-tokens lie, however they are shuffled. logits.json is written last: without it nothing was saved.
+Record i is about the token after token i of the corpus. So what a sample needs follows from where
+its tokens lie, however they are shuffled. logits.json is written last: without it nothing was saved.
 """
 
 import hashlib
@@ -81,7 +81,7 @@ def rows_of(folder: Path, manifest: Manifest) -> tuple[StoredRow, StoredRow]:
 def read_manifest(name: str) -> tuple[Path, Manifest]:
     """Returns a folder of saved logits and what it holds, of which no record is read.
 
-    `name` is what the user calls it. Raises DataError if nothing was saved there, or not to the end.
+    `name` is what the user calls it. Raises DataError if nothing was saved there, or not all of it.
     """
     folder = Path(os.path.expanduser(name))
     file = folder / MANIFEST_FILE

@@ -57,8 +57,8 @@ def open_logits(
     """Opens the folder that `distill.logits` names, for the first `tokens` of a corpus; None if it
     names none.
 
-    `corpus`: the fingerprint of the data; `tokenizer`: the spec of its tokenizer. Raises DataError if
-    the logits are of other data, if the teacher read it otherwise, or if a file is damaged.
+    `corpus`: the fingerprint of the data; `tokenizer`: the spec of its tokenizer. Raises DataError
+    if the logits are of other data, if the teacher read it otherwise, or if a file is damaged.
     """
     name = config.distill.logits
     if name is None:

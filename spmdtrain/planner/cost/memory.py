@@ -564,8 +564,8 @@ def _logit_bytes(workload: Workload, ways: int) -> float:
     """Returns the bytes of the logits of one chunk of the vocabulary, split `ways` ways.
 
     They are kept in float32, and in compute precision for the matmuls of the gradients. With more
-    than one chunk, a float32 gradient of the table accumulates over them. What a teacher has said is
-    spread over the rows of a chunk as well.
+    than one chunk, a float32 gradient of the table accumulates over them. What a teacher has saved
+    is spread over the rows of a chunk as well.
     """
     rows = workload.model.vocab / ways
     arrays = 2 if workload.likeliest else 1

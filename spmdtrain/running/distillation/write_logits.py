@@ -1,9 +1,9 @@
 """Writes what a teacher says of the training tokens of a run, once for many students.
 
 The teacher reads the windows of a run without shuffling: the first begins with the corpus, and each
-has `train.sequence_length` tokens. A student that shuffles cuts its windows elsewhere in each epoch,
-and is told of every token what the teacher said of it with the context of its own window. With
-`data.packing = "best_fit"` both read the same pieces of documents.
+has `train.sequence_length` tokens. A student that shuffles cuts its windows elsewhere in each
+epoch, and is told of every token what the teacher said of it with the context of its own window.
+With `data.packing = "best_fit"` both read the same pieces of documents.
 """
 
 import os
@@ -44,8 +44,8 @@ def write_logits(
     """Writes the folder `out`, which `distill.logits` then names, and returns what it holds.
 
     `config` is that of a student with `distill.teacher`: of each of its training tokens the `top`
-    likeliest next ones are saved, at `distill.temperature`. Prints the size first and then progress,
-    to standard error. All processes call it, and process 0 writes. Raises UserError.
+    likeliest next ones are saved, at `distill.temperature`. Prints the size first and then
+    progress, to standard error. All processes call it, and process 0 writes. Raises UserError.
     """
     folder = Path(os.path.expanduser(out))
     config, data = open_data(config)
@@ -63,7 +63,7 @@ def write_logits(
     size = data.train.size * bytes_of_token(top, config.vocab)
     if jax.process_index() == 0:
         each = f"{data.train.size:,} tokens x {bytes_of_token(top, config.vocab)} bytes"
-        print(f"{folder}: {each} = {size / 1e9:.3g} GB", file=sys.stderr, flush=True)
+        print(f"{folder}: {each} = {size / 1e6:,.3f} MB", file=sys.stderr, flush=True)
     params = teacher.opened.read()
     manifest = Manifest(
         version=VERSION,
@@ -120,9 +120,7 @@ def _records(
             _say(index + 1, batches)
 
 
-def _windows(
-    data: CorpusData, config: RunConfig
-) -> tuple[EvalWindows | PackedWindows, Pieces]:
+def _windows(data: CorpusData, config: RunConfig) -> tuple[EvalWindows | PackedWindows, Pieces]:
     """Returns one pass over the training tokens, and what each window holds of them."""
     length, packing = config.train.sequence_length, config.data.packing
     if packing == "best_fit":
