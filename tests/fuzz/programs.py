@@ -104,9 +104,12 @@ def _key_of(setup: Setup) -> Key:
     return _key(setup.config, setup.mesh.devices.ravel(), setup.make, setup.loss)
 
 
-def _key(config: RunConfig, devices: Iterable[jax.Device], *parts: Callable | str | None) -> Key:
+def _key(
+    config: RunConfig, devices: Iterable[jax.Device] | None, *parts: Callable | str | None
+) -> Key:
     settings = config.model_dump(mode="json")
     for section in WITHOUT:
         del settings[section]
     del settings["train"]["init_from"]
+    devices = jax.devices() if devices is None else devices
     return json.dumps(settings, sort_keys=True), str([device.id for device in devices]), parts

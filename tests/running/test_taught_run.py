@@ -137,7 +137,7 @@ def logits(tmp_path_factory, teacher, text) -> Path:
     config = folder / "student.toml"
     config.write_text(to_toml(tiny(*STUDENT, *text)))
     command = ["data", "teach", str(config), str(teacher), "--out", str(folder / "logits")]
-    assert main([*command, "--top", "5", "--set", "mesh.data=4"]) == 0
+    assert main([*command, "--top=5", "--set", "mesh.data=4", "--set", "mesh.tensor=2"]) == 0
     return folder / "logits"
 
 

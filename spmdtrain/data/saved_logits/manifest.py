@@ -7,7 +7,7 @@ logs.bin     [tokens, top + 1] little endian float16: their log-probabilities, o
 logits.json  what the other two files hold, and of which teacher and data: a Manifest
 
 Record i is about the token after token i of the corpus. So what a sample needs follows from where
-its tokens lie, however they are shuffled. logits.json is written last: without it nothing was saved.
+its tokens lie, however they are shuffled. logits.json is written last: without it nothing is whole.
 """
 
 import hashlib
