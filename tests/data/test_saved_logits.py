@@ -5,8 +5,9 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
-from helpers import tiny
+from helpers import TINY, tiny
 
+from spmdtrain.config import from_resolved
 from spmdtrain.config.errors import ConfigError, DataError, StorageError
 from spmdtrain.data.batches import Range, TrainStream
 from spmdtrain.data.corpus import Corpus
@@ -123,7 +124,7 @@ def test_an_interrupted_writing_leaves_nothing_that_looks_whole(tmp_path):
 
 def test_it_says_before_it_writes_that_the_disk_is_too_small(tmp_path):
     large = replace(MANIFEST, tokens=10**15)
-    with pytest.raises(StorageError, match="asked 13000000.0 GB"):
+    with pytest.raises(StorageError, match="asked 14000000.0 GB"):
         LogitsWriter(tmp_path, large)
     assert not list(tmp_path.iterdir())
 
@@ -206,7 +207,6 @@ def test_the_fingerprint_is_of_the_contents_and_not_of_the_place(tmp_path):
 
 REFUSED = {
     "distill.teacher=runs/teacher": "are two teachers",
-    'data.mix=[{name="a", path="a.bin"}]': "data.mix draws from several",
     "own.data=mine.py:samples": "own.data='mine.py:samples' makes its own samples",
     "train.z_loss=0.1": "shapes a loss without a teacher",
 }
@@ -218,6 +218,12 @@ def test_what_does_not_go_with_saved_logits_is_refused_by_name(setting, says):
         tiny("distill.logits=logits", setting)
     assert "distill.logits='logits'" in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_mixture_is_refused_by_name():
+    mixed = {"data": {"mix": [{"name": "a", "path": "a.bin"}]}, "distill": {"logits": "logits"}}
+    with pytest.raises(ConfigError, match="one corpus, and data.mix draws from several"):
+        from_resolved({"config": TINY | mixed, "origin": {}})
 
 
 def test_a_stream_is_refused_by_name():

@@ -14,6 +14,7 @@ from spmdtrain.compiled.parts import part
 from spmdtrain.data.saved_logits.reader import IDS, LOGS
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.logits import logit_shape
+from spmdtrain.models.model import LanguageModel
 from spmdtrain.parallel.axes import BATCH_AXES
 from spmdtrain.parallel.regions import MANUAL_AXES, manual_region
 from spmdtrain.train.batch import Batch
@@ -53,7 +54,7 @@ def choose_head_losses(
         return jax.lax.psum(losses, token_axes) if token_axes else losses
 
     def head_losses(
-        module: Any, x_bte: jax.Array, ctx: ForwardContext, microbatch: Batch
+        module: LanguageModel, x_bte: jax.Array, ctx: ForwardContext, microbatch: Batch
     ) -> Losses:
         arrays, names = head_arrays(rules, *module.head(x_bte, ctx), microbatch)
         arrays = (*arrays, microbatch[IDS], microbatch[LOGS])
@@ -109,7 +110,8 @@ def make_likeliest(setup: Setup, top: int, temperature: float) -> Callable[..., 
         def one(_, microbatch):
             ctx = context(microbatch)
             module, x_bte, _ = stream(weights, microbatch, ctx)
-            arrays, names = head_arrays(setup.rules, *module.head(x_bte, ctx), microbatch)
+            hidden_bte, table_ve = module.head(x_bte, ctx)
+            arrays, names = head_arrays(setup.rules, hidden_bte, table_ve, microbatch)
             return None, ctx.local_map(likeliest, arrays, names, LIKELIEST)
 
         return jax.lax.scan(one, None, batch)[1]
