@@ -249,3 +249,26 @@ def test_any_mesh_saves_what_one_device_does():
     # Where two tokens are nearly as likely, rounding orders them.
     assert (got[IDS] == want[IDS]).mean() > 0.99
     assert replace(there.manifest, ids="", logs="") == replace(here.manifest, ids="", logs="")
+
+
+ISLANDS = ("islands.count=2", "islands.index=1", "islands.directory=unread", "islands.every=2")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("island", [(), ISLANDS], ids=["alone", "an island"])
+def test_the_rows_of_a_shard_have_what_was_said_of_their_own_tokens(island):
+    """The second batch, in microbatches over two shards: windows of 8 tokens, in order."""
+    cut = ("mesh.data=2", "train.microbatch=2", "train.global_batch=8")
+    folder = saved(4)
+    config = tiny(*STUDENT, *text(), *HOW, f"distill.logits={folder}", *cut, *island)
+    setup = shard(config, devices=jax.devices()[:2])
+    with batches_of(setup) as ahead:
+        next(ahead)
+        batch = jax.device_get(next(ahead))
+    said = SavedLogits(manifest := read_manifest(str(folder))[1], *rows_of(folder, manifest))
+    first, apart = (17, 2) if island else (8, 1)
+    assert sorted(batch["sample"].ravel()) == [*range(first, first + 8 * apart, apart)]
+    for at in np.ndindex(batch["sample"].shape):
+        start = 8 * int(batch["sample"][at])
+        for name, x in said.read(start, start + 8).items():
+            np.testing.assert_array_equal(batch[name][at], x)
