@@ -5,6 +5,7 @@ restore, the compiled step and the planner all read it, and therefore agree.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -63,8 +64,14 @@ def fresh_shapes(
 ) -> Shapes:
     """Returns the shapes of weights and optimizer state in the model, which do not depend on the
     mesh.
+
+    Those of weights are known: making the model once more, to forget it, would be half of a setup.
     """
-    return jax.eval_shape(lambda key: _fresh(model, update_rules, config, key), jax.random.key(0))
+    made = {
+        path: jax.ShapeDtypeStruct(model.parameters[path].shape, variable.dtype)
+        for path, variable in model.named_variables()
+    }
+    return jax.eval_shape(lambda made: _resting(model, update_rules, config, made), made)
 
 
 def abstract_state(  # noqa: PLR0913 - all that a state hangs on
@@ -168,6 +175,18 @@ def _fresh(
     model: AbstractModel, update_rules: optimizers.UpdateRules, config: RunConfig, key: jax.Array
 ) -> tuple[dict[str, jax.Array], optimizers.OptimizerState]:
     """Returns weights and optimizer state in the model's shapes, without padding."""
+    return _resting(model, update_rules, config, model.init(key))
+
+
+def _resting(
+    model: AbstractModel,
+    update_rules: optimizers.UpdateRules,
+    config: RunConfig,
+    made: Mapping[str, jax.Array],
+) -> tuple[dict[str, jax.Array], optimizers.OptimizerState]:
+    """Returns the weights that a model was made with in the dtypes of their rest, and the state
+    of their optimizer.
+    """
     precision = config.precision
 
     def resting(path: str, x: jax.Array) -> jax.Array:
@@ -175,7 +194,7 @@ def _fresh(
         dtype = precision.frozen if is_frozen else precision.params
         return cast_floating(x, model.dtype(path, dtype))
 
-    params = {path: resting(path, x) for path, x in model.init(key).items()}
+    params = {path: resting(path, x) for path, x in made.items()}
     return params, optimizers.init(update_rules, model.parameters, params)
 
 
