@@ -90,14 +90,15 @@ class OwnModel:
         return OwnState(*resting_bytes(state), resident)
 
 
-def with_own_optimizer(config: RunConfig, workload: Workload) -> Workload:
-    """Returns the workload of a shipped model with as many moments a weight as the optimizer of
-    [own] keeps on one device.
+def with_counted_moments(config: RunConfig, workload: Workload) -> Workload:
+    """Returns the workload of a shipped model with as many moments a weight as its optimizer keeps on
+    one device.
 
-    The workload stays the same if [own] names no optimizer, or the model is custom: its state is
-    counted layout by layout.
+    The workload stays the same if they do not depend on the shapes of weights (SOAP) and [own] names no
+    optimizer, or if the model is custom: its state is counted layout by layout.
     """
-    if config.own.optimizer is None or config.model.make:
+    is_counted = config.own.optimizer is not None or config.optimizer.moments_by_shape
+    if not is_counted or config.model.make:
         return workload
     alone = replace(workload, mesh=MeshShape(), zero=0)
     _, held = exact_state(config, alone.mesh.sizes)

@@ -20,7 +20,7 @@ from spmdtrain.planner.cost.software import Software
 from spmdtrain.planner.cost.step_time import step_time
 from spmdtrain.planner.cost.workload import MeshShape, ModelShape, Workload, workload_of
 from spmdtrain.planner.estimate import MOST_LAID_OUT, Estimate, our_software, with_vocab
-from spmdtrain.planner.own_model import OwnModel, with_own_optimizer
+from spmdtrain.planner.own_model import OwnModel, with_counted_moments
 
 # Layouts this close to the best are as good, within the error of the model.
 WITHIN_ERROR = 0.05
@@ -102,7 +102,7 @@ def plan(config: RunConfig, devices: int, hardware: Hardware | str | Path) -> li
             "train": config.train.model_copy(update={"microbatch": 1}),
         }
     )
-    workload = with_own_optimizer(unsplit, workload_of(unsplit, unsplit.mesh.sizes))
+    workload = with_counted_moments(unsplit, workload_of(unsplit, unsplit.mesh.sizes))
     own = OwnModel(unsplit) if config.model.make else None
     return search(workload, devices, hardware, our_software(unsplit, hardware), own)
 

@@ -19,6 +19,7 @@ from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import AbstractModel, cast_floating
 from spmdtrain.parallel import host
 from spmdtrain.parallel.padding import Padding, Shape, add_zeros_apart
+from spmdtrain.parallel.specs import axes_of_dim
 from spmdtrain.train.exchange import feedback_codecs
 from spmdtrain.train.items import items
 from spmdtrain.train.items.item import Specs, Start
@@ -57,6 +58,9 @@ class TrainState:
 
 
 Shapes = tuple[dict[str, Any], optimizers.OptimizerState]  # of parameters, of the optimizer state
+# Elements of a vector beside a weight, above which no device keeps it whole: the squares of SOAP, but
+# not the rows and columns of Adafactor.
+LONG = 2**16
 
 
 def fresh_shapes(
@@ -96,7 +100,8 @@ def abstract_state(  # noqa: PLR0913 - all that a state hangs on
         else:
             memory = None
         apart = model.parameters[path].apart
-        return at_rest(x, mesh, spec_beside(x.shape, shape, apart, specs[path]), memory)
+        spec = spec_beside(x.shape, shape, apart, specs[path], mesh.shape)
+        return at_rest(x, mesh, spec, memory)
 
     def leaves(path: str, tree: Any) -> Any:
         memory = host.KIND if config.optimizer.memory == "host" else None
@@ -112,18 +117,26 @@ def abstract_state(  # noqa: PLR0913 - all that a state hangs on
     )
 
 
-def spec_beside(leaf: Shape, shape: Shape, apart: int, spec: P) -> P:
+def spec_beside(leaf: Shape, shape: Shape, apart: int, spec: P, sizes: Mapping[str, int]) -> P:
     """Returns the spec of an optimizer leaf of this shape, for a parameter of `shape` at rest.
 
     It is the parameter's if the leaf has its shape, like a moment. Otherwise its layers and
-    experts, `apart` dims, rest like the parameter's, and the rest is whole.
+    experts, `apart` dims, rest like the parameter's, and the rest is whole, unless it is a long
+    vector: the axes that split the parameter of a layer then split it as well, if they divide it.
+    `sizes`: of all mesh axes.
     """
     if leaf == shape:
         return spec
     stack = shape[:apart]
-    if leaf[: len(stack)] == stack:
-        return P(*spec[: len(stack)])
-    return P()
+    if leaf[:apart] != stack:
+        return P()
+    parts = [*spec, *[None] * (len(shape) - len(spec))]
+    over = tuple(axis for part in parts[apart:] for axis in axes_of_dim(part))
+    ways = math.prod(sizes[axis] for axis in over)
+    is_long = len(leaf) == apart + 1 and leaf[apart] >= LONG
+    if ways > 1 and is_long and leaf[apart] % ways == 0:
+        return P(*parts[:apart], over)
+    return P(*spec[:apart])
 
 
 def fresh_state(  # noqa: PLR0913 - all that a state hangs on

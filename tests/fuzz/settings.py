@@ -97,6 +97,9 @@ VALUES: dict[str, Sequence[Any]] = {
     "optimizer.decay_rate": (0.5, 0.8),
     "optimizer.ema": (None, None, 0.5, 0.9, 0.999),
     "optimizer.clip_update": (0.1, 1.0, 10.0),
+    "optimizer.basis_every": (1, 2, 10),
+    "optimizer.basis_beta": (0.5, 0.95),
+    "optimizer.basis_largest": (16, 10_000),
     # Which step overflows in float16 may depend on how a batch is cut: no oracle knows it.
     "precision.compute": ("float32", "bfloat16"),
     "data.corpus": ("stdlib", "synthetic", "text", "tokens"),  # streams: tests/data/test_streams.py

@@ -602,14 +602,14 @@ BREAKAGES = [
     ),
     Breakage(
         "steps of the warm-up count too much in the schedule-free average",
-        "train/updates/schedule_free.py",
+        "train/updates/transformations/schedule_free.py",
         "weight_sum = state.weight_sum + largest_rate**2",
         "weight_sum = state.weight_sum + learning_rate * largest_rate",
         f"{SCHEDULE_FREE} -k optax",
     ),
     Breakage(
         "schedule-free weights decay at the average",
-        "train/updates/schedule_free.py",
+        "train/updates/transformations/schedule_free.py",
         "direction, base_state = base.update(updates, state.base, y)",
         "direction, base_state = base.update(updates, state.base, params)",
         f"{SCHEDULE_FREE} -k optax",

@@ -34,7 +34,7 @@ LAYOUTS = {
     "data 2 fsdp 2 tensor 2, zero": (*MESHES["data 2 fsdp 2 tensor 2"], "train.zero=1"),
     "context 2 data 2": ("mesh.context=2", "mesh.data=2", "train.remat=full"),
 }
-OPTIMIZERS = ("adafactor", "adamw", "lamb", "lion", "muon", "schedule_free_adamw", "sgd")
+OPTIMIZERS = ("adafactor", "adamw", "lamb", "lion", "muon", "schedule_free_adamw", "sgd", "soap")
 BELOW = {"tokens.table_ve", "positions_te"}
 # Frozen layers of six, and a pipeline whose stages lie wholly below, above, and at the edge.
 PIPELINES = [

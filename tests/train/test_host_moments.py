@@ -101,6 +101,7 @@ def test_a_resumed_run_has_the_bits_of_the_run_and_may_move_its_moments(tmp_path
     ("settings", "said"),
     [
         (("optimizer.name=muon",), "muon is not built"),
+        (("optimizer.name=soap",), "soap is not built"),
         (("optimizer.name=schedule_free_adamw",), "schedule_free_adamw is not built"),
         (("optimizer.moment_dtype=8bit",), "set optimizer.moment_dtype='bfloat16'"),
     ],

@@ -44,6 +44,7 @@ from spmdtrain.config.schema.optimizer import (
     ParameterGroup,
     ScheduleFreeAdamW,
     Sgd,
+    Soap,
 )
 from spmdtrain.config.schema.pipeline import PipelineConfig, PipelineSchedule
 from spmdtrain.config.schema.precision import KernelsConfig, Narrow, PrecisionConfig
@@ -92,6 +93,7 @@ __all__ = [
     "ScheduleFreeAdamW",
     "Settings",
     "Sgd",
+    "Soap",
     "SparsityConfig",
     "TrainConfig",
     "TransformerConfig",

@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from spmdtrain.config.settings import (
+    Count,
     CountOrZero,
     Decay,
     DerivedOrNone,
@@ -48,6 +49,7 @@ class OptimizerConfig(Settings):
     """
 
     moments: ClassVar[int]  # elements of optimizer state per element of a parameter
+    moments_by_shape: ClassVar[bool] = False  # True: `moments` is that of a square matrix
     by_element: ClassVar[bool] = False  # its update of an element reads no other element
     has_width_rule: ClassVar[bool] = False  # of its rates, for `model.mup_base`
     gradients_at_weights: ClassVar[bool] = True  # False: at a point that a step derives from them
@@ -250,3 +252,28 @@ class Sgd(OptimizerConfig):
 
     name: Literal["sgd"] = "sgd"
     momentum: Fraction = 0.9
+
+
+class Soap(OptimizerConfig):
+    """SOAP (arXiv:2409.11321): Adam in the eigenbases of the gradients of each matrix of a layer,
+    AdamW for tables, norms and biases.
+
+    Beside the two moments of a matrix it keeps two factors and two bases, squares of its rows and
+    columns: four times the weights if it is square.
+    """
+
+    moments: ClassVar[int] = 6  # of a square matrix
+    moments_by_shape: ClassVar[bool] = True
+
+    name: Literal["soap"] = "soap"
+    beta1: Fraction = 0.95
+    beta2: Fraction = 0.95
+    epsilon: Positive = 1e-8
+    basis_every: Count = Field(default=10, description="steps from one refresh of the bases to the next")
+    basis_beta: Fraction = Field(
+        default=0.95, description="decay of the means of products of gradients, whose eigenvectors the bases follow"
+    )
+    basis_largest: Count = Field(
+        default=10_000,
+        description="most rows or columns of a matrix that have a basis; a longer side has none",
+    )

@@ -28,6 +28,7 @@ from spmdtrain.config.schema.optimizer import (
     Muon,
     ScheduleFreeAdamW,
     Sgd,
+    Soap,
 )
 from spmdtrain.config.schema.pipeline import PipelineConfig
 from spmdtrain.config.schema.precision import KernelsConfig, PrecisionConfig
@@ -44,7 +45,7 @@ class RunConfig(Settings):
     pipeline: PipelineConfig = PipelineConfig()
     train: TrainConfig = TrainConfig()
     optimizer: Annotated[
-        Adafactor | AdamW | Lamb | Lion | Muon | ScheduleFreeAdamW | Sgd,
+        Adafactor | AdamW | Lamb | Lion | Muon | ScheduleFreeAdamW | Sgd | Soap,
         Field(discriminator="name"),
     ] = AdamW()
     finetune: FinetuneConfig = FinetuneConfig()

@@ -30,12 +30,14 @@ from spmdtrain.config.schema import (
     ParameterGroup,
     ScheduleFreeAdamW,
     Sgd,
+    Soap,
 )
 from spmdtrain.models.abstract import Parameter
 from spmdtrain.train.updates.kinds import is_matrix, is_table, stream_dim, width_rate
 from spmdtrain.train.updates.optimizers import GradientPoint, Rule, UpdateRules
-from spmdtrain.train.updates.schedule_free import gradient_point, schedule_free
-from spmdtrain.train.updates.small_moments import in_8_bits, in_bfloat16
+from spmdtrain.train.updates.transformations.schedule_free import gradient_point, schedule_free
+from spmdtrain.train.updates.transformations.small_moments import in_8_bits, in_bfloat16
+from spmdtrain.train.updates.transformations.soap import Bases, soap
 
 Transformation = optax.GradientTransformation
 EVERY = ParameterGroup(match="*")  # the group of what no group matches
@@ -108,7 +110,7 @@ def _resting(transformation: Transformation, config: OptimizerConfig, path: str)
     return transformation
 
 
-def _adamw(config: AdamW | Lamb | Muon, path: str, parameter: Parameter) -> Transformation:
+def _adamw(config: AdamW | Lamb | Muon | Soap, path: str, parameter: Parameter) -> Transformation:
     """Returns Adam with decoupled weight decay (arXiv:1711.05101)."""
     rule = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)
     return optax.chain(rule, *_decay(config, path, parameter))
@@ -195,6 +197,20 @@ def _sgd(config: Sgd, path: str, parameter: Parameter) -> Transformation:
     return Transformation(rule.init, update)
 
 
+def _soap(config: Soap, path: str, parameter: Parameter) -> Transformation:
+    """Returns SOAP for the matrices of layers, AdamW for the rest (arXiv:2409.11321).
+
+    A tensor with more dims is the matrix from the stream to all the others, or back, as in Muon.
+    """
+    if not is_matrix(path, parameter) or is_table(parameter):
+        return _adamw(config, path, parameter)
+    bases = Bases(
+        config.basis_every, config.basis_beta, config.basis_largest, stream_dim(parameter)
+    )
+    adam = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)
+    return optax.chain(soap(adam, bases), *_decay(config, path, parameter))
+
+
 def _decay(config: OptimizerConfig, path: str, parameter: Parameter) -> list[Transformation]:
     """Returns weight decay as the last link of a chain, or nothing if it does not act."""
     if not config.weight_decay or not is_matrix(path, parameter):
@@ -210,4 +226,5 @@ BUILDERS: Mapping[type[OptimizerConfig], Callable[[Any, str, Parameter], Transfo
     Muon: _muon,
     ScheduleFreeAdamW: _schedule_free_adamw,
     Sgd: _sgd,
+    Soap: _soap,
 }

@@ -1,0 +1,175 @@
+"""SOAP: Adam in the eigenbases of the gradients of a matrix (Vyas et al. 2024, arXiv:2409.11321).
+
+The two factors of Shampoo are the means over steps of G G^T [r, r] and of G^T G [c, c], where G is
+the gradient [r, c]. Their eigenvectors are the columns of two orthogonal bases P and Q, in which
+Adam sees the gradient, and from which its update comes back:
+
+    update = P adam(P^T G Q) Q^T
+
+The bases are those of the steps before. They begin as identities, with which SOAP is Adam. In the
+first step and in every n-th after it each follows its factor by one power iteration: the orthogonal
+part of factor P, by a QR. Adam's momentum is then turned into the new bases; its mean of squares
+stays, as in the paper.
+
+Directions in which a matrix has had no gradient have no eigenvectors of their own: rounding would
+choose them, and differently on each mesh. `LEAST` is added to the diagonal of a factor, so there a
+basis stays what it was.
+
+A side that is too long has no basis: P or Q is the identity for good.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from spmdtrain.train.updates.transformations.rarely import rarely
+
+LEAST = 1e-6  # of the sum of a factor's eigenvalues, added to each of them
+
+_dot = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+
+
+class Side(NamedTuple):
+    """The rows or the columns of a matrix, n of them.
+
+    Both arrays are [n, n], as vectors [n * n]: with the shape of the weight, some other code would
+    take them for its moments, and pad and split them alike.
+    """
+
+    factor: jax.Array  # float32: the mean of the products of gradients
+    basis: jax.Array  # float32, orthogonal: a column for each direction
+
+
+class SoapState(NamedTuple):
+    """The optimizer state of one tensor; a side without a basis is None."""
+
+    adam: Any  # its moments are those of the gradient in the bases, in the shape of the tensor
+    rows: Side | None
+    columns: Side | None
+
+
+@dataclass(frozen=True)
+class Bases:
+    """The settings of SOAP's bases: `every` and `beta` as optimizer.basis_every and basis_beta.
+
+    `largest`: the length above which a side has none. Dim `row` of a tensor is the rows, and all
+    others together the columns.
+    """
+
+    every: int
+    beta: float
+    largest: int
+    row: int = 0
+
+
+def soap(adam: optax.GradientTransformation, bases: Bases) -> optax.GradientTransformation:
+    """Returns SOAP; `adam` is `optax.scale_by_adam(...)`, which makes the update in the bases."""
+
+    def init(x: jax.Array) -> SoapState:
+        rows = x.shape[bases.row]
+        sides = (_begun(n, bases.largest) for n in (rows, x.size // rows))
+        return SoapState(adam.init(x), *sides)
+
+    def update(gradient: jax.Array, state: SoapState, x: Any) -> tuple[jax.Array, SoapState]:
+        matrix = partial(_matrix, bases.row)
+        tensor = partial(_tensor, bases.row, gradient.shape)
+        g_rc = matrix(gradient).astype(jnp.float32)
+        rows, columns = state.rows, state.columns
+        turned, moments = adam.update(tensor(_turned(g_rc, rows, columns)), state.adam, x)
+        found = _turned_back(matrix(turned), rows, columns)
+
+        rows = _followed(rows, g_rc, bases.beta)
+        columns = _followed(columns, g_rc.T, bases.beta)
+        due = state.adam.count % bases.every == 0
+        momentum = matrix(moments.mu).astype(jnp.float32)
+        momentum, rows, columns = rarely(_refreshed)(due, (momentum, rows, columns))
+        return tensor(found), SoapState(moments._replace(mu=tensor(momentum)), rows, columns)
+
+    return of_each_tensor(init, update)
+
+
+def of_each_tensor(init: Callable, update: Callable) -> optax.GradientTransformation:
+    """Returns a transformation of any tree, given `init` and `update` of one tensor."""
+
+    def update_all(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        leaves, structure = jax.tree.flatten(updates)
+        states = structure.flatten_up_to(state)
+        values = [None] * len(leaves) if params is None else structure.flatten_up_to(params)
+        found = list(map(update, leaves, states, values))
+        return (
+            structure.unflatten([each for each, _ in found]),
+            structure.unflatten([after for _, after in found]),
+        )
+
+    return optax.GradientTransformation(lambda params: jax.tree.map(init, params), update_all)
+
+
+def _matrix(row: int, x: jax.Array) -> jax.Array:
+    """Returns a tensor as the matrix [r, c]."""
+    return jnp.moveaxis(x, row, 0).reshape(x.shape[row], -1)
+
+
+def _tensor(row: int, shape: tuple[int, ...], x_rc: jax.Array) -> jax.Array:
+    """Inverts `_matrix`, for a tensor of `shape`."""
+    rest = (*shape[:row], *shape[row + 1 :])
+    return jnp.moveaxis(x_rc.reshape(-1, *rest), 0, row)
+
+
+def _begun(n: int, largest: int) -> Side | None:
+    """Returns a side of n rows or columns before the first step."""
+    if n > largest:
+        return None
+    return Side(jnp.zeros(n * n, jnp.float32), jnp.eye(n, dtype=jnp.float32).ravel())
+
+
+def _square(x: jax.Array) -> jax.Array:
+    """Returns a vector [n * n] as [n, n]."""
+    return x.reshape(int(x.size**0.5 + 0.5), -1)
+
+
+def _turned(x_rc: jax.Array, rows: Side | None, columns: Side | None) -> jax.Array:
+    """Returns a matrix in the bases: P^T x Q."""
+    if rows is not None:
+        x_rc = _dot(_square(rows.basis).T, x_rc)
+    return x_rc if columns is None else _dot(x_rc, _square(columns.basis))
+
+
+def _turned_back(x_rc: jax.Array, rows: Side | None, columns: Side | None) -> jax.Array:
+    """Inverts `_turned`: P x Q^T."""
+    if rows is not None:
+        x_rc = _dot(_square(rows.basis), x_rc)
+    return x_rc if columns is None else _dot(x_rc, _square(columns.basis).T)
+
+
+def _followed(side: Side | None, g_nm: jax.Array, beta: float) -> Side | None:
+    """Returns a side whose factor counts a gradient, of which it is the rows."""
+    if side is None:
+        return None
+    product = _dot(g_nm, g_nm.T).ravel()
+    return side._replace(factor=beta * side.factor + (1 - beta) * product)
+
+
+def _refreshed(
+    given: tuple[jax.Array, Side | None, Side | None],
+) -> tuple[jax.Array, Side | None, Side | None]:
+    """Returns (momentum in the new bases, rows and columns with them)."""
+    momentum, *before = given
+    sides = [side if side is None else _iterated(side) for side in before]
+    plain = _turned_back(momentum, *before)
+    return _turned(plain, *sides), *sides
+
+
+def _iterated(side: Side) -> Side:
+    """Returns a side whose basis is nearer to the eigenvectors of its factor."""
+    factor, basis = _square(side.factor), _square(side.basis)
+    total = jnp.trace(factor)
+    of_one = factor / jnp.where(total == 0, 1, total)
+    orthogonal, triangular = jnp.linalg.qr(_dot(of_one, basis) + LEAST * basis)
+    # The signs that keep a direction where it was: a QR may turn it around.
+    signs = jnp.where(jnp.diagonal(triangular) < 0, -1, 1)
+    return side._replace(basis=(orthogonal * signs).ravel())
