@@ -91,11 +91,11 @@ class OwnModel:
 
 
 def with_counted_moments(config: RunConfig, workload: Workload) -> Workload:
-    """Returns the workload of a shipped model with as many moments a weight as its optimizer keeps on
-    one device.
+    """Returns the workload of a shipped model with as many moments a weight as its optimizer keeps
+    on one device.
 
-    The workload stays the same if they do not depend on the shapes of weights (SOAP) and [own] names no
-    optimizer, or if the model is custom: its state is counted layout by layout.
+    The workload stays the same if they do not depend on the shapes of weights, as SOAP's do, and
+    [own] names no optimizer; or if the model is custom: its state is counted layout by layout.
     """
     is_counted = config.own.optimizer is not None or config.optimizer.moments_by_shape
     if not is_counted or config.model.make:

@@ -58,8 +58,8 @@ class TrainState:
 
 
 Shapes = tuple[dict[str, Any], optimizers.OptimizerState]  # of parameters, of the optimizer state
-# Elements of a vector beside a weight, above which no device keeps it whole: the squares of SOAP, but
-# not the rows and columns of Adafactor.
+# Elements from which on a vector beside a weight is split like it: the squares of SOAP, but not the
+# rows and columns of Adafactor.
 LONG = 2**16
 
 

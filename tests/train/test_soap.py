@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.extend.core import jaxprs_in_params
 from helpers import assert_same_bits, mesh_of, prepared, tiny, trained
 
 from spmdtrain.checkpoints.checkpoints import Checkpoints
@@ -20,12 +19,12 @@ from spmdtrain.planner.cost import memory
 from spmdtrain.planner.cost.workload import workload_of
 from spmdtrain.planner.own_model import with_counted_moments
 from spmdtrain.running import loop
-from spmdtrain.train.shard import shard
 from spmdtrain.train.state import LONG
-from spmdtrain.train.updates import optimizers
+from spmdtrain.train.updates import optimizers, transformations
 from spmdtrain.train.updates.shipped_optimizers import shipped_update_rules
-from spmdtrain.train.updates.transformations.soap import LEAST, Bases, SoapState, soap
+from spmdtrain.train.updates.transformations.orthogonal import orthogonal_part
 from spmdtrain.train.updates.transformations.small_moments import Few
+from spmdtrain.train.updates.transformations.soap import LEAST, BasisSettings, SoapState, soap
 
 SHAPES = {
     "blocks.layer.up": Parameter((2, 4, 5), ("layer", "embed", "ffn")),
@@ -126,11 +125,11 @@ def test_turned_gradients_have_turned_updates(rank):
     begin at U and V, updates are U (those of G) V^T, through three refreshes. Adam's are not.
     """
     left, right = orthogonal(1, 5), orthogonal(2, 7)
-    rule = soap(optax.scale_by_adam(0.9, 0.95), Bases(every=3, beta=0.9, largest=10))
+    rule = soap(optax.scale_by_adam(0.9, 0.95), BasisSettings(every=3, beta=0.9, largest=10))
     state = rule.init(jnp.zeros((5, 7)))
     turned = state._replace(
-        rows=state.rows._replace(basis=left.ravel()),
-        columns=state.columns._replace(basis=right.ravel()),
+        rows=state.rows._replace(vectors=left.ravel()),
+        columns=state.columns._replace(vectors=right.ravel()),
     )
     update = jax.jit(rule.update)
     numbers = np.random.default_rng(3)
@@ -139,20 +138,20 @@ def test_turned_gradients_have_turned_updates(rank):
         plain, state = update(g, state)
         found, turned = update(left @ g @ right.T, turned)
         np.testing.assert_allclose(found, left @ plain @ right.T, atol=2e-3)
-    assert np.abs(state.rows.basis - jnp.eye(5).ravel()).max() > 0.1
+    assert np.abs(state.rows.vectors - jnp.eye(5).ravel()).max() > 0.1
 
 
 def test_bases_become_eigenvectors_and_stay_orthogonal():
     """Of a factor with eigenvalues 1, 1/4, 1/16 and so on, which then is diagonal in its basis."""
     left, right = orthogonal(1, 5), orthogonal(2, 7)
     g = left @ (jnp.eye(5, 7) * 0.5 ** jnp.arange(5)[:, None]) @ right.T
-    rule = soap(optax.scale_by_adam(0.9, 0.95), Bases(every=1, beta=0.9, largest=10))
+    rule = soap(optax.scale_by_adam(0.9, 0.95), BasisSettings(every=1, beta=0.9, largest=10))
     state = rule.init(g)
     update = jax.jit(rule.update)
     for _ in range(20):
         _, state = update(g, state)
     for side, n in ((state.rows, 5), (state.columns, 7)):
-        factor, basis = side.factor.reshape(n, n), side.basis.reshape(n, n)
+        factor, basis = side.factor.reshape(n, n), side.vectors.reshape(n, n)
         np.testing.assert_allclose(basis.T @ basis, np.eye(n), atol=1e-5)
         inside = basis.T @ factor @ basis / factor.trace()
         assert np.abs(inside - jnp.diag(jnp.diagonal(inside))).max() < 1e-4
@@ -160,31 +159,33 @@ def test_bases_become_eigenvectors_and_stay_orthogonal():
 
 def test_gradients_of_zero_leave_the_bases_where_they_are():
     """A frozen layer has them, and an expert without tokens."""
-    rule = soap(optax.scale_by_adam(), Bases(every=1, beta=0.9, largest=10))
+    rule = soap(optax.scale_by_adam(), BasisSettings(every=1, beta=0.9, largest=10))
     state = rule.init(jnp.zeros((3, 4)))
     for _ in range(3):
         update, state = rule.update(jnp.zeros((3, 4)), state)
     assert not np.any(update)
-    np.testing.assert_allclose(state.rows.basis, jnp.eye(3).ravel(), atol=1e-6)
+    np.testing.assert_allclose(state.rows.vectors, jnp.eye(3).ravel(), atol=1e-6)
 
 
-def primitives(jaxpr: Any, inside: tuple[str, ...] = ()) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Each primitive of a traced function, with those around it."""
-    for equation in jaxpr.eqns:
-        yield equation.primitive.name, inside
-        for inner in jaxprs_in_params(equation.params):
-            yield from primitives(inner, (*inside, equation.primitive.name))
+def test_the_qr_of_layers_and_experts_runs_in_the_steps_that_refresh_alone(monkeypatch):
+    """Under vmap a `lax.cond` would be a choice between results, and a QR part of each step."""
+    seen = []
 
+    def counted(x: jax.Array) -> jax.Array:
+        jax.debug.callback(lambda: seen.append(1))
+        return orthogonal_part(x)
 
-def test_a_qr_runs_in_a_branch_alone_one_for_all_layers_and_experts():
-    """Under vmap a `lax.cond` would be a `select`, and QRs of all layers part of each step."""
-    rules = shipped_update_rules(Soap(), SHAPES)
-    values = draw(0)
-    state = optimizers.init(rules, SHAPES, values)
-    step = jax.make_jaxpr(lambda g, s: optimizers.updates(rules, SHAPES, g, s, values))
-    around = [each for name, each in primitives(step(values, state).jaxpr) if name == "qr"]
-    assert len(around) == 2 * 3, "two sides of three matrices, whatever their layers"
-    assert all("cond" in each for each in around)
+    monkeypatch.setattr(transformations.soap, "orthogonal_part", counted)
+    rules = shipped_update_rules(Soap(basis_every=3), SHAPES)
+    state = optimizers.init(rules, SHAPES, draw(0))
+    take = jax.jit(lambda given, state: optimizers.updates(rules, SHAPES, given, state, given)[1])
+    ran = []
+    for step in range(7):
+        seen.clear()
+        state = take(draw(step), state)
+        jax.effects_barrier()
+        ran.append(bool(seen))
+    assert ran == [True, False, False, True, False, False, True]
 
 
 def test_moments_of_8_bits_are_near_those_of_float32():
@@ -192,7 +193,7 @@ def test_moments_of_8_bits_are_near_those_of_float32():
     rules = shipped_update_rules(Soap(moment_dtype="8bit"), shapes)
     state = jax.eval_shape(lambda: optimizers.init(rules, shapes, draw(0, shapes)))
     (found,) = [x for x in jax.tree.leaves(state, is_leaf=is_soap) if is_soap(x)]
-    assert isinstance(found.adam.mu, Few) and found.rows.basis.dtype == jnp.float32
+    assert isinstance(found.adam.mu, Few) and found.rows.vectors.dtype == jnp.float32
     few, wide = (updates_of(Soap(moment_dtype=kind), 4, shapes) for kind in ("8bit", "params"))
     off = np.linalg.norm(few[3]["w"] - wide[3]["w"]) / np.linalg.norm(wide[3]["w"])
     assert 0 < off < 0.1
@@ -250,7 +251,7 @@ def test_a_resumed_run_has_the_bits_of_the_run_and_keeps_its_bases(tmp_path):
 
     whole = last(tmp_path)
     (soap_state, *_) = [x for x in jax.tree.leaves(whole.opt_state, is_leaf=is_soap) if is_soap(x)]
-    assert len(soap_state.rows.basis.addressable_shards[0].data.ravel()) == LONG / 4
+    assert len(soap_state.rows.vectors.addressable_shards[0].data.ravel()) == LONG / 4
     assert_same_bits(last(tmp_path, step=2), whole)
     with pytest.raises(CheckpointError, match="asked optimizer.basis_largest=16"):
         loop.run(tiny(*settings, "optimizer.basis_largest=16"), tmp_path, devices=devices)
@@ -259,7 +260,9 @@ def test_a_resumed_run_has_the_bits_of_the_run_and_keeps_its_bases(tmp_path):
 # What it costs
 
 
-@pytest.mark.parametrize("mesh", [(), ("mesh.data=2", "mesh.fsdp=4", "mesh.tensor=2", "train.zero=1")])
+@pytest.mark.parametrize(
+    "mesh", [(), ("mesh.data=2", "mesh.fsdp=4", "mesh.tensor=2", "train.zero=1")]
+)
 def test_the_planner_counts_factors_and_bases_which_a_mesh_splits(mesh):
     """Beside the two moments: of a square matrix four times its size, and more of others."""
     config = tiny("optimizer.name=soap", "model.embed=512", "model.ffn=2048", *mesh)

@@ -269,9 +269,13 @@ class Soap(OptimizerConfig):
     beta1: Fraction = 0.95
     beta2: Fraction = 0.95
     epsilon: Positive = 1e-8
-    basis_every: Count = Field(default=10, description="steps from one refresh of the bases to the next")
+    basis_every: Count = Field(
+        default=10, description="steps from one refresh of the bases to the next"
+    )
     basis_beta: Fraction = Field(
-        default=0.95, description="decay of the means of products of gradients, whose eigenvectors the bases follow"
+        default=0.95,
+        description="decay of the means of products of gradients, whose eigenvectors the bases "
+        "follow",
     )
     basis_largest: Count = Field(
         default=10_000,

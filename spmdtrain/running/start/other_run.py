@@ -93,6 +93,4 @@ def _of_model(setup: Setup, then: Mapping[str, Any]) -> list[str]:
 def _of_optimizer(setup: Setup, then: Mapping[str, Any]) -> list[str]:
     if then.get("optimizer.name") != setup.config.optimizer.name:
         return ["optimizer.name"]
-    return [
-        f"optimizer.{name}" for name in ("moment_dtype", "groups", "momentum", "basis_largest")
-    ]
+    return [f"optimizer.{name}" for name in ("moment_dtype", "groups", "momentum", "basis_largest")]

@@ -37,7 +37,7 @@ from spmdtrain.train.updates.kinds import is_matrix, is_table, stream_dim, width
 from spmdtrain.train.updates.optimizers import GradientPoint, Rule, UpdateRules
 from spmdtrain.train.updates.transformations.schedule_free import gradient_point, schedule_free
 from spmdtrain.train.updates.transformations.small_moments import in_8_bits, in_bfloat16
-from spmdtrain.train.updates.transformations.soap import Bases, soap
+from spmdtrain.train.updates.transformations.soap import BasisSettings, soap
 
 Transformation = optax.GradientTransformation
 EVERY = ParameterGroup(match="*")  # the group of what no group matches
@@ -204,7 +204,7 @@ def _soap(config: Soap, path: str, parameter: Parameter) -> Transformation:
     """
     if not is_matrix(path, parameter) or is_table(parameter):
         return _adamw(config, path, parameter)
-    bases = Bases(
+    bases = BasisSettings(
         config.basis_every, config.basis_beta, config.basis_largest, stream_dim(parameter)
     )
     adam = optax.scale_by_adam(config.beta1, config.beta2, config.epsilon)

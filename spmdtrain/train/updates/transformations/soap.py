@@ -27,14 +27,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from spmdtrain.train.updates.transformations.orthogonal import orthogonal_part
 from spmdtrain.train.updates.transformations.rarely import rarely
 
-LEAST = 1e-6  # of the sum of a factor's eigenvalues, added to each of them
+LEAST = 1e-4  # of the sum of a factor's eigenvalues, added to each of them
 
 _dot = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
 
-class Side(NamedTuple):
+class Eigenbasis(NamedTuple):
     """The rows or the columns of a matrix, n of them.
 
     Both arrays are [n, n], as vectors [n * n]: with the shape of the weight, some other code would
@@ -42,19 +43,19 @@ class Side(NamedTuple):
     """
 
     factor: jax.Array  # float32: the mean of the products of gradients
-    basis: jax.Array  # float32, orthogonal: a column for each direction
+    vectors: jax.Array  # float32, orthogonal: a column for each direction
 
 
 class SoapState(NamedTuple):
     """The optimizer state of one tensor; a side without a basis is None."""
 
     adam: Any  # its moments are those of the gradient in the bases, in the shape of the tensor
-    rows: Side | None
-    columns: Side | None
+    rows: Eigenbasis | None
+    columns: Eigenbasis | None
 
 
 @dataclass(frozen=True)
-class Bases:
+class BasisSettings:
     """The settings of SOAP's bases: `every` and `beta` as optimizer.basis_every and basis_beta.
 
     `largest`: the length above which a side has none. Dim `row` of a tensor is the rows, and all
@@ -67,7 +68,7 @@ class Bases:
     row: int = 0
 
 
-def soap(adam: optax.GradientTransformation, bases: Bases) -> optax.GradientTransformation:
+def soap(adam: optax.GradientTransformation, bases: BasisSettings) -> optax.GradientTransformation:
     """Returns SOAP; `adam` is `optax.scale_by_adam(...)`, which makes the update in the bases."""
 
     def init(x: jax.Array) -> SoapState:
@@ -120,11 +121,11 @@ def _tensor(row: int, shape: tuple[int, ...], x_rc: jax.Array) -> jax.Array:
     return jnp.moveaxis(x_rc.reshape(-1, *rest), 0, row)
 
 
-def _begun(n: int, largest: int) -> Side | None:
+def _begun(n: int, largest: int) -> Eigenbasis | None:
     """Returns a side of n rows or columns before the first step."""
     if n > largest:
         return None
-    return Side(jnp.zeros(n * n, jnp.float32), jnp.eye(n, dtype=jnp.float32).ravel())
+    return Eigenbasis(jnp.zeros(n * n, jnp.float32), jnp.eye(n, dtype=jnp.float32).ravel())
 
 
 def _square(x: jax.Array) -> jax.Array:
@@ -132,21 +133,21 @@ def _square(x: jax.Array) -> jax.Array:
     return x.reshape(int(x.size**0.5 + 0.5), -1)
 
 
-def _turned(x_rc: jax.Array, rows: Side | None, columns: Side | None) -> jax.Array:
+def _turned(x_rc: jax.Array, rows: Eigenbasis | None, columns: Eigenbasis | None) -> jax.Array:
     """Returns a matrix in the bases: P^T x Q."""
     if rows is not None:
-        x_rc = _dot(_square(rows.basis).T, x_rc)
-    return x_rc if columns is None else _dot(x_rc, _square(columns.basis))
+        x_rc = _dot(_square(rows.vectors).T, x_rc)
+    return x_rc if columns is None else _dot(x_rc, _square(columns.vectors))
 
 
-def _turned_back(x_rc: jax.Array, rows: Side | None, columns: Side | None) -> jax.Array:
+def _turned_back(x_rc: jax.Array, rows: Eigenbasis | None, columns: Eigenbasis | None) -> jax.Array:
     """Inverts `_turned`: P x Q^T."""
     if rows is not None:
-        x_rc = _dot(_square(rows.basis), x_rc)
-    return x_rc if columns is None else _dot(x_rc, _square(columns.basis).T)
+        x_rc = _dot(_square(rows.vectors), x_rc)
+    return x_rc if columns is None else _dot(x_rc, _square(columns.vectors).T)
 
 
-def _followed(side: Side | None, g_nm: jax.Array, beta: float) -> Side | None:
+def _followed(side: Eigenbasis | None, g_nm: jax.Array, beta: float) -> Eigenbasis | None:
     """Returns a side whose factor counts a gradient, of which it is the rows."""
     if side is None:
         return None
@@ -155,8 +156,8 @@ def _followed(side: Side | None, g_nm: jax.Array, beta: float) -> Side | None:
 
 
 def _refreshed(
-    given: tuple[jax.Array, Side | None, Side | None],
-) -> tuple[jax.Array, Side | None, Side | None]:
+    given: tuple[jax.Array, Eigenbasis | None, Eigenbasis | None],
+) -> tuple[jax.Array, Eigenbasis | None, Eigenbasis | None]:
     """Returns (momentum in the new bases, rows and columns with them)."""
     momentum, *before = given
     sides = [side if side is None else _iterated(side) for side in before]
@@ -164,12 +165,10 @@ def _refreshed(
     return _turned(plain, *sides), *sides
 
 
-def _iterated(side: Side) -> Side:
+def _iterated(side: Eigenbasis) -> Eigenbasis:
     """Returns a side whose basis is nearer to the eigenvectors of its factor."""
-    factor, basis = _square(side.factor), _square(side.basis)
+    factor, basis = _square(side.factor), _square(side.vectors)
     total = jnp.trace(factor)
     of_one = factor / jnp.where(total == 0, 1, total)
-    orthogonal, triangular = jnp.linalg.qr(_dot(of_one, basis) + LEAST * basis)
-    # The signs that keep a direction where it was: a QR may turn it around.
-    signs = jnp.where(jnp.diagonal(triangular) < 0, -1, 1)
-    return side._replace(basis=(orthogonal * signs).ravel())
+    orthogonal = orthogonal_part(_dot(of_one, basis) + LEAST * basis)
+    return side._replace(vectors=orthogonal.ravel())
