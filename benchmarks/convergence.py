@@ -129,6 +129,12 @@ OPTIONS = (
         tables=SMALLER,
     ),
     Option("sequences of 16, 32, then 64 tokens", STAGED, 0.005, tables=SHORTER),
+    # At the rate and the warm-up of the baseline. Whoever computes more may not end higher.
+    Option(
+        "SOAP, at AdamW's rate",
+        ("optimizer.name=soap", "optimizer.learning_rate=3e-3", "optimizer.warmup=30"),
+        0.0,
+    ),
     # Trained on the same text in the same steps. Whoever learns from it may not end higher.
     Option(
         "a teacher twice as wide",

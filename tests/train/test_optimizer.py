@@ -437,7 +437,7 @@ def test_the_norm_of_narrow_gradients_is_as_exact_as_of_wide_ones():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["adafactor", "lamb", "muon"])
+@pytest.mark.parametrize("name", ["adafactor", "lamb", "muon", "soap"])
 def test_a_layerwise_optimizer_is_the_same_on_one_device_and_split_in_every_way(name):
     """Their updates depend on whole tensors of one layer, or of one expert: on stacks, and on
     parts, they would be others.

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_same_bits, mesh_of, prepared, tiny, trained
+from helpers import assert_same_bits, mesh_of, prepared, tiny
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from spmdtrain.checkpoints.checkpoints import Checkpoints
 from spmdtrain.config import CheckpointError
@@ -19,7 +22,7 @@ from spmdtrain.planner.cost import memory
 from spmdtrain.planner.cost.workload import workload_of
 from spmdtrain.planner.own_model import with_counted_moments
 from spmdtrain.running import loop
-from spmdtrain.train.state import LONG
+from spmdtrain.train import state as train_state
 from spmdtrain.train.updates import optimizers, transformations
 from spmdtrain.train.updates.shipped_optimizers import shipped_update_rules
 from spmdtrain.train.updates.transformations.orthogonal import orthogonal_part
@@ -33,7 +36,6 @@ SHAPES = {
     "blocks.layer.scale": Parameter((2, 4), ("layer", "norm")),
     "tokens.table": Parameter((7, 4), ("vocab", "embed")),
 }
-SOAP = ("optimizer.name=soap", "optimizer.basis_every=2")
 
 
 def draw(seed: int, shapes=SHAPES) -> dict[str, jax.Array]:
@@ -75,7 +77,7 @@ def of_the_paper(config: Soap, gradients: Sequence[np.ndarray]) -> Iterator[np.n
             kept = config.basis_beta
             factors[side] = kept * factors[side] + (1 - kept) * product
             if step % config.basis_every == 0 and sizes[side] <= config.basis_largest:
-                least = LEAST * np.trace(factors[side]) * np.eye(sizes[side])
+                least = LEAST * np.diag(factors[side]).mean() * np.eye(sizes[side])
                 orthogonal, triangular = np.linalg.qr((factors[side] + least) @ bases[side])
                 bases[side] = orthogonal * np.sign(np.diag(triangular))
 
@@ -206,41 +208,53 @@ def is_soap(x: Any) -> bool:
 # On meshes
 
 
-MESHES = {
-    "pipeline, fsdp, tensor": (
-        *("mesh.pipeline=2", "mesh.fsdp=2", "mesh.tensor=2"),
-        "train.microbatch=2",
-    ),
-    "data, expert, zero": (
-        *("mesh.data=2", "mesh.expert=2", "mesh.fsdp=2"),
-        *("train.zero=1", "train.microbatch=2"),
-    ),
-}
-NUMBERS = {
-    "pipeline, fsdp, tensor": (),
-    "data, expert, zero": (
-        *("model.experts.count=4", "model.experts.chosen=2", "model.experts.ffn=32"),
-    ),
-}
+def test_split_gradients_and_states_have_the_updates_of_whole_ones(monkeypatch):
+    """Layers over two axes, experts over one, and dims of a matrix over two; without a model."""
+    monkeypatch.setattr(train_state, "LONG", 16)  # factors of 4 rows are split as well
+    axes = ("pipeline", "fsdp", "tensor")
+    mesh = jax.make_mesh((2, 2, 2), axes, (jax.sharding.AxisType.Auto,) * 3)
+    shapes = {
+        "up": Parameter((2, 4, 8), ("layer", "embed", "ffn")),
+        "out": Parameter((2, 2, 4, 4), ("layer", "kv_heads", None, "embed")),
+        "experts": Parameter((1, 2, 4, 6), ("layer", "experts", "embed", "ffn")),
+    }
+    specs = {
+        "up": P("pipeline", "fsdp", "tensor"),
+        "out": P(None, "tensor", None, "fsdp"),
+        "experts": P(None, "pipeline", ("fsdp", "tensor")),
+    }
+    rules = shipped_update_rules(Soap(basis_every=2), shapes)
 
+    def split(path: str, x: jax.Array) -> jax.Array:
+        shape, apart = shapes[path].shape, shapes[path].apart
+        spec = train_state.spec_beside(x.shape, shape, apart, specs[path], mesh.shape)
+        return jax.device_put(x, NamedSharding(mesh, spec))
 
-@pytest.mark.long
-@pytest.mark.parametrize("mesh", MESHES)
-def test_a_mesh_trains_as_one_device(mesh):
-    want = trained(*SOAP, *NUMBERS[mesh], steps=6)[0]
-    got = trained(*SOAP, *NUMBERS[mesh], *MESHES[mesh], steps=6)[0]
-    assert want[-1] < want[0]
-    np.testing.assert_allclose(got, want, rtol=1e-5)
+    @jax.jit
+    def take(given: Any, state: Any) -> Any:
+        return optimizers.updates(rules, shapes, given, state, given)
+
+    whole = optimizers.init(rules, shapes, draw(0, shapes))
+    parts = {path: jax.tree.map(partial(split, path), tree) for path, tree in whole.items()}
+    rows = parts["up"][0].rows.vectors
+    assert rows.sharding.shard_shape(rows.shape) == (1, 4)
+    for step in range(4):
+        given = draw(step + 1, shapes)
+        want, whole = take(given, whole)
+        got, parts = take({path: split(path, x) for path, x in given.items()}, parts)
+        for path in shapes:
+            np.testing.assert_allclose(got[path], want[path], atol=1e-4, err_msg=path)
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("shared_programs")
-def test_a_resumed_run_has_the_bits_of_the_run_and_keeps_its_bases(tmp_path):
-    """Stopped between two refreshes, on a mesh that splits the factors: 256 rows are `LONG`."""
+def test_a_resumed_run_has_the_bits_of_the_run_and_keeps_its_bases(tmp_path, monkeypatch):
+    """Stopped between two refreshes, on a mesh that splits the factors."""
+    monkeypatch.setattr(train_state, "LONG", 256)
     settings = (
         *("optimizer.name=soap", "optimizer.basis_every=3", "train.steps=5", "checkpoint.every=1"),
-        *("checkpoint.keep=9", "model.embed=256", "model.layers=1", "model.ffn=64"),
-        *("mesh.data=2", "mesh.fsdp=2", "train.zero=1", "train.global_batch=4"),
+        *("checkpoint.keep=9", "model.embed=16", "model.heads=2", "model.layers=1"),
+        *("mesh.fsdp=2", "train.global_batch=4", "train.sequence_length=8"),
     )
     setup = prepared(*settings)
     devices = jax.devices()[: mesh_of(settings)]
@@ -250,8 +264,8 @@ def test_a_resumed_run_has_the_bits_of_the_run_and_keeps_its_bases(tmp_path):
         return Checkpoints(run, setup, keep=None).restore(5, setup.state)[0]
 
     whole = last(tmp_path)
-    (soap_state, *_) = [x for x in jax.tree.leaves(whole.opt_state, is_leaf=is_soap) if is_soap(x)]
-    assert len(soap_state.rows.vectors.addressable_shards[0].data.ravel()) == LONG / 4
+    states = [x for x in jax.tree.leaves(whole.opt_state, is_leaf=is_soap) if is_soap(x)]
+    assert {x.rows.vectors.addressable_shards[0].data.size for x in states} == {16 * 16 / 2}
     assert_same_bits(last(tmp_path, step=2), whole)
     with pytest.raises(CheckpointError, match="asked optimizer.basis_largest=16"):
         loop.run(tiny(*settings, "optimizer.basis_largest=16"), tmp_path, devices=devices)

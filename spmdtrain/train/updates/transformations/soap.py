@@ -13,7 +13,7 @@ stays, as in the paper.
 
 Directions in which a matrix has had no gradient have no eigenvectors of their own: rounding would
 choose them, and differently on each mesh. `LEAST` is added to the diagonal of a factor, so there a
-basis stays what it was.
+basis stays what it was, and rounding turns it by no more than its share of `LEAST`.
 
 A side that is too long has no basis: P or Q is the identity for good.
 """
@@ -30,7 +30,7 @@ import optax
 from spmdtrain.train.updates.transformations.orthogonal import orthogonal_part
 from spmdtrain.train.updates.transformations.rarely import rarely
 
-LEAST = 1e-4  # of the sum of a factor's eigenvalues, added to each of them
+LEAST = 0.1  # of the mean of a factor's eigenvalues, added to each of them
 
 _dot = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
@@ -168,7 +168,7 @@ def _refreshed(
 def _iterated(side: Eigenbasis) -> Eigenbasis:
     """Returns a side whose basis is nearer to the eigenvectors of its factor."""
     factor, basis = _square(side.factor), _square(side.vectors)
-    total = jnp.trace(factor)
-    of_one = factor / jnp.where(total == 0, 1, total)
+    mean = jnp.mean(jnp.diagonal(factor))
+    of_one = factor / jnp.where(mean == 0, 1, mean)
     orthogonal = orthogonal_part(_dot(of_one, basis) + LEAST * basis)
     return side._replace(vectors=orthogonal.ravel())
