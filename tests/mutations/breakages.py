@@ -40,6 +40,7 @@ LOSS_SCALE = "tests/train/test_loss_scale.py"
 SPARSITY = "tests/train/test_sparsity.py"
 SPARSE_GROUPS = f"'{SPARSITY}::test_every_mesh_has_the_zeros_of_one_device[sparsity.pattern=2:4]'"
 SCHEDULE_FREE = "tests/train/test_schedule_free.py"
+SOAP = "tests/train/test_soap.py"
 ROUTERS = "tests/models/test_router.py"
 PRECISION = "tests/train/test_precision.py"
 RESUME = "tests/running/test_resume.py"
@@ -613,6 +614,27 @@ BREAKAGES = [
         "direction, base_state = base.update(updates, state.base, y)",
         "direction, base_state = base.update(updates, state.base, params)",
         f"{SCHEDULE_FREE} -k optax",
+    ),
+    Breakage(
+        "SOAP's momentum stays in the bases before",
+        "train/updates/transformations/soap.py",
+        "return _turned(plain, *sides), *sides",
+        "return momentum, *sides",
+        f"{SOAP} -k paper",
+    ),
+    Breakage(
+        "rounding chooses the bases of SOAP where there are no gradients",
+        "train/updates/transformations/soap.py",
+        "orthogonal_part(_dot(of_one, basis) + LEAST * basis)",
+        "orthogonal_part(_dot(of_one, basis))",
+        f"{SOAP} -k turned",
+    ),
+    Breakage(
+        "the QRs of a stack run in each step",
+        "train/updates/transformations/rarely.py",
+        "found = rarely(jax.vmap(change))(",
+        "found = (lambda due, x: jax.tree.map(partial(jnp.where, due), jax.vmap(change)(x), x))(",
+        f"{SOAP} -k refresh_alone",
     ),
     Breakage(
         "a run from the weights of another has a z of its own",
