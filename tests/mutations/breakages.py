@@ -618,8 +618,8 @@ BREAKAGES = [
     Breakage(
         "SOAP's momentum stays in the bases before",
         "train/updates/transformations/soap.py",
-        "return _turned(plain, *sides), *sides",
-        "return momentum, *sides",
+        "return _turned(plain, rows, columns), rows, columns",
+        "return momentum, rows, columns",
         f"{SOAP} -k paper",
     ),
     Breakage(
@@ -633,7 +633,8 @@ BREAKAGES = [
         "the QRs of a stack run in each step",
         "train/updates/transformations/rarely.py",
         "found = rarely(jax.vmap(change))(",
-        "found = (lambda due, x: jax.tree.map(partial(jnp.where, due), jax.vmap(change)(x), x))(",
+        "found = (lambda due, x: jax.tree.map(lambda a, b: jnp.where(due, a, b), "
+        "jax.vmap(change)(x), x))(",
         f"{SOAP} -k refresh_alone",
     ),
     Breakage(

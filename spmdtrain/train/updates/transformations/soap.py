@@ -81,6 +81,8 @@ def soap(adam: optax.GradientTransformation, bases: BasisSettings) -> optax.Grad
         tensor = partial(_tensor, bases.row, gradient.shape)
         g_rc = matrix(gradient).astype(jnp.float32)
         rows, columns = state.rows, state.columns
+        turned: Any
+        moments: Any
         turned, moments = adam.update(tensor(_turned(g_rc, rows, columns)), state.adam, x)
         found = _turned_back(matrix(turned), rows, columns)
 
@@ -160,13 +162,15 @@ def _refreshed(
 ) -> tuple[jax.Array, Eigenbasis | None, Eigenbasis | None]:
     """Returns (momentum in the new bases, rows and columns with them)."""
     momentum, *before = given
-    sides = [side if side is None else _iterated(side) for side in before]
+    rows, columns = map(_iterated, before)
     plain = _turned_back(momentum, *before)
-    return _turned(plain, *sides), *sides
+    return _turned(plain, rows, columns), rows, columns
 
 
-def _iterated(side: Eigenbasis) -> Eigenbasis:
+def _iterated(side: Eigenbasis | None) -> Eigenbasis | None:
     """Returns a side whose basis is nearer to the eigenvectors of its factor."""
+    if side is None:
+        return None
     factor, basis = _square(side.factor), _square(side.vectors)
     mean = jnp.mean(jnp.diagonal(factor))
     of_one = factor / jnp.where(mean == 0, 1, mean)
