@@ -6,6 +6,8 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 from helpers import TINY, tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from spmdtrain.config import from_resolved
 from spmdtrain.config.errors import ConfigError, DataError, StorageError
@@ -15,6 +17,7 @@ from spmdtrain.data.packing import PackedStream
 from spmdtrain.data.pieces import in_pieces, sequences_of
 from spmdtrain.data.saved_logits.manifest import MANIFEST_FILE, Manifest, read_manifest, saved_for
 from spmdtrain.data.saved_logits.reader import IDS, LOGS, SavedLogits, open_logits
+from spmdtrain.data.saved_logits.windows import passes
 from spmdtrain.data.saved_logits.writer import LogitsWriter
 from spmdtrain.data.tokenizers.tokenizer import tokenizer_fingerprint
 
@@ -97,6 +100,30 @@ def test_each_sample_has_what_was_said_of_its_own_tokens(tmp_path, packing):
     halves = in_pieces(stream.samples, 2)(sequences_of(np.arange(4), 2))
     assert halves[IDS].shape == (8, LENGTH // 2, TOP)
     assert_own(halves)
+
+
+@given(st.integers(1, 12), st.integers(2, 60), st.sampled_from(["stream", "documents", "best_fit"]))
+@settings(max_examples=60, deadline=None)
+def test_a_teacher_says_once_of_each_token_what_it_read_with_enough_context(length, more, packing):
+    """Where a student shuffles: with half a window before it, if there is so much."""
+    size = length + more
+    corpus = corpus_of([size])
+    for shuffle in ("true", "false"):
+        how = (f"train.sequence_length={length}", f"data.shuffle={shuffle}")
+        config = tiny(*how, f"data.packing={packing}")
+        context = {}
+        for each in passes(corpus, Range(0, size), config):
+            tokens = each.windows.samples(np.arange(each.windows.windows))["tokens"]
+            for window, row in enumerate(tokens):
+                for place, start, inputs in each.saved(window):
+                    inside = row[place : place + inputs].tolist()
+                    assert inside == [*range(start, start + inputs)] and not context.keys() & inside
+                    context |= {at: place + number for number, at in enumerate(inside)}
+        assert sorted(context) == [*range(size - 1)]
+        if shuffle == "false" or packing == "best_fit":
+            assert context == {at: at % length for at in range(size - 1)}, "that of the student"
+        else:
+            assert all(before >= min(at, length // 2) for at, before in context.items())
 
 
 def test_padding_has_no_two_of_one_id(tmp_path):

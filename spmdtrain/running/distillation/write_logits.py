@@ -1,9 +1,6 @@
 """Writes what a teacher says of the training tokens of a run, once for many students.
 
-The teacher reads the windows of a run without shuffling: the first begins with the corpus, and each
-has `train.sequence_length` tokens. A student that shuffles cuts its windows elsewhere in each
-epoch, and is told of every token what the teacher said of it with the context of its own window.
-With `data.packing = "best_fit"` both read the same pieces of documents.
+What a teacher says depends on where its windows begin: see saved_logits/windows.py.
 """
 
 import os
@@ -18,9 +15,9 @@ import numpy as np
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.given import as_whole
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.data.batches import EvalWindows, batch_ids
-from spmdtrain.data.packing import PackedWindows
+from spmdtrain.data.batches import batch_ids
 from spmdtrain.data.saved_logits.manifest import VERSION, Manifest, bytes_of_token
+from spmdtrain.data.saved_logits.windows import passes
 from spmdtrain.data.saved_logits.writer import LogitsWriter
 from spmdtrain.data.source import CorpusData, open_data
 from spmdtrain.data.tokenizers.tokenizer import tokenizer_fingerprint
@@ -30,7 +27,6 @@ from spmdtrain.running.distillation.teacher_weights import shard_with_teacher
 from spmdtrain.train.gradients.saved import make_likeliest
 from spmdtrain.train.setup import Setup, Teacher
 
-Pieces = Callable[[int], list[tuple[int, int]]]  # (first offset, inputs) of a window's pieces
 LINES = 10  # of progress
 
 
@@ -100,40 +96,23 @@ def _records(
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """Yields (first token, ids [n, top], logs [n, top + 1]) of stretches of tokens."""
     setup = teacher.setup
-    windows, pieces = _windows(data, config)
     length = config.train.sequence_length
     back = np.argsort(zigzag_order(length, setup.way.zigzag))
     find = _compiled(setup, manifest)
     size = setup.config.train.global_batch
-    batches = -(-windows.windows // size)
+    read = [*passes(data.corpus, data.train, config)]
+    batches = [(each, at) for each in read for at in range(-(-each.windows.windows // size))]
     with jax.set_mesh(setup.mesh), matmuls(setup.config.precision.compute):
-        for index in range(batches):
-            numbers = batch_ids(index, size)
-            batch = setup.to_devices(windows.samples, numbers)
+        for done, (each, at) in enumerate(batches, 1):
+            numbers = batch_ids(at, size)
+            batch = setup.to_devices(each.windows.samples, numbers)
             found = jax.device_get(find(params, batch))
             ids, logs = (x.reshape(size, length, -1)[:, back] for x in found)
             for row, window in enumerate(numbers.tolist()):
-                at = 0
-                for start, inputs in pieces(window):
-                    yield start, ids[row, at : at + inputs], logs[row, at : at + inputs]
-                    at += inputs
-            _say(index + 1, batches)
-
-
-def _windows(data: CorpusData, config: RunConfig) -> tuple[EvalWindows | PackedWindows, Pieces]:
-    """Returns one pass over the training tokens, and what each window holds of them."""
-    length, packing = config.train.sequence_length, config.data.packing
-    if packing == "best_fit":
-        packed = PackedWindows(data.corpus, data.train, length)
-        return packed, packed.pieces
-    windows = EvalWindows(data.corpus, data.train, length, packing=packing)
-
-    def pieces(window: int) -> list[tuple[int, int]]:
-        start = data.train.start + window * length
-        inputs = min(length, data.train.stop - 1 - start)
-        return [(start, inputs)] if inputs > 0 else []
-
-    return windows, pieces
+                for place, start, inputs in each.saved(window):
+                    here = slice(place, place + inputs)
+                    yield start, ids[row, here], logs[row, here]
+            _say(done, len(batches))
 
 
 def _compiled(setup: Setup, manifest: Manifest) -> Callable[..., tuple[jax.Array, jax.Array]]:
