@@ -15,7 +15,7 @@ from spmdtrain.data.corpus import Corpus
 from spmdtrain.data.packing import PackedWindows
 
 
-class Stretch(NamedTuple):
+class SavedInputs(NamedTuple):
     """Inputs of a window that are saved."""
 
     place: int  # of the first in the window
@@ -27,7 +27,7 @@ class Pass(NamedTuple):
     """Windows that the teacher reads one after another."""
 
     windows: EvalWindows | PackedWindows
-    saved: Callable[[int], list[Stretch]]  # of a window, by its number
+    saved: Callable[[int], list[SavedInputs]]  # of a window, by its number
 
 
 def passes(corpus: Corpus, span: Range, config: RunConfig) -> Iterator[Pass]:
@@ -46,10 +46,10 @@ def passes(corpus: Corpus, span: Range, config: RunConfig) -> Iterator[Pass]:
 
 
 def _packed(windows: PackedWindows) -> Pass:
-    def saved(window: int) -> list[Stretch]:
+    def saved(window: int) -> list[SavedInputs]:
         place, found = 0, []
         for start, size in windows.pieces(window):
-            found.append(Stretch(place, start, size))
+            found.append(SavedInputs(place, start, size))
             place += size
         return found
 
@@ -61,11 +61,11 @@ def _in_order(
 ) -> Pass:
     """Returns a pass over windows of which the first `skipped(number)` inputs are not saved."""
 
-    def saved(window: int) -> list[Stretch]:
+    def saved(window: int) -> list[SavedInputs]:
         place = skipped(window)
         begin = span.start + window * length
         stop = min(begin + length, span.stop - 1)  # the last token is no input
         size = stop - begin - place
-        return [Stretch(place, begin + place, size)] if size > 0 else []
+        return [SavedInputs(place, begin + place, size)] if size > 0 else []
 
     return Pass(EvalWindows(corpus, span, length, packing=packing), saved)
