@@ -16,7 +16,7 @@ from spmdtrain.data.packing import PackedWindows
 
 
 class SavedInputs(NamedTuple):
-    """Inputs of a window that are saved."""
+    """The inputs of a window that are saved, which are neighbours."""
 
     place: int  # of the first in the window
     start: int  # its offset in the corpus
