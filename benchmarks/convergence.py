@@ -84,6 +84,12 @@ OPTIONS = (
         0.002,
     ),
     Option("8-bit matmuls", (*BFLOAT16, "precision.matmul=float8"), 0.005, BFLOAT16),
+    Option(
+        "8-bit matmuls, delayed scaling",
+        (*BFLOAT16, "precision.matmul=float8", "precision.scaling=delayed"),
+        0.005,
+        BFLOAT16,
+    ),
     Option("8-bit matmuls in blocks", (*BFLOAT16, "precision.matmul=mxfp8"), 0.005, BFLOAT16),
     Option("gradients in int8", (*DATA, "compression.codec=int8"), 0.005, DATA),
     Option("gradients in float8", (*DATA, "compression.codec=float8"), 0.005, DATA),

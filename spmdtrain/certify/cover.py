@@ -62,8 +62,13 @@ class Layout:
 
     @property
     def has_stages(self) -> bool:
-        """True if it has a pipeline, which a model with model.multi_token refuses."""
+        """True if it has a pipeline, which model.multi_token and delayed scaling refuse."""
         return any(_axis_of(text) == "pipeline" for text in self.settings)
+
+    @property
+    def has_pieces(self) -> bool:
+        """True if its matmuls are in pieces, which delayed scaling refuses."""
+        return COLLECTIVE[0] in self.settings
 
     @property
     def cuts_batch(self) -> bool:
@@ -111,6 +116,8 @@ def cover(config: RunConfig, *, only_asked: bool = False) -> list[Layout]:
         found += list(_pairs(config))
     if config.model.multi_token is not None:
         found = [layout for layout in found if not layout.has_stages]
+    if config.precision.scaling == "delayed":
+        found = [each for each in found if not each.has_stages and not each.has_pieces]
     seen: dict[tuple[str, ...], Layout] = {}
     for layout in found:
         seen.setdefault(tuple(sorted(layout.settings)), layout)

@@ -25,9 +25,9 @@ from spmdtrain.models.adapters.by_path import with_magnitudes
 from spmdtrain.models.buffer import Buffer, refusing_writes
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.models.context import ForwardContext
-from spmdtrain.models.layers.narrow import check_blocks, narrow
+from spmdtrain.models.layers.narrow import check_blocks, narrow, remember
 from spmdtrain.models.model import LanguageModel
-from spmdtrain.models.projection import FullPrecision, LoadBias, MatmulWeight
+from spmdtrain.models.projection import Float8Weight, FullPrecision, LoadBias, MatmulWeight
 from spmdtrain.models.stack import Stack, frozen_rounds
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.parallel.axes import BATCH_AXES, STACK_AXES, Rules, check_names, owning_axes
@@ -38,6 +38,8 @@ from spmdtrain.pipeline.stage_layout import StageLayout, lay_out
 Axes = tuple[str | None, ...]
 # (tokens [b, t], a random key per sequence [b]) -> (tokens [b, t], those to restore [b, t])
 Corrupt = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+# (scales, slots) of an `Operand`, stacked like the weight, by dotted path
+Scaling = Mapping[str, tuple[jax.Array, jax.Array]]
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Parameter:
     axes: tuple[str | None, ...]
     is_trained: bool = True
     is_of_matmuls: bool = False  # a `MatmulWeight`
+    is_float8: bool = False  # a `Float8Weight`
     is_buffer: bool = False
     is_of_adapter: bool = False
     is_full_precision: bool = False  # float32 at rest and in use
@@ -189,10 +192,12 @@ class AbstractModel:
         self,
         values: Mapping[str, jax.Array],
         gather: Callable[[nnx.State], nnx.State] | None = None,
+        scaling: Scaling | None = None,
     ) -> LanguageModel:
         """Returns the module that holds `values`.
 
         `gather` makes everything that is not stacked whole for use, as `make_gather_layer` does.
+        `scaling`: of the weights whose scales come from earlier steps.
         Parameters without a value stay abstract; parts of the model that do not use them still run.
         """
         held = []
@@ -200,7 +205,10 @@ class AbstractModel:
             at = _dotted(path)
             held.append((path, variable.replace(values[at]) if at in values else variable))
         state = nnx.from_flat_state(held)
-        return nnx.merge(self.graphdef, gather(state) if gather else state)
+        model = nnx.merge(self.graphdef, gather(state) if gather else state)
+        if scaling:
+            remember(model, scaling)
+        return model
 
     def named_variables(self) -> list[tuple[str, nnx.Variable]]:
         """Returns the abstract variables by dotted path, as in the module: layers in order."""
@@ -290,6 +298,7 @@ def _parameter(
         axes,
         is_trained=not is_buffer and is_trained(_dotted(path), variable, config.finetune),
         is_of_matmuls=isinstance(variable, MatmulWeight),
+        is_float8=isinstance(variable, Float8Weight),
         is_buffer=is_buffer,
         is_of_adapter=is_of_adapter(variable),
         is_full_precision=isinstance(variable, FullPrecision),

@@ -11,12 +11,13 @@ b: sequences, t: tokens, e: width of the stream, f: the dims of heads or ffn, r:
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from flax import nnx
 
 from spmdtrain.config.schema import Narrow
+from spmdtrain.parallel.matmuls.delayed import Operand
 from spmdtrain.parallel.matmuls.tensor_matmul import Names, TensorMatmul
 
 
@@ -35,7 +36,7 @@ class Product:
     dropout: Callable[[jax.Array, int, float], jax.Array] = lambda x, _site, _rate: x
 
     def __call__(
-        self, x: jax.Array, array: jax.Array, *, narrow: Narrow | None = None
+        self, x: jax.Array, array: jax.Array | Operand, *, narrow: Narrow | None = None
     ) -> jax.Array:
         """Returns the product of x and the array: [b, t, *f], or [b, t, e] back to the stream.
 
@@ -93,6 +94,28 @@ class Float8Weight(MatmulWeight):
 
     def multiply(self, product: Product, x: jax.Array) -> jax.Array:
         return product(x, self[...], narrow="float8")
+
+
+class DelayedWeight(nnx.Module):
+    """A `Float8Weight` in a step that scales it by earlier ones (parallel/matmuls/delayed.py).
+
+    `scales` and `slots` are those of an `Operand`, stacked like the weight.
+    """
+
+    any_order = True
+
+    def __init__(self, weight: Float8Weight, scales: jax.Array, slots: jax.Array):
+        stack = weight.out_sharding[:1] if weight.out_sharding[:1] == ("layer",) else ()
+        self.weight = weight
+        self.scales = nnx.Variable(scales, out_sharding=(*stack, None))
+        self.slots = nnx.Variable(slots, out_sharding=(*stack, None, None, None))
+
+    def multiply(self, product: Product, x: jax.Array) -> jax.Array:
+        operand = Operand(self.weight[...], self.scales[...], self.slots[...])
+        return product(x, operand, narrow="float8")
+
+    def __getitem__(self, key: Any) -> jax.Array:
+        return self.weight[key]
 
 
 class BlockWeight(MatmulWeight):

@@ -11,6 +11,7 @@ the shared weight would. The parts of the gradient then stay separate until the 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +23,8 @@ from spmdtrain.parallel.reduce import Reduction
 from spmdtrain.parallel.regions import MANUAL_AXES
 from spmdtrain.parallel.specs import axes_of_dim, drop_axes
 
-# (x, weight, number of dims that it contracts), as jnp.tensordot
-Dot = Callable[[jax.Array, jax.Array, int], jax.Array]
+# (x, weight, number of dims that it contracts), as jnp.tensordot; a weight may bring its scales
+Dot = Callable[[jax.Array, Any, int], jax.Array]
 
 
 @dataclass(frozen=True)
@@ -87,15 +88,15 @@ def copies_of(rules: Rules, spec: P, stacked: int = 0) -> Copies:
 
 
 def multiply_copies(
-    x: jax.Array, copies: jax.Array, contracted: int, dot: Dot = jnp.tensordot
+    x: jax.Array, copies: Any, contracted: int, dot: Dot = jnp.tensordot
 ) -> jax.Array:
     """Returns the matmul [b, t, *o] of x [b, t, *i] and the copies [c, *i, *o] of a weight.
 
     Each copy multiplies its own c-th part of the tokens, by `dot`. `contracted`: the number of
-    dims i.
+    dims i. What a weight brings has the dim c, too.
     """
     batch, tokens = x.shape[:2]
-    count = copies.shape[0]
+    count = jax.tree.leaves(copies)[0].shape[0]
     x = x.reshape(batch, count, tokens // count, *x.shape[2:])
     y = jax.vmap(lambda part, weight: dot(part, weight, contracted), (1, 0))(x, copies)
     return jnp.moveaxis(y, 0, 1).reshape(batch, tokens, *y.shape[3:])  # y: [c, b, t / c, *o]

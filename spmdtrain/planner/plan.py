@@ -238,6 +238,8 @@ def candidates(
             continue
         if mesh.data > 1 and mesh.data % workload.data_within:
             continue
+        if workload.delayed and mesh.pipeline > 1:
+            continue
         # Microbatches of one sequence and full recomputation need the least memory.
         lean = replace(
             workload,
@@ -295,7 +297,7 @@ def _best_matmuls(
     With whole matmuls it holds `memory`.
     """
     whole = Estimate(step_time(workload, hardware, software, closed_form=True), memory)
-    if not workload.sequence_parallel:
+    if not workload.sequence_parallel or workload.delayed:
         return whole
     cut = replace(workload, collective_matmul=True)
     time = step_time(cut, hardware, software, closed_form=True)

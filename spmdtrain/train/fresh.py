@@ -7,7 +7,7 @@ import jax
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.models.context import random_key
-from spmdtrain.train.items import items
+from spmdtrain.train.items import items, magnitudes
 from spmdtrain.train.items.item import Start
 from spmdtrain.train.items.teacher import ITEM as TEACHER
 from spmdtrain.train.setup import Setup, check_setup
@@ -71,7 +71,8 @@ def with_items_begun(setup: Setup, state: TrainState, names: Collection[str]) ->
         learned = optimizers.learned(setup.update_rules)
         sparse = sparse_paths(setup.config, setup.model)
         of_mesh = (setup.specs, setup.mesh.shape)
-        start = Start(setup.config, params, learned, *of_mesh, sparse, setup.codecs)
+        remembered = magnitudes.remembered(setup.config, setup.model)
+        start = Start(setup.config, params, learned, *of_mesh, sparse, setup.codecs, remembered)
         begun = items.begin(start)
         return {name: begun[name] for name in asked}
 

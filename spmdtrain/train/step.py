@@ -18,7 +18,7 @@ from spmdtrain.train.corrupt import make_corrupt
 from spmdtrain.train.given.arrays import Checked, check_batch, check_params, check_state_here
 from spmdtrain.train.gradients import grad_accumulation, grad_pipeline
 from spmdtrain.train.gradients.sums import means, number_of
-from spmdtrain.train.items import items, loss_scale
+from spmdtrain.train.items import items, loss_scale, magnitudes
 from spmdtrain.train.items.item import Metrics, Moved, Taken
 from spmdtrain.train.setup import Setup, check_setup
 from spmdtrain.train.state import TrainState
@@ -66,8 +66,9 @@ def traced_step(setup: Setup, see: See | None = None) -> Callable[..., Any]:
             scale = state.items.get(loss_scale.ITEM.name)
             cotangent = loss_scale.cotangent(config, scale)
             kept = items.feedback_of(state.items)
-            gradients, sums, left = find_gradients(
-                points, state.step, batch, cotangent, kept, state.taught
+            history = state.items.get(magnitudes.ITEM.name)
+            gradients, sums, left, largest = find_gradients(
+                points, state.step, batch, cotangent, kept, state.taught, history
             )
         found_gradients = {path: g for path, g in gradients.items() if path in setup.update_rules}
         gradients, norm = optimizers.clip(found_gradients, config.train.clip, setup.update_rules)
@@ -84,7 +85,7 @@ def traced_step(setup: Setup, see: See | None = None) -> Callable[..., Any]:
         moved = Moved(config, setup.model, setup.padding, state.step + 1, params)
         params, projected = items.project(state.items, moved)
         metrics = found | {"grad_norm": norm, "learning_rate": rate}
-        judged = (limits, good, projected, left)
+        judged = (limits, good, projected, left, largest)
         taken = Taken(config, params, gradients, batch, loss, norm, number, *judged)
         if good is not None:
             metrics["skipped"] = 1.0 - good.astype(jnp.float32)
@@ -138,7 +139,7 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
 
     `cotangent`: the start of the backward pass, see loss_scale.py; default: 1. `taught`: the
     weights of the teacher, if there is one. Gradients whose compression keeps what it does not send
-    are summed in full, because nothing carries it on.
+    are summed in full, because nothing carries it on; matmuls in 8 bits scale each array by itself.
     """
     find = make_coded_gradients(setup)
 
@@ -150,17 +151,18 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
 
 def make_coded_gradients(setup: Setup) -> Callable[..., Any]:
     """Returns what `grad_accumulation.make_gradients` does, on corrupted tokens where a model
-    restores them. The mesh decides between accumulation and pipeline, which has no teacher.
+    restores them. The mesh decides between accumulation and pipeline, which has neither a teacher
+    nor a history.
     """
     way = grad_pipeline if setup.pipeline else grad_accumulation
     gradients = way.make_gradients(setup)
     corrupt = make_corrupt(setup)
 
-    def find(params, step, batch: Batch, cotangent, feedback, taught: Any = None):
+    def find(params, step, batch: Batch, cotangent, feedback, taught: Any = None, history=None):
         given = batch if corrupt is None else corrupt(batch)
-        if setup.teacher is None:
-            return gradients(params, step, given, cotangent, feedback)
-        return gradients(params, step, given, cotangent, feedback, taught)
+        if setup.pipeline:
+            return *gradients(params, step, given, cotangent, feedback), None
+        return gradients(params, step, given, cotangent, feedback, taught, history)
 
     return find
 

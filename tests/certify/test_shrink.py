@@ -14,7 +14,7 @@ from spmdtrain.certify.drawn import draw_layouts
 from spmdtrain.certify.shrink import BATCH, LENGTH, shrink
 from spmdtrain.certify.witnesses.resume import with_settings
 from spmdtrain.config import ConfigError, RunConfig, load
-from spmdtrain.config.schema import MeshConfig
+from spmdtrain.config.schema import MeshConfig, PrecisionConfig
 from spmdtrain.pipeline.choose import choose_table
 from spmdtrain.train.shard import shard_on
 
@@ -113,6 +113,15 @@ def pairs_of(layouts: list[Layout]) -> set[tuple[str, str]]:
         axes = [axis for axis in AXES if any(f"mesh.{axis}=" in text for text in layout.settings)]
         found |= set(itertools.combinations(axes, 2))
     return found
+
+
+def test_delayed_scaling_is_certified_on_meshes_that_it_takes():
+    precision = PrecisionConfig(matmul="float8", scaling="delayed")
+    found = cover(RunConfig(precision=precision))
+    assert len(found) > 4
+    assert not any(each.has_stages or each.has_pieces for each in found)
+    assert any(each.has_stages for each in cover(RunConfig()))
+    assert any(each.has_pieces for each in cover(RunConfig()))
 
 
 def test_every_pair_of_axes_meets_and_no_layout_stands_twice():

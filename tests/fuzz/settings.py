@@ -212,6 +212,8 @@ NOT_DRAWN = {
     "precision.matmul": "float8 differs from one device by more than rounding, and mxfp8 needs "
     "parts of 32; tests/train/test_train_float8.py and test_train_mxfp8.py have meshes",
     "precision.wide": "is of precision.matmul",
+    "precision.scaling": "is of precision.matmul; tests/train/test_train_delayed.py has meshes",
+    "precision.scaling_history": "is of precision.scaling",
     "precision.loss_scale": "needs float16; tests/train/test_loss_scale.py has it",
     "precision.loss_scale_steps": "likewise",
     "train.preference": "needs pairs of answers: tests/train/test_pair_loss.py draws meshes",

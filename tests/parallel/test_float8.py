@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from spmdtrain.config import ConfigError
-from spmdtrain.parallel.matmuls import float8
+from spmdtrain.parallel.matmuls import delayed, float8
+from spmdtrain.parallel.matmuls.delayed import Cut, Operand
 from spmdtrain.planner.cost.hardware import DEVICES
 from spmdtrain.planner.deviceless import described_devices
 
@@ -68,6 +69,13 @@ def test_size_does_not_matter():
     np.testing.assert_allclose(got, want * 2.0**-10, rtol=1e-6)
 
 
+def test_in_float16_no_sum_overflows_before_it_is_scaled():
+    x, w = (each.astype(jnp.float16) for each in operands(SHAPES["two dims"]))
+    y, backward = jax.vjp(lambda x, w: float8.tensordot(x, w, 2), x, w)
+    assert y.dtype == jnp.float16 and off(y, jnp.tensordot(x, w, 2)) < 0.06
+    assert all(np.isfinite(each).all() for each in backward(y))
+
+
 def test_an_array_of_zeros_has_a_product_of_zeros():
     assert not np.any(float8.tensordot(jnp.zeros((2, 3)), jnp.ones((3, 4)), 1))
 
@@ -98,13 +106,20 @@ def test_what_a_checkpoint_keeps_is_not_rounded(policy):
 @pytest.mark.skipif(
     not importlib.util.find_spec("jax_cuda13_plugin"), reason="needs jax's CUDA plugin"
 )
-def test_a_matmul_and_both_gradients_are_8_bit_matmuls_of_the_library_on_hopper():
+@pytest.mark.parametrize("scaling", ["current", "delayed"])
+def test_a_matmul_and_both_gradients_are_8_bit_matmuls_of_the_library_on_hopper(scaling):
     """Also where a dim is no multiple of 16, which cuBLASLt wants: XLA pads it."""
     (device,) = described_devices(DEVICES["h100"], 1)
     shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(64, 40), (40, 24), (64, 24)]]
 
+    def multiply(x, w):
+        if scaling == "current":
+            return float8.tensordot(x, w, 1)
+        operand = Operand(w, jnp.ones(3), jnp.zeros((1, 1, 2)))
+        return delayed.tensordot(x, operand, 1, Cut((1, 1), (1, 1)))
+
     def step(x, w, dy):
-        y, backward = jax.vjp(lambda x, w: float8.tensordot(x, w, 1), x, w)
+        y, backward = jax.vjp(multiply, x, w)
         return y, *backward(dy)
 
     made = jax.jit(step, out_shardings=SingleDeviceSharding(device)).lower(*shapes)

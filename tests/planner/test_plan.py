@@ -100,6 +100,14 @@ def test_matmuls_go_in_pieces_where_that_is_faster_and_fits():
     assert (False, False) in found  # where pieces would not fit
 
 
+def test_a_run_with_delayed_scaling_is_offered_what_it_takes():
+    small = replace(LLAMA_8B, delayed=True, matmul="float8", global_batch=8)
+    plans = search(small, 8, H100, software("spmdtrain", "h100"))
+    assert {plan.workload.mesh.pipeline for plan in plans} == {1}
+    assert any(plan.workload.sequence_parallel for plan in plans)
+    assert not any(plan.workload.collective_matmul for plan in plans)
+
+
 def test_what_fits_nowhere_is_one_line_with_what_would_help():
     with pytest.raises(ConfigError, match=r"fits nowhere.*1e\+03 G.*--devices \d+"):
         search(TRILLION, 8, A100, software("spmdtrain", "a100-80"))

@@ -100,7 +100,7 @@ def sent_and_kept(layout: tuple[str, ...], codec: tuple[str, ...]) -> tuple[dict
     with batches_of(setup) as ahead:
         find = jax.jit(make_coded_gradients(setup))
         given = (state.params, state.step, next(ahead), None, items.feedback_of(state.items))
-        sent, _, left = find(*given)
+        sent, _, left, _ = find(*given)
     kept = {path: x.sum(0) for path, x in jax.device_get(left.errors).items()}
     return plain_arrays(setup, sent), plain_arrays(setup, kept)
 

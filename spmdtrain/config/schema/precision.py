@@ -28,6 +28,16 @@ class PrecisionConfig(Settings):
         "of 32 (MXFP8, arXiv:2506.08027), on GPUs since Blackwell; attention, embeddings, norms "
         "and the head stay as compute says",
     )
+    scaling: Literal["current", "delayed"] = Field(
+        default="current",
+        description="float8 only: where the scale of values and gradients comes from: the array "
+        "itself | the largest magnitude that the steps of scaling_history have seen, so that no "
+        "array is read twice; that of a weight always comes from the weight",
+    )
+    scaling_history: DerivedOrNone[Annotated[int, Field(ge=1, le=1024)]] = Field(
+        default=None,
+        description="delayed scaling only: number of steps whose magnitudes count; default: 16",
+    )
     wide: Strings = Field(
         default=(),
         description="float8 and mxfp8 only: patterns of paths of weights, as `show` prints them, "
@@ -60,12 +70,15 @@ class PrecisionConfig(Settings):
     )
 
     def derived(self) -> dict[str, Any]:
-        """Returns the dtype of frozen weights, and in float16 the scale of the loss."""
+        """Returns the dtype of frozen weights, in float16 the scale of the loss, and the length of
+        a history.
+        """
         scales = self.compute == "float16"
         return {
             "frozen": self.params,
             "loss_scale": 65536.0 if scales else None,
             "loss_scale_steps": 2000 if scales else None,
+            "scaling_history": 16 if self.scaling == "delayed" else None,
         }
 
     @model_validator(mode="after")
@@ -79,6 +92,16 @@ class PrecisionConfig(Settings):
             raise ValueError(
                 f"precision.wide={','.join(self.wide)} belongs to float8 and mxfp8, not to "
                 f"{self.matmul!r}; set precision.matmul='float8'"
+            )
+        if self.scaling == "delayed" and self.matmul != "float8":
+            raise ValueError(
+                f"precision.scaling='delayed' belongs to float8, not to {self.matmul!r}; set "
+                "precision.matmul='float8'"
+            )
+        if self.scaling_history is not None and self.scaling != "delayed":
+            raise ValueError(
+                f"precision.scaling_history={self.scaling_history} belongs to delayed scaling; set "
+                "precision.scaling='delayed'"
             )
         for name in ("loss_scale", "loss_scale_steps"):
             value = getattr(self, name)

@@ -172,6 +172,8 @@ class RunConfig(Settings):
                 "every device, more than train.zero=1 saves; set train.zero=0, or "
                 "compression.codec='int8'"
             )
+        if self.precision.scaling == "delayed":
+            self._check_delayed_scaling()
         if self.train.learns_pairs:
             self._check_pairs()
         if self.islands.are_several:
@@ -382,6 +384,20 @@ class RunConfig(Settings):
             return self.model_copy(update={"train": train})
         finetune = self.finetune.model_copy(update={"frozen_layers": stage.frozen_layers})
         return self.model_copy(update={"train": train, "finetune": finetune})
+
+    def _check_delayed_scaling(self) -> None:
+        """Refuses meshes on which no matmul returns the magnitudes that it has seen."""
+        asked = "precision.scaling='delayed'"
+        if self.mesh.pipeline != 1:
+            raise ValueError(
+                f"{asked}: the ticks of mesh.pipeline={self.mesh.pipeline} sum what a microbatch "
+                "returns, and magnitudes have no sum; set precision.scaling='current'"
+            )
+        if self.mesh.collective_matmul:
+            raise ValueError(
+                f"{asked}: the pieces of mesh.collective_matmul=true are scaled by themselves; set "
+                "mesh.collective_matmul=false, or precision.scaling='current'"
+            )
 
     def _check_pairs(self) -> None:
         """Refuses settings that do not go with pairs of answers."""

@@ -2,14 +2,16 @@
 
 import difflib
 import math
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
+import jax
 from flax import nnx
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import PrecisionConfig
-from spmdtrain.models.adapters.adapted import is_of_adapter
-from spmdtrain.models.projection import BlockWeight, Float8Weight, matmul_weights
+from spmdtrain.models.adapters.adapted import is_of_adapter, plain
+from spmdtrain.models.projection import BlockWeight, DelayedWeight, Float8Weight, matmul_weights
 from spmdtrain.parallel.axes import Rules
 from spmdtrain.parallel.matmuls.mxfp8 import BLOCK
 from spmdtrain.parallel.specs import axes_of_dim
@@ -37,6 +39,19 @@ def narrow(model: nnx.Module, precision: PrecisionConfig) -> None:
         if not any(fnmatchcase(path, pattern) for pattern in precision.wide):
             weight = getattr(module, name)
             setattr(module, name, kind(weight[...], **weight.get_metadata()))
+
+
+def remember(model: nnx.Module, scaling: Mapping[str, tuple[jax.Array, jax.Array]]) -> None:
+    """Puts a `DelayedWeight` in place of each `Float8Weight` with (scales, slots), by dotted path.
+
+    The model is one that a step has just bound to its values.
+    """
+    for path, module, name in matmul_weights(model):
+        of_weight = scaling.get(".".join(plain(tuple(path.split(".")))))
+        if of_weight is not None:
+            with nnx.use_eager_sharding(False):
+                made = DelayedWeight(getattr(module, name), *of_weight)
+            setattr(module, name, made)
 
 
 def _check(precision: PrecisionConfig, paths: dict) -> None:

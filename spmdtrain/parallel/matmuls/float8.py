@@ -5,7 +5,7 @@ magnitude of an array to the largest number of its format, and a product is mult
 scales. The scale comes from the array itself ("current scaling"), so it needs no state. Inside a
 manual region it is that of a device's own part, and needs no collective.
 
-If a number is not finite, the scale is infinite and the product NaN, which the guards see.
+A number that is not finite makes the product NaN, which the guards see.
 
 x: values [..., i], w: a weight [i, o], y: their product [..., o].
 """
@@ -39,14 +39,30 @@ class Scaled(NamedTuple):
     scale: jax.Array  # float32; the array is numbers * scale
 
 
+def scale_of(largest: jax.Array, dtype: Any) -> jax.Array:
+    """Returns the scale of arrays with these largest magnitudes in one of the formats.
+
+    It is 1 where all numbers are 0.
+    """
+    return jnp.where(largest > 0, largest / float(jnp.finfo(dtype).max), 1.0)
+
+
 def scaled(x: jax.Array, dtype: Any) -> Scaled:
     """Returns x in one of the two formats."""
+    # XLA's maximum on CPU may lose a NaN, which then is one among the numbers.
+    largest = jnp.max(jnp.abs(x)).astype(jnp.float32)
+    return by_scale(x, scale_of(largest, dtype), dtype)
+
+
+def by_scale(x: jax.Array, scale: jax.Array, dtype: Any) -> Scaled:
+    """Returns x in one of the two formats, in units of `scale`; NaN where it is not finite."""
     top = float(jnp.finfo(dtype).max)
-    # XLA's maximum on CPU may lose a NaN, but not an infinity.
-    largest = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.inf)).astype(jnp.float32)
-    scale = jnp.where(largest > 0, largest / top, 1.0)
+    x = x.astype(jnp.float32)
     # e4m3 has no infinity: a number rounded beyond `top` would become NaN.
-    return Scaled(jnp.clip(x.astype(jnp.float32) / scale, -top, top).astype(dtype), scale)
+    numbers = jnp.clip(x / scale, -top, top)
+    # The difference is 0, or NaN. A loop over layers would hold, and read, what a selection selects
+    # instead: a constant of the shape of x.
+    return Scaled((numbers + (x - x)).astype(dtype), scale)
 
 
 def dot(a: Scaled, b: Scaled, dims_of_a: Any, dims_of_b: Any, dtype: Any) -> jax.Array:
@@ -55,8 +71,23 @@ def dot(a: Scaled, b: Scaled, dims_of_a: Any, dims_of_b: Any, dtype: Any) -> jax
     It multiplies 8-bit arrays, so no compiler pass can turn it into a wider matmul.
     """
     dims = ((tuple(dims_of_a), tuple(dims_of_b)), ((), ()))
-    product = jax.lax.dot_general(a.numbers, b.numbers, dims, preferred_element_type=dtype)
-    return product * (a.scale * b.scale).astype(dtype)
+    # Products of numbers up to 448 overflow in float16, before they are scaled.
+    wide = jnp.float32 if dtype == jnp.float16 else dtype
+    product = jax.lax.dot_general(a.numbers, b.numbers, dims, preferred_element_type=wide)
+    return (product * (a.scale * b.scale).astype(wide)).astype(dtype)
+
+
+def gradients(
+    x8: Scaled, w8: Scaled, dy8: Scaled, contracted: int, dtype: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the gradients of x and w, in `dtype`, from that of their product over `contracted`
+    dims.
+    """
+    rows = x8.numbers.ndim - contracted
+    outs = w8.numbers.ndim - contracted
+    dx = dot(dy8, w8, range(rows, rows + outs), range(contracted, contracted + outs), dtype)
+    dw = dot(x8, dy8, range(rows), range(rows), dtype)
+    return dx, dw
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -73,17 +104,13 @@ def _forward(x: jax.Array, w: jax.Array, contracted: int):
     dtypes = jnp.zeros((), x.dtype), jnp.zeros((), w.dtype)
     x8, w8 = scaled(x, VALUES), scaled(w, VALUES)
     y = dot(x8, w8, range(x.ndim - contracted, x.ndim), range(contracted), x.dtype)
-    return y, (_bits(x8), _bits(w8), dtypes)
+    return y, (bits(x8), bits(w8), dtypes)
 
 
 def _backward(contracted: int, kept, dy: jax.Array):
     x_bits, w_bits, (like_x, like_w) = kept
-    x8, w8 = _values(x_bits), _values(w_bits)
-    rows = x8.numbers.ndim - contracted
-    outs = w8.numbers.ndim - contracted
     dy8 = scaled(dy, GRADIENTS)
-    dx = dot(dy8, w8, range(rows, rows + outs), range(contracted, contracted + outs), dy.dtype)
-    dw = dot(x8, dy8, range(rows), range(rows), dy.dtype)
+    dx, dw = gradients(values(x_bits), values(w_bits), dy8, contracted, dy.dtype)
     return dx.astype(like_x.dtype), dw.astype(like_w.dtype)
 
 
@@ -91,11 +118,13 @@ def _backward(contracted: int, kept, dy: jax.Array):
 # define it, in which the upper numbers of e4m3fn, from 256 to 448, are infinite.
 
 
-def _bits(x: Scaled) -> Scaled:
+def bits(x: Scaled) -> Scaled:
+    """Returns values with their numbers as bits, which a backward pass may keep."""
     return Scaled(jax.lax.bitcast_convert_type(x.numbers, jnp.uint8), x.scale)
 
 
-def _values(x: Scaled) -> Scaled:
+def values(x: Scaled) -> Scaled:
+    """Returns the values that `bits` made these bits from."""
     return Scaled(jax.lax.bitcast_convert_type(x.numbers, VALUES), x.scale)
 
 

@@ -14,6 +14,7 @@ b: sequences, t: tokens, e: width of the stream, f: the dims of heads or ffn.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -27,8 +28,9 @@ from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import Narrow, RunConfig
 from spmdtrain.parallel.axes import STREAM, Rules
 from spmdtrain.parallel.copies import Dot, multiply_copies
-from spmdtrain.parallel.matmuls import float8, mxfp8
+from spmdtrain.parallel.matmuls import delayed, float8, mxfp8
 from spmdtrain.parallel.matmuls.collective_matmul import Ring, gather_matmul, matmul_scatter
+from spmdtrain.parallel.matmuls.delayed import Cut, Operand, counts
 from spmdtrain.parallel.matmuls.parts import Parts
 from spmdtrain.parallel.specs import axes_of_dim
 
@@ -45,10 +47,19 @@ def whole(*_: Any) -> Parts:
 
 
 class TensorMatmul(Protocol):
-    """A matmul between the residual stream and f. `narrow`: its 8-bit floats, if it has them."""
+    """A matmul between the residual stream and f. `narrow`: its 8-bit floats, if it has them.
+
+    An `Operand` brings the scales of `float8`.
+    """
 
     def __call__(
-        self, x: jax.Array, weight: jax.Array, names: Names, /, *, narrow: Narrow | None = None
+        self,
+        x: jax.Array,
+        weight: jax.Array | Operand,
+        names: Names,
+        /,
+        *,
+        narrow: Narrow | None = None,
     ) -> jax.Array: ...
 
 
@@ -70,10 +81,10 @@ def make_column_parallel(
     `local`: no mesh axis that is left to XLA splits an array of the matmul.
     """
 
-    def multiply(x: jax.Array, weight: jax.Array, dot: Dot) -> jax.Array:
+    def multiply(x: jax.Array, weight: Any, dot: Dot) -> jax.Array:
         return dot(constrain(x, "batch", "time", "embed"), weight, 1)
 
-    def multiply_each(x: jax.Array, weights: jax.Array, dot: Dot) -> jax.Array:
+    def multiply_each(x: jax.Array, weights: Any, dot: Dot) -> jax.Array:
         return multiply_copies(constrain(x, "batch", "time", "embed"), weights, 1, dot)
 
     if gathers_again:
@@ -81,11 +92,17 @@ def make_column_parallel(
         multiply_each = jax.checkpoint(multiply_each, prevent_cse=False, static_argnums=2)
 
     def column_parallel(
-        x: jax.Array, weight: jax.Array, names: Names, *, narrow: Narrow | None = None
+        x: jax.Array, given: jax.Array | Operand, names: Names, *, narrow: Narrow | None = None
     ) -> jax.Array:
+        weight = given.weight if isinstance(given, Operand) else given
         has_copies = _has_copies(weight, names, copies)
         width = weight.shape[2:] if has_copies else weight.shape[1:]
         wide_shape = (*x.shape[:2], *width)
+        if isinstance(given, Operand):
+            of_stream, of_wide = counts(find_parts(wide_shape, names))
+            dot = partial(delayed.tensordot, cut=Cut(x=of_stream, y=of_wide))
+            run, operand = (multiply_each, given.of_copies()) if has_copies else (multiply, given)
+            return checkpoint_name(run(x, operand, dot), SAVED)
         ring = find_ring(x.shape, wide_shape, names)
         if ring is not None:
             weights = weight if has_copies else ring.copy(weight)
@@ -120,9 +137,18 @@ def make_row_parallel(
     """
 
     def row_parallel(
-        h: jax.Array, weight: jax.Array, names: Names, *, narrow: Narrow | None = None
+        h: jax.Array, given: jax.Array | Operand, names: Names, *, narrow: Narrow | None = None
     ) -> jax.Array:
+        weight = given.weight if isinstance(given, Operand) else given
         has_copies = _has_copies(weight, names, copies)
+        if isinstance(given, Operand):
+            of_stream, of_wide = counts(find_parts(h.shape, names))
+            dot = partial(delayed.tensordot, cut=Cut(x=of_wide, y=of_stream))
+            if has_copies:
+                y = multiply_copies(h, given.of_copies(), weight.ndim - 2, dot)
+            else:
+                y = dot(h, given, weight.ndim - 1)
+            return checkpoint_name(constrain(y, *STREAM), SAVED)
         ring = find_ring((*h.shape[:2], weight.shape[-1]), h.shape, names)
         if ring is not None:
             weights = weight if has_copies else ring.copy(weight)

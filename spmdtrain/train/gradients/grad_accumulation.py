@@ -7,7 +7,7 @@ layer, in each microbatch. All other gradients are accumulated locally and reduc
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +16,13 @@ from jax.sharding import PartitionSpec as P
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.stack import sum_losses
 from spmdtrain.parallel.axes import BATCH_AXES
-from spmdtrain.parallel.feedback.sums import Feedback
 from spmdtrain.parallel.regions import MANUAL_AXES, manual_region
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.gradients.forward import make_context
 from spmdtrain.train.gradients.forward import make_segment_sums as segment_sums_of_head
 from spmdtrain.train.gradients.further_losses import make_further_losses
 from spmdtrain.train.gradients.reduction import (
+    Feedback,
     feedback_specs,
     mean_gradients,
     sending_of,
@@ -39,17 +39,51 @@ from spmdtrain.train.gradients.sums import (
     total_of,
 )
 from spmdtrain.train.gradients.taught import make_taught_losses
+from spmdtrain.train.scaling.scales import (
+    History,
+    Scaling,
+    largest_of,
+    scales_of,
+    scaling_of,
+    slots_of,
+)
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.token_loss import Losses
 
 BATCH = P(None, BATCH_AXES)  # of a batch's arrays [accumulation, sequences, ...]
 
 
-def make_gradients(setup: Setup) -> Callable[..., Any]:
-    """Returns `(params, step, batch, cotangent, feedback) -> (gradients of the mean objective,
-    sums, new feedback)`.
+class Rest(NamedTuple):
+    """The weights of a step that have no gradient, and the scales of its matmuls, by path."""
 
-    With a teacher it takes the teacher's weights at rest, `taught`, too: they have no gradient.
+    fixed: dict[str, jax.Array]
+    taught: dict[str, jax.Array] | None
+    scales: dict[str, jax.Array]
+
+
+class Totals(NamedTuple):
+    """The result of some microbatches: gradients, magnitudes in slots, and sums of losses."""
+
+    gradients: dict[str, jax.Array]
+    seen: dict[str, jax.Array]
+    sums: dict[str, jax.Array]
+
+    def joined(self, other: "Totals") -> "Totals":
+        """Returns the result of these microbatches and others: magnitudes are never summed."""
+        return Totals(
+            jax.tree.map(jnp.add, self.gradients, other.gradients),
+            jax.tree.map(jnp.maximum, self.seen, other.seen),
+            jax.tree.map(jnp.add, self.sums, other.sums),
+        )
+
+
+def make_gradients(setup: Setup) -> Callable[..., Any]:
+    """Returns `(params, step, batch, cotangent, feedback, taught, history) -> (gradients of the
+    mean objective, sums, new feedback, largest magnitudes)`.
+
+    `taught`: the weights of the teacher at rest, if the run has one: they have no gradient.
+    `history`: the magnitudes by which matmuls in 8 bits are scaled, and to which those of the step
+    are added afterwards; None: each array is scaled by itself, and none is returned.
 
     The backward pass starts from `cotangent`, a float32 scalar, and gradients are divided by it at
     the end; None: 1. Gradients and sums are over all microbatches and shards. `sums`: tokens
@@ -61,41 +95,44 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
     context = make_context(setup)
     forward = _make_forward(setup, training=True)
 
-    def minimised(trained, fixed, taught, microbatch: Batch, step, cotangent):
-        losses = forward(fixed | trained, microbatch, context(microbatch, step), taught)
+    def minimised(trained, slots, rest: Rest, microbatch: Batch, step, cotangent):
+        scaling = scaling_of(rest.scales, slots)
+        given = (rest.fixed | trained, microbatch, context(microbatch, step))
+        losses = forward(*given, rest.taught, scaling)
         total = objective(losses)
         if cotangent is not None:
             total = total * cotangent
         return total, losses | count_tokens(setup, microbatch, training=True)
 
-    def of_microbatch(weights, microbatch: Batch, step, cotangent):
-        find = jax.value_and_grad(minimised, has_aux=True)
-        (_, sums), gradients = find(*weights, microbatch, step, cotangent)
-        return setup.model.cast(gradients, accumulate), sums
+    def of_microbatch(weights, microbatch: Batch, step, cotangent) -> Totals:
+        find = jax.value_and_grad(minimised, (0, 1), has_aux=True)
+        (_, sums), (gradients, seen) = find(*weights, microbatch, step, cotangent)
+        return Totals(setup.model.cast(gradients, accumulate), seen, sums)
 
-    def accumulated(weights, step, batch: Batch, cotangent):
+    def accumulated(weights, step, batch: Batch, cotangent) -> Totals:
         first = {name: x[0] for name, x in batch.items()}
         if batch["tokens"].shape[0] == 1:
             return of_microbatch(weights, first, step, cotangent)
-        shapes = jax.eval_shape(of_microbatch, weights, first, step, cotangent)[1]
+        shapes = jax.eval_shape(of_microbatch, weights, first, step, cotangent).sums
         no_sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
-        def add(totals, microbatch):
-            found = of_microbatch(weights, microbatch, step, cotangent)
-            return jax.tree.map(jnp.add, totals, found), None
+        def add(totals: Totals, microbatch):
+            return totals.joined(of_microbatch(weights, microbatch, step, cotangent)), None
 
-        trained, *_ = weights
-        totals, _ = jax.lax.scan(add, (zero_gradients(setup, trained), no_sums), batch)
+        trained, slots, _ = weights
+        nothing = Totals(zero_gradients(setup, trained), slots, no_sums)
+        totals, _ = jax.lax.scan(add, nothing, batch)
         return totals
 
-    def local(params, step, batch: Batch, cotangent, feedback, taught):
-        split = setup.model.split_trained(in_use(setup, params))
-        weights = (*split, setup.teacher and in_use(setup.teacher.setup, taught))
-        gradients, sums = accumulated(weights, step, batch, cotangent)
+    def local(params, step, batch: Batch, cotangent, feedback, taught, scales):
+        trained, fixed = setup.model.split_trained(in_use(setup, params))
+        rest = Rest(fixed, setup.teacher and in_use(setup.teacher.setup, taught), scales)
+        weights = (trained, slots_of(setup, scales), rest)
+        gradients, seen, sums = accumulated(weights, step, batch, cotangent)
         sums = sum_over_shards(sums, setup.rules)
         number, sending = total_of(number_of(sums)), sending_of(feedback, step)
         means, left = mean_gradients(setup, gradients, number, cotangent, sending)
-        return means, sums, left
+        return means, sums, left, largest_of(setup, seen, cotangent)
 
     resting = resting_specs_in(setup)
     trained, _ = setup.model.split_trained(resting)
@@ -108,12 +145,14 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
         cotangent=None,
         feedback: Feedback | None = None,
         taught: dict[str, jax.Array] | None = None,
+        history: History | None = None,
     ):
         kept = feedback_specs(setup, feedback)
-        in_specs = (resting, P(), BATCH, P(), kept, of_teacher)
-        out_specs = (trained, P(), kept)
+        in_specs = (resting, P(), BATCH, P(), kept, of_teacher, P())
+        out_specs = (trained, P(), kept, P())
         region = manual_region(local, setup.mesh, MANUAL_AXES, in_specs, out_specs)
-        return region(params, step, batch, cotangent, feedback, taught)
+        scales = scales_of(params, history, cotangent)
+        return region(params, step, batch, cotangent, feedback, taught, scales)
 
     return run
 
@@ -159,17 +198,24 @@ def make_segment_sums(setup: Setup) -> Callable[..., jax.Array]:
 
 
 def _make_forward(setup: Setup, *, training: bool) -> Callable[..., Losses]:
-    """Returns `forward(params, microbatch, ctx, taught) -> losses`, in compute precision.
+    """Returns `forward(params, microbatch, ctx, taught, scaling) -> losses`, in compute precision.
 
-    `taught`: the weights of the teacher in training, if the run has one.
+    `taught`: the weights of the teacher in training, if the run has one. `scaling`: of the weights
+    whose scales come from earlier steps.
     """
     taught_losses = make_taught_losses(setup) if training else None
     head_losses = choose_head_losses(setup, training=training)
     further_losses = make_further_losses(setup) if training else None
     stream = make_stream(setup)
 
-    def forward(params, microbatch: Batch, ctx: ForwardContext, taught: Any = None) -> Losses:
-        module, x_bte, side_losses = stream(params, microbatch, ctx)
+    def forward(
+        params,
+        microbatch: Batch,
+        ctx: ForwardContext,
+        taught: Any = None,
+        scaling: Scaling | None = None,
+    ) -> Losses:
+        module, x_bte, side_losses = stream(params, microbatch, ctx, scaling)
         if further_losses is not None:
             further = further_losses(module, x_bte, ctx, microbatch)
             side_losses = sum_losses(side_losses, further)

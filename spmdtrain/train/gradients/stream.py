@@ -10,7 +10,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.partition import axes_of
-from spmdtrain.models.abstract import cast_floating
+from spmdtrain.models.abstract import Scaling, cast_floating
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.parallel.gather import gather_over
 from spmdtrain.parallel.regions import MANUAL_AXES
@@ -58,16 +58,18 @@ def _over_data(setup: Setup, params: dict[str, jax.Array]) -> dict[str, jax.Arra
 
 
 def make_stream(setup: Setup) -> Callable[..., tuple[Any, jax.Array, Losses]]:
-    """Returns `stream(params, microbatch, ctx) -> (module, x_bte, side losses)`, the model up to
-    the head.
+    """Returns `stream(params, microbatch, ctx, scaling) -> (module, x_bte, side losses)`, the model
+    up to the head.
+
+    `scaling`: as in `AbstractModel.bind`.
     """
     gather = gather_layer_of(setup)
 
-    def stream(params, microbatch: Batch, ctx: ForwardContext):
+    def stream(params, microbatch: Batch, ctx: ForwardContext, scaling: Scaling | None = None):
         here = {path: x for path, x in params.items() if not setup.gathered[path]}
         # A layer that gathers a weight also casts it.
         values = params | setup.model.cast(here, setup.config.precision.compute)
-        module = setup.model.bind(values, gather)
+        module = setup.model.bind(values, gather, scaling)
         x_bte, side_losses = module.blocks(module.embed(microbatch["tokens"], ctx), ctx)
         return module, x_bte, side_losses
 

@@ -35,7 +35,8 @@ class Start:
     `params`: the weights at rest, traced or abstract, and `specs`, their specs. `learned`: the
     paths of those that follow the slope of the loss. `sizes`: devices along each axis of the mesh.
     `sparse`: the paths of the matrices that [sparsity] makes sparse. `codecs`: those with error
-    feedback, by path of the gradients that they compress.
+    feedback, by path of the gradients that they compress. `remembered`: the dims that stack layers,
+    by path of each weight whose matmul is scaled by earlier steps.
     """
 
     config: RunConfig
@@ -45,6 +46,7 @@ class Start:
     sizes: Mapping[str, int]
     sparse: Collection[str] = ()
     codecs: Codecs = field(default_factory=dict)
+    remembered: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class Taken:
     `good`: a bool; if it is false, the step did not change the weights. Both are None if nothing
     judges steps. `projected`: what items made of weights that had been moved, by the item's name.
     `feedback`: what compressed gradients leave for the next step; None if none are compressed so.
+    `largest`: the largest magnitudes that its matmuls saw, by path; None if nothing remembers them.
     """
 
     config: RunConfig
@@ -92,6 +95,7 @@ class Taken:
     good: jax.Array | None = None
     projected: Mapping[str, Projected] = field(default_factory=dict)
     feedback: Feedback | None = None
+    largest: Mapping[str, jax.Array] | None = None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,16 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain.parallel.feedback.sums import Feedback
-from spmdtrain.train.items import ema, feedback, loss_scale, masks, outer, spikes, teacher
+from spmdtrain.train.items import (
+    ema,
+    feedback,
+    loss_scale,
+    magnitudes,
+    masks,
+    outer,
+    spikes,
+    teacher,
+)
 from spmdtrain.train.items.item import (
     Item,
     Metrics,
@@ -35,6 +44,7 @@ TABLE: tuple[Item, ...] = (
     masks.ITEM,
     feedback.ERRORS,
     feedback.FACTORS,
+    magnitudes.ITEM,
     teacher.ITEM,
 )
 

@@ -1,0 +1,57 @@
+"""Keeps the largest magnitudes of the last steps, by which `precision.scaling = "delayed"` scales.
+
+For each weight that is multiplied in 8 bits they are those of its values, and of the gradient of
+its product, over all devices and microbatches of a step; float32 [*stack, steps, 2], the last step
+first, and 0 for a step that saw none. Gradients are those of a loss that no loss scale multiplies.
+
+A skipped step leaves them as they were, since its gradients may be what was wrong. Where they are
+shorter or longer in a checkpoint, they begin with its last steps.
+"""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from spmdtrain.config.schema import RunConfig
+from spmdtrain.models.abstract import AbstractModel
+from spmdtrain.train.items.item import Item, Start, Taken, whole
+
+History = dict[str, jax.Array]  # by dotted path of the weight
+
+
+def remembered(config: RunConfig, model: AbstractModel) -> dict[str, tuple[int, ...]]:
+    """Returns the dims that stack layers, by path of each weight whose matmul has a history."""
+    if config.precision.scaling != "delayed":
+        return {}
+    weights = {path: each for path, each in model.parameters.items() if each.is_float8}
+    return {path: each.shape[: each.stacked] for path, each in weights.items()}
+
+
+def pushed(history: History, largest: Mapping[str, jax.Array]) -> History:
+    """Returns the history after a step with these largest magnitudes, [*stack, 2]."""
+
+    def push(earlier: jax.Array, latest: jax.Array) -> jax.Array:
+        return jnp.concatenate([latest[..., None, :], earlier[..., :-1, :]], -2)
+
+    return {path: push(earlier, largest[path]) for path, earlier in history.items()}
+
+
+def _begin(start: Start) -> History | None:
+    steps = start.config.precision.scaling_history
+    none = {path: jnp.zeros((*stack, steps, 2)) for path, stack in start.remembered.items()}
+    return none or None
+
+
+def _update(history: History, taken: Taken) -> History:
+    assert taken.largest is not None, "a step with a history returns what it saw"
+    return pushed(history, taken.largest)
+
+
+def _in_length(history: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    kept = history[..., : shape[-2], :]
+    missing = shape[-2] - kept.shape[-2]
+    return jnp.pad(kept, [(0, 0)] * (kept.ndim - 2) + [(0, missing), (0, 0)])
+
+
+ITEM = Item("magnitudes", begin=_begin, rests=whole, update=_update, fold=_in_length)
