@@ -94,6 +94,18 @@ OPTIONS = (
     Option("gradients in int8", (*DATA, "compression.codec=int8"), 0.005, DATA),
     Option("gradients in float8", (*DATA, "compression.codec=float8"), 0.005, DATA),
     Option("gradients as factors of rank 4", (*DATA, "compression.codec=lowrank"), 0.02, DATA),
+    # As many bytes as rank 4.
+    Option(
+        "gradients as factors of rank 3 in attention, 5 in MLPs on their way up, else 4",
+        (
+            *DATA,
+            "compression.codec=lowrank",
+            "compression.ranks.*attention*=3",
+            "compression.ranks.*up_*=5",
+        ),
+        0.02,
+        DATA,
+    ),
     Option(
         "gradients as factors of rank 8, the first third in float32",
         (*DATA, "compression.codec=lowrank", "compression.rank=8", "compression.after=100"),
