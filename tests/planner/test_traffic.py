@@ -2,6 +2,8 @@
 
 import pytest
 
+from spmdtrain.planner.cost.collective_time import data_sums
+from spmdtrain.planner.cost.hardware import DEVICES
 from spmdtrain.planner.cost.workload import MeshShape, ModelShape, Workload
 from spmdtrain.planner.traffic import needed_traffic
 
@@ -57,6 +59,18 @@ def test_neighbours_scatter_float32_and_send_others_their_share_of_eight_bits():
     assert sent == {"data": pytest.approx(ALL * (scattered + 2 * 7 / 8))}
     all_neighbours = needed_traffic(workload(MeshShape(data=4), **coded))
     assert all_neighbours == needed_traffic(workload(MeshShape(data=4)))
+
+
+def test_an_exchange_among_all_devices_of_many_hosts_takes_the_time_of_float32():
+    """Where each device has a network card, a ring uses all of a host for one copy."""
+
+    def seconds(**coded):
+        sums = data_sums(workload(MeshShape(data=64), **coded), 4)
+        return sum(each.seconds(1e9, DEVICES["h100"], True) for each in sums)
+
+    coded = {"sent_gradient_bytes": 1 + 4 / 256, "data_exchanges": True}
+    assert seconds(**coded) == pytest.approx(seconds(), rel=0.1)
+    assert seconds(**coded, data_within=8) < 0.75 * seconds()
 
 
 @pytest.mark.parametrize(
