@@ -25,7 +25,7 @@ from spmdtrain.planner.own_model import with_counted_moments
 from spmdtrain.running import loop
 from spmdtrain.train import state as train_state
 from spmdtrain.train.updates import optimizers, transformations
-from spmdtrain.train.updates.shipped_optimizers import shipped_update_rules
+from spmdtrain.train.updates.shipped_optimizers import make_optimizer, shipped_update_rules
 from spmdtrain.train.updates.transformations.orthogonal import orthogonal_part
 from spmdtrain.train.updates.transformations.small_moments import Few
 from spmdtrain.train.updates.transformations.soap import LEAST, BasisSettings, SoapState, soap
@@ -200,6 +200,15 @@ def test_no_call_of_lapack_has_a_stack():
         r"@lapack_sgeqrf_ffi.*? : \(tensor<([^>]*)>", step.lower(draw(1), state).as_text()
     )
     assert sorted(set(calls)) == ["3x3xf32", "4x4xf32", "5x5xf32", "6x6xf32"]
+
+
+@pytest.mark.seconds
+def test_a_callers_function_may_choose_it():
+    """As any transformation that sees a tensor of a layer, by the same trial."""
+    layout = prepared().model.stage_layout
+    out = {"blocks.layer.out": SHAPES["blocks.layer.out"]}
+    chosen = optimizers.choose_update_rules(make_optimizer(Soap()), out, layout)
+    assert chosen["blocks.layer.out"].together is None
 
 
 @pytest.mark.seconds

@@ -51,6 +51,7 @@ def _through(equation: Any, given: list[Origins]) -> list[Origins]:
         return [given[0].union(*each) for each in zip(*taken, strict=True)]
     inner = params.get("jaxpr", params.get("call_jaxpr"))
     inner = getattr(inner, "jaxpr", inner)
-    if equation.primitive.name not in LOOPS and len(getattr(inner, "invars", ())) == len(given):
+    is_call = inner is not None and equation.primitive.name not in LOOPS
+    if is_call and len(getattr(inner, "invars", ())) == len(given):
         return _followed(inner, given)
     return [frozenset().union(*given)] * len(equation.outvars)
