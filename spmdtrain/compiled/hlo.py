@@ -145,7 +145,7 @@ def instructions(hlo_text: str, mesh_axes: Mapping[str, int]) -> Iterator[Collec
                     kind=kind,
                     axis="+".join(varying) or "none",
                     members=max(map(len, groups)) if varying else 1,
-                    bytes_by_dtype=_bytes_by_dtype(output, each.line),
+                    bytes_by_dtype=bytes_by_dtype(output, each.line),
                     beside_work=around.beside_work or each.name in beside_work,
                 )
             for called in each.called:
@@ -173,7 +173,7 @@ def _check_header(header: str, mesh_axes: Mapping[str, int]) -> None:
         )
 
 
-def events(hlo_text: str) -> dict[str, list[tuple[str, "_Instruction"]]]:
+def events(hlo_text: str) -> dict[str, list[tuple[str, "Instruction"]]]:
     """Returns the (event, instruction) pairs of each computation, in scheduled order.
 
     Only what takes time is listed. The event of a collective, of its -start and of its -done is the
@@ -190,7 +190,7 @@ def events(hlo_text: str) -> dict[str, list[tuple[str, "_Instruction"]]]:
     return found
 
 
-def _event(instruction: "_Instruction") -> str | None:
+def _event(instruction: "Instruction") -> str | None:
     opcode = instruction.opcode
     if opcode == "while":
         return "loop"
@@ -260,7 +260,7 @@ def sent_per_output(kind: str, members: int) -> float:
     return share
 
 
-def _beside_work(listed: list["_Instruction"]) -> set[str]:
+def _beside_work(listed: list["Instruction"]) -> set[str]:
     """Returns the names of a computation's collectives that overlap with work.
 
     That is a matmul or a loop between their -start and their -done.
@@ -278,7 +278,7 @@ def _beside_work(listed: list["_Instruction"]) -> set[str]:
     return found
 
 
-def _inside(caller: "_Instruction", around: Collective) -> Collective:
+def _inside(caller: "Instruction", around: Collective) -> Collective:
     """Returns what a collective inherits that `caller` runs, if `around` is inherited there."""
     if caller.opcode == "conditional":
         return replace(around, inside_conditional=True)
@@ -294,7 +294,7 @@ def _inside(caller: "_Instruction", around: Collective) -> Collective:
 
 
 @dataclass(frozen=True)
-class _Instruction:
+class Instruction:
     """One line of the text: `%name = type opcode(operands), attributes`."""
 
     line: str
@@ -318,9 +318,9 @@ class _Instruction:
         return list(dict.fromkeys(names))
 
 
-def computations(hlo_text: str) -> tuple[dict[str, list[_Instruction]], str]:
+def computations(hlo_text: str) -> tuple[dict[str, list[Instruction]], str]:
     """Returns (the instructions of each computation by its name, the name of the entry)."""
-    named: dict[str, list[_Instruction]] = {}
+    named: dict[str, list[Instruction]] = {}
     entry = None
     current = None
     for line in hlo_text.splitlines():
@@ -337,7 +337,7 @@ def computations(hlo_text: str) -> tuple[dict[str, list[_Instruction]], str]:
     return named, entry
 
 
-def _parse_instruction(name: str, line: str, at: int) -> _Instruction:
+def _parse_instruction(name: str, line: str, at: int) -> Instruction:
     """Parses `TYPE opcode(operands), attributes`, from index `at` on.
 
     Quoted strings are emptied: metadata may contain anything, even names of opcodes.
@@ -347,7 +347,7 @@ def _parse_instruction(name: str, line: str, at: int) -> _Instruction:
     opcode, _, tail = rest[end:].strip().partition("(")
     operands_end = _closing("(" + tail) - 1
     operands = tail[: operands_end - 1].replace("%", "")
-    return _Instruction(line.strip(), name, rest[:end], opcode, operands, tail[operands_end:])
+    return Instruction(line.strip(), name, rest[:end], opcode, operands, tail[operands_end:])
 
 
 def _closing(text: str) -> int:
@@ -360,7 +360,7 @@ def _closing(text: str) -> int:
     raise AssertionError(f"unbalanced parentheses: {text}")
 
 
-def _bytes_by_dtype(type_text: str, line: str) -> dict[str, int]:
+def bytes_by_dtype(type_text: str, line: str) -> dict[str, int]:
     """Counts the bytes of all arrays: {"f32": 128, "s32": 4} for `(f32[8,4]{1,0}, s32[])`."""
     totals: dict[str, int] = defaultdict(int)
     for dtype, shape in re.findall(r"\b([a-z]\w*)\[([^\]]*)\]", type_text):
@@ -396,7 +396,7 @@ def _varying_axes(groups: Groups, mesh_axes: Mapping[str, int]) -> list[str]:
     ]
 
 
-def _groups(kind: str, instruction: _Instruction, partitions: int) -> Groups:
+def _groups(kind: str, instruction: Instruction, partitions: int) -> Groups:
     """Returns the groups of partitions that exchange data.
 
     For a permute they are its (source, target) pairs.

@@ -1,0 +1,148 @@
+"""The figures of docs/ that come from steps compiled for GPUs that are not there.
+
+    python benchmarks/absent_gpus.py [--only TEXT]
+
+Of each program: temporary bytes on a device and on the host, the bytes that a device sends over
+each axis, how many matmuls multiply 8-bit floats, and what is copied into and out of the stacks of
+a loop over layers. `--only` takes the programs whose names contain TEXT.
+
+Needs what `make cuda-compiler` installs, jax 0.11 or later. Half a minute a program on two cores.
+"""
+
+import argparse
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from stacks import copied_bytes
+
+import spmdtrain as st
+from spmdtrain.compiled import hlo
+from spmdtrain.planner import deviceless
+from spmdtrain.planner.cost.hardware import hardware
+from spmdtrain.processes import xla_flags
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
+
+
+@dataclass(frozen=True)
+class Program:
+    """A step to compile: a config, the axes of more than one device, and other settings."""
+
+    name: str
+    config: str
+    mesh: str = ""
+    settings: str = ""
+    hardware: str = "h100"
+
+    def compiled(self):
+        """Returns (the compiled step, its mesh)."""
+        config = st.load(CONFIGS / f"{self.config}.toml", self.settings.split())
+        asked = dict(part.split("=") for part in self.mesh.split())
+        sizes = {axis: int(asked.get(axis, 1)) for axis in AXES}
+        return deviceless.executable(config, sizes, hardware(self.hardware))
+
+
+def llama(layers: int, embed: int, microbatch: int, shards: int) -> str:
+    """Returns the settings that make of Llama 3 8B a smaller model, without recomputation, on a
+    microbatch of sequences of 2,048 tokens for each shard of data.
+    """
+    heads = embed // 128
+    return (
+        f"model.layers={layers} model.embed={embed} model.heads={heads} model.kv_heads={heads // 2}"
+        f" model.ffn={4 * embed} model.vocab=32000 train.sequence_length=2048"
+        f" train.global_batch={microbatch * shards} train.microbatch={microbatch} train.remat=none"
+    )
+
+
+WIDE = llama(layers=8, embed=2048, microbatch=1, shards=8)
+NARROW = llama(layers=8, embed=1024, microbatch=4, shards=1)
+LONG = "train.sequence_length=32768 model.max_length=32768 train.global_batch=8"
+GPT2 = "train.global_batch={} train.microbatch={} train.sequence_length=1024 train.remat={}"
+INT8 = "compression.codec=int8"
+WRITTEN_OUT = "train.scan_layers=false"
+PROGRAMS = (
+    Program("compression, float32", "llama3_8b", "data=8", WIDE),
+    Program("compression, int8", "llama3_8b", "data=8", f"{WIDE} {INT8}"),
+    Program("compression, float32, ZeRO-1", "llama3_8b", "data=8", f"{WIDE} train.zero=1"),
+    Program("compression, int8, ZeRO-1", "llama3_8b", "data=8", f"{WIDE} {INT8} train.zero=1"),
+    Program("small Llama", "llama3_8b", "", NARROW),
+    Program("small Llama, float8", "llama3_8b", "", f"{NARROW} precision.matmul=float8"),
+    Program(
+        "small Llama, float8, delayed",
+        "llama3_8b",
+        "",
+        f"{NARROW} precision.matmul=float8 precision.scaling=delayed",
+    ),
+    Program("small Llama, half frozen", "llama3_8b", "", f"{NARROW} finetune.frozen_layers=4"),
+    Program("offload, 8B, full", "llama3_8b", "fsdp=8", f"{LONG} train.remat=full"),
+    Program("offload, 8B, offload", "llama3_8b", "fsdp=8", f"{LONG} train.remat=offload"),
+    Program("scan_layers, loop", "gpt2_124m", "", GPT2.format(32, 32, "none"), "h200"),
+    Program(
+        "scan_layers, written out",
+        "gpt2_124m",
+        "",
+        f"{GPT2.format(32, 32, 'none')} {WRITTEN_OUT}",
+        "h200",
+    ),
+    Program("scan_layers, loop, full remat", "gpt2_124m", "", GPT2.format(32, 32, "full"), "h200"),
+    Program(
+        "scan_layers, written out, full remat",
+        "gpt2_124m",
+        "",
+        f"{GPT2.format(32, 32, 'full')} {WRITTEN_OUT}",
+        "h200",
+    ),
+)
+
+
+def matmuls_in_8_bits(hlo_text: str) -> list[bool]:
+    """Returns, for each matmul in a text, whether it multiplies 8-bit floats.
+
+    Without a GPU to time them on, XLA takes Triton for most: dots inside of fusions.
+    """
+    found = []
+    for listed in hlo.computations(hlo_text)[0].values():
+        types = {each.name: each.type for each in listed}
+        for each in listed:
+            if each.opcode == "dot" or "__cublas" in each.line:
+                operands = [word.split()[-1] for word in each.operands.split(", ")]
+                found.append(types[operands[0]].startswith("f8"))
+    return found
+
+
+def figures(program: Program) -> dict[str, str]:
+    """Returns what the text and the memory of a compiled program say."""
+    made, mesh = program.compiled()
+    memory = made.memory_analysis()
+    text = made.as_text()
+    sent: dict[str, float] = defaultdict(float)
+    for each in hlo.traffic(text, dict(mesh.shape)):
+        sent[each["axis"]] += each["sent"]
+    in_8_bits = matmuls_in_8_bits(text)
+    return {
+        "temporaries": f"{memory.temp_size_in_bytes / 1e6:,.0f} MB",
+        "on the host": f"{memory.host_temp_size_in_bytes / 1e6:,.0f} MB",
+        **{f"sent over {axis}": f"{size / 1e6:,.1f} MB" for axis, size in sorted(sent.items())},
+        "matmuls in 8 bits": f"{sum(in_8_bits)} of {len(in_8_bits)}",
+        "into and out of stacks": f"{copied_bytes(text) / 1e9:,.1f} GB",
+    }
+
+
+def main() -> None:
+    """Compiles the programs and prints their figures."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", default="", metavar="TEXT")
+    chosen = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")  # or the plugin would look for a GPU
+    xla_flags.set_xla_flags(deviceless=True)
+    for program in PROGRAMS:
+        if chosen.only in program.name:
+            for what, figure in figures(program).items():
+                print(f"{program.name}, {what}: {figure}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
