@@ -55,7 +55,7 @@ VALUES: dict[str, Sequence[Any]] = {
     "sparsity.share": (0.1, 0.5, 0.9),
     "sparsity.since": (1, 1, 2, 3),
     "sparsity.until": (None, 2, 3, 4),
-    "sparsity.every": (None, 1, 2),
+    "sparsity.every": (None, 1, 1, 2, 2),
     "model.experts.count": (8, 8, 6, 16),
     "model.experts.chosen": (1, 2, 2, 3),
     "model.experts.ffn": (None, 8, 16),
