@@ -3,13 +3,15 @@
     python benchmarks/absent_gpus.py [--only TEXT]
 
 Of each program: temporary bytes on a device and on the host, the bytes that a device sends over
-each axis, how many matmuls multiply 8-bit floats, and what is copied into and out of the stacks of
-a loop over layers. `--only` takes the programs whose names contain TEXT.
+each axis, and over groups of a part of it, how many matmuls multiply 8-bit floats, and what is
+copied into and out of the stacks of a loop over layers. `--only` takes the programs whose names
+contain TEXT.
 
 Needs what `make cuda-compiler` installs, jax 0.11 or later. Half a minute a program on two cores.
 """
 
 import argparse
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,16 +60,27 @@ def llama(layers: int, embed: int, microbatch: int, shards: int) -> str:
 
 
 WIDE = llama(layers=8, embed=2048, microbatch=1, shards=8)
+ON_HOSTS = llama(layers=8, embed=2048, microbatch=1, shards=16)
 NARROW = llama(layers=8, embed=1024, microbatch=4, shards=1)
 LONG = "train.sequence_length=32768 model.max_length=32768 train.global_batch=8"
 GPT2 = "train.global_batch={} train.microbatch={} train.sequence_length=1024 train.remat={}"
 INT8 = "compression.codec=int8"
+WITHIN = "compression.within=8"
 WRITTEN_OUT = "train.scan_layers=false"
 PROGRAMS = (
     Program("compression, float32", "llama3_8b", "data=8", WIDE),
     Program("compression, int8", "llama3_8b", "data=8", f"{WIDE} {INT8}"),
     Program("compression, float32, ZeRO-1", "llama3_8b", "data=8", f"{WIDE} train.zero=1"),
     Program("compression, int8, ZeRO-1", "llama3_8b", "data=8", f"{WIDE} {INT8} train.zero=1"),
+    Program("two hosts, float32", "llama3_8b", "data=16", ON_HOSTS),
+    Program("two hosts, int8", "llama3_8b", "data=16", f"{ON_HOSTS} {INT8}"),
+    Program("two hosts, within", "llama3_8b", "data=16", f"{ON_HOSTS} {INT8} {WITHIN}"),
+    Program(
+        "two hosts, within, ZeRO-1",
+        "llama3_8b",
+        "data=16",
+        f"{ON_HOSTS} {INT8} {WITHIN} train.zero=1",
+    ),
     Program("small Llama", "llama3_8b", "", NARROW),
     Program("small Llama, float8", "llama3_8b", "", f"{NARROW} precision.matmul=float8"),
     Program(
@@ -121,6 +134,10 @@ def figures(program: Program) -> dict[str, str]:
     sent: dict[str, float] = defaultdict(float)
     for each in hlo.traffic(text, dict(mesh.shape)):
         sent[each["axis"]] += each["sent"]
+    for each in hlo.instructions(text, dict(mesh.shape)):
+        if each.members < math.prod(mesh.shape.get(axis, 1) for axis in each.axis.split("+")):
+            part = each.passes * each.bytes * hlo.sent_per_output(each.kind, each.members)
+            sent[f"{each.axis} in groups of {each.members}"] += part
     in_8_bits = matmuls_in_8_bits(text)
     return {
         "temporaries": f"{memory.temp_size_in_bytes / 1e6:,.0f} MB",
