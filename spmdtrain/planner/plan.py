@@ -6,13 +6,14 @@ microbatches divide the batch. A closed form of the memory sorts out what cannot
 which nothing fits, one layout represents all.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.given import as_whole
 from spmdtrain.config.schema import RunConfig, check_config
+from spmdtrain.planner.accepted import Accepted, settings_of
 from spmdtrain.planner.cost.hardware import Hardware, described, devices_per_host
 from spmdtrain.planner.cost.memory import SAFE_SHARE, Memory, step_memory
 from spmdtrain.planner.cost.schedules import SCHEDULES
@@ -29,6 +30,15 @@ MICROBATCHES = (1, 2, 4, 8, 16)
 CONTEXTS = (1, 2, 4, 8, 16, 32, 64)
 FEWEST_TOKENS = 4096  # per sequence, on each device of a `context` axis
 MOST_DEVICES = 2**17  # that are tried if a model does not fit
+
+
+# Whether a run would accept a layout.
+Accepts = Callable[[Workload], bool]
+
+
+def anything(_: Workload) -> bool:
+    """Accepts every layout: of models that no run of ours trains."""
+    return True
 
 
 @dataclass(frozen=True)
@@ -57,32 +67,7 @@ class Plan:
     @property
     def settings(self) -> list[str]:
         """The layout as arguments of `--set`."""
-        workload = self.workload
-        settings = [f"mesh.{axis}={size}" for axis, size in workload.mesh.sizes.items()]
-        settings += [
-            f"train.microbatch={workload.microbatch}",
-            f"train.remat={workload.remat_setting}",
-            f"train.zero={workload.zero}",
-        ]
-        if workload.moments_on_host:
-            settings.append("optimizer.memory=host")
-        if workload.mesh.pipeline > 1:
-            settings += [
-                f"pipeline.schedule={workload.schedule}",
-                f"pipeline.chunks={workload.chunks}",
-            ]
-        if workload.mesh.context > 1:
-            settings.append(f"model.context_attention={workload.context_way}")
-        if workload.model.experts and workload.mesh.expert > 1:
-            embed = "fsdp,expert" if workload.dense_over_expert else "fsdp"
-            settings.append(f"rules.parameters.embed={embed}")
-        if workload.model.experts and workload.mesh.tensor > 1:
-            owners = "expert,tensor" if workload.experts_over_tensor else "expert"
-            settings.append(f"rules.parameters.experts={owners}")
-        if workload.sequence_parallel:
-            settings.append("rules.activations.stream_time=context,tensor")
-            settings.append(f"mesh.collective_matmul={str(workload.collective_matmul).lower()}")
-        return settings
+        return settings_of(self.workload)
 
 
 def plan(config: RunConfig, devices: int, hardware: Hardware | str | Path) -> list[Plan]:
@@ -103,8 +88,10 @@ def plan(config: RunConfig, devices: int, hardware: Hardware | str | Path) -> li
         }
     )
     workload = with_counted_moments(unsplit, workload_of(unsplit, unsplit.mesh.sizes))
+    workload = replace(workload, offloads=False)
     own = OwnModel(unsplit) if config.model.make else None
-    return search(workload, devices, hardware, our_software(unsplit, hardware), own)
+    software = our_software(unsplit, hardware)
+    return search(workload, devices, hardware, software, own, Accepted(unsplit))
 
 
 def search(
@@ -113,17 +100,19 @@ def search(
     hardware: Hardware,
     software: Software,
     own: OwnModel | None = None,
+    accepts: Accepts = anything,
 ) -> list[Plan]:
     """Returns layouts of `workload` on `devices` devices, fastest first.
 
-    `own` is the model if it is a custom one; `workload` then has the sizes in its settings.
+    `own` is the model if it is a custom one; `workload` then has the sizes in its settings. Only
+    layouts are listed that `accepts` accepts.
 
     The layouts that fit come first. Then, for each mesh on which nothing fits, comes the layout
     that needs the least memory. Raises ConfigError if nothing fits at all.
     """
     fitting: list[tuple[Workload, Memory]] = []
     leanest: dict[MeshShape, tuple[Workload, Memory]] = {}
-    for candidate in candidates(workload, devices, hardware, own):
+    for candidate in candidates(workload, devices, hardware, own, accepts):
         memory = memory_of(candidate, own)
         mesh = candidate.mesh
         if memory.fits(hardware):
@@ -133,16 +122,17 @@ def search(
     meshes_that_fit = {candidate.mesh for candidate, _ in fitting}
     misfits = [found for mesh, found in leanest.items() if mesh not in meshes_that_fit]
     plans = [
-        Plan(_best_matmuls(each, memory, hardware, software, own))
+        Plan(_best_matmuls(each, memory, hardware, software, own, accepts))
         for candidate, memory in fitting + misfits
-        for each in _context_ways(candidate)
+        for each in filter(accepts, _context_ways(candidate))
     ]
     plans.sort(key=lambda plan: (not plan.fits, plan.seconds))
-    if not plans and own and own.refusal:
-        raise own.refusal
+    refusal = (own and own.refusal) or getattr(accepts, "refusal", None)
+    if not plans and refusal:
+        raise refusal
     if not plans or not plans[0].fits:
         smallest = min(plans, key=lambda plan: plan.memory.total, default=None)
-        raise _nothing_fits(workload, devices, hardware, smallest, own)
+        raise _nothing_fits(workload, devices, hardware, smallest, own, accepts)
     return [replace(plan, why=why_not(plan, plans[0])) for plan in plans]
 
 
@@ -221,15 +211,19 @@ def candidates(
     devices: int,
     hardware: Hardware,
     own: OwnModel | None = None,
+    accepts: Accepts = anything,
 ) -> Iterator[Workload]:
-    """Yields every layout that divides the devices, the batch and the model.
+    """Yields every layout that divides the devices, the batch and the model, and is accepted.
 
     For a mesh on which even the leanest layout does not fit, it yields only that one, which shows
     what is missing; or, if it would fit, the same with what layers keep, moments, or both on the
     host.
     """
     divided = workload.model
-    allowed = own.allows if own else None  # None: filter keeps every layout
+
+    def allowed(layout: Workload) -> bool:
+        return accepts(layout) and (own is None or own.allows(layout))
+
     if own:
         divided = own.divided
         workload = replace(workload, model=own.shape)
@@ -237,8 +231,6 @@ def candidates(
         if workload.global_batch % mesh.batch_shards:
             continue
         if mesh.data > 1 and mesh.data % workload.data_within:
-            continue
-        if workload.delayed and mesh.pipeline > 1:
             continue
         # Microbatches of one sequence and full recomputation need the least memory.
         lean = replace(
@@ -252,7 +244,7 @@ def candidates(
         )
         zeros = (0, 1) if mesh.data > 1 else (0,)  # ZeRO-1 splits over `data`
         leanest = min(
-            filter(allowed, _lean_layouts(lean, zeros[-1])),
+            filter(allowed, _lean_layouts(lean, zeros)),
             key=lambda each: memory_of(each, own).total,
             default=None,
         )
@@ -261,7 +253,8 @@ def candidates(
         if memory_of(leanest, own).fits(hardware):
             yield from filter(allowed, _layouts_on_mesh(lean, zeros))
         else:
-            on_host = (each for each in _on_host(leanest) if memory_of(each, own).fits(hardware))
+            moved = filter(allowed, _on_host(leanest))
+            on_host = (each for each in moved if memory_of(each, own).fits(hardware))
             yield next(on_host, leanest)
 
 
@@ -291,15 +284,16 @@ def _best_matmuls(
     hardware: Hardware,
     software: Software,
     own: OwnModel | None,
+    accepts: Accepts,
 ) -> Estimate:
     """Returns the faster step that fits, with whole matmuls over `tensor` or in pieces.
 
     With whole matmuls it holds `memory`.
     """
     whole = Estimate(step_time(workload, hardware, software, closed_form=True), memory)
-    if not workload.sequence_parallel or workload.delayed:
-        return whole
     cut = replace(workload, collective_matmul=True)
+    if not workload.sequence_parallel or not accepts(cut):
+        return whole
     time = step_time(cut, hardware, software, closed_form=True)
     pieces = Estimate(time, memory_of(cut, own))
     return min(whole, pieces, key=lambda each: (not each.fits, each.time.seconds))
@@ -348,12 +342,13 @@ def _layouts_on_mesh(workload: Workload, zeros: Sequence[int]) -> Iterator[Workl
                     yield replace(cut, schedule=schedule, chunks=chunks, remat=remat, zero=zero)
 
 
-def _lean_layouts(workload: Workload, zero: int) -> list[Workload]:
+def _lean_layouts(workload: Workload, zeros: Sequence[int]) -> list[Workload]:
     """Lists the layouts with the least memory: no split backward, which cannot recompute."""
     return [
         replace(workload, schedule=schedule, chunks=chunks, zero=zero)
         for schedule, chunks in schedules_of(workload)
         if not SCHEDULES[schedule].splits_backward
+        for zero in zeros
     ]
 
 
@@ -434,6 +429,7 @@ def _nothing_fits(
     hardware: Hardware,
     smallest: Plan | None,
     own: OwnModel | None,
+    accepts: Accepts,
 ) -> ConfigError:
     """Returns an error that says what is missing. `smallest` needs the least memory of all."""
     asked = f"{workload.model.parameters / 1e9:.3g} G parameters, {devices} x {hardware.name}"
@@ -442,9 +438,9 @@ def _nothing_fits(
     needed = smallest.memory.total
     safe = SAFE_SHARE * hardware.memory
     more = devices
-    while more < MOST_DEVICES and not _fits_on(smallest.workload, more, hardware, own):
+    while more < MOST_DEVICES and not _fits_on(smallest.workload, more, hardware, own, accepts):
         more *= 2
-    if _fits_on(smallest.workload, more, hardware, own):
+    if _fits_on(smallest.workload, more, hardware, own, accepts):
         fix = f"--devices {more}"
     else:
         fix = f"devices with {needed / SAFE_SHARE / 1e9:.0f} GB"
@@ -478,10 +474,11 @@ def _fits_on(
     devices: int,
     hardware: Hardware,
     own: OwnModel | None,
+    accepts: Accepts,
 ) -> bool:
     """Returns True if a layout fits on `devices`, with at least one sequence for each device."""
     grown = replace(workload, global_batch=max(workload.global_batch, devices))
     return any(
         memory_of(candidate, own).fits(hardware)
-        for candidate in candidates(grown, devices, hardware, own)
+        for candidate in candidates(grown, devices, hardware, own, accepts)
     )

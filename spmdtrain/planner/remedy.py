@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Any
 
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.load import from_resolved, resolved
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.parallel.axes import batch_shards
 from spmdtrain.planner.cost.memory import closed_form_state, step_memory
@@ -20,10 +22,15 @@ def cheapest_change(config: RunConfig, sizes: Mapping[str, int], share: float) -
     weights over `fsdp`, then recomputation, and finally moments on the host.
     """
     now = _bytes(config, sizes)
+    values = resolved(config)
     for changes in _candidates(config, sizes):
-        changed, on_sizes = _changed(config, sizes, changes)
-        if _bytes(changed, on_sizes) <= ROOM * share * now:
-            return [f"{name}={value}" for name, value in changes.items()]
+        settings = [f"{name}={value}" for name, value in changes.items()]
+        try:
+            changed = from_resolved(values, settings)
+        except ConfigError:
+            continue  # a run would refuse it
+        if _bytes(changed, dict(sizes) | _of_mesh(changes)) <= ROOM * share * now:
+            return settings
     return []
 
 
@@ -56,17 +63,13 @@ def _candidates(config: RunConfig, sizes: Mapping[str, int]) -> Iterator[dict[st
             yield changes
 
 
-def _changed(
-    config: RunConfig, sizes: Mapping[str, int], changes: Mapping[str, Any]
-) -> tuple[RunConfig, dict[str, int]]:
-    def of(section: str) -> dict[str, Any]:
-        names = (name for name in changes if name.startswith(f"{section}."))
-        return {name.removeprefix(f"{section}."): changes[name] for name in names}
-
-    train = config.train.model_copy(update=of("train"))
-    optimizer = config.optimizer.model_copy(update=of("optimizer"))
-    changed = config.model_copy(update={"train": train, "optimizer": optimizer})
-    return changed, dict(sizes) | of("mesh")
+def _of_mesh(changes: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the sizes of mesh axes among the changes, by axis."""
+    return {
+        name.removeprefix("mesh."): size
+        for name, size in changes.items()
+        if name.startswith("mesh.")
+    }
 
 
 def _bytes(config: RunConfig, sizes: Mapping[str, int]) -> int:

@@ -4,10 +4,14 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import pytest
+from helpers import tiny
 
+import spmdtrain as st
 from spmdtrain.cli import main
 from spmdtrain.config import ConfigError, load
+from spmdtrain.config.load import from_resolved, resolved
 from spmdtrain.models.abstract import build_model
 from spmdtrain.models.choose import choose_model
 from spmdtrain.planner.cost.hardware import DEVICES
@@ -100,12 +104,38 @@ def test_matmuls_go_in_pieces_where_that_is_faster_and_fits():
     assert (False, False) in found  # where pieces would not fit
 
 
-def test_a_run_with_delayed_scaling_is_offered_what_it_takes():
-    small = replace(LLAMA_8B, delayed=True, matmul="float8", global_batch=8)
-    plans = search(small, 8, H100, software("spmdtrain", "h100"))
-    assert {plan.workload.mesh.pipeline for plan in plans} == {1}
-    assert any(plan.workload.sequence_parallel for plan in plans)
-    assert not any(plan.workload.collective_matmul for plan in plans)
+SMALL = (
+    *("model.layers=4", "model.embed=64", "model.heads=4", "model.vocab=256"),
+    *("train.global_batch=32", "train.sequence_length=64", "model.max_length=64"),
+)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("compression.codec=lowrank",),
+        ("compression.codec=int8", "compression.within=2"),
+        ("precision.matmul=float8", "precision.scaling=delayed"),
+        ("precision.matmul=mxfp8",),
+        ("train.scan_layers=false",),
+        ("train.remat=offload",),
+        ("optimizer.memory=host",),
+        ("finetune.frozen_layers=2",),
+    ],
+    ids=" ".join,
+)
+@pytest.mark.seconds
+def test_a_run_is_offered_only_what_it_takes(settings):
+    values = resolved(tiny(*SMALL, *settings))
+    plans = plan_config(from_resolved(values), 8, "b200")
+    assert len({each.workload.mesh for each in plans}) > 5
+    for each in plans[::30]:
+        st.shard(from_resolved(values, each.settings), devices=jax.devices())
+
+
+def test_where_a_run_takes_no_layout_its_own_line_says_why():
+    with pytest.raises(ConfigError, match="no multiple of 32"):
+        plan_config(tiny(*SMALL, "precision.matmul=mxfp8", "model.embed=48"), 8, "b200")
 
 
 def test_what_fits_nowhere_is_one_line_with_what_would_help():

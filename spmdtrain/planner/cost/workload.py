@@ -437,7 +437,6 @@ class Workload:
     # "ring", "gather" and "ulysses"; "balanced" gathers, with the tokens in zigzag order (Llama 3).
     context_attention: str = "balanced"
     matmul: str = "compute"  # numbers of the layers' matmuls, as precision.matmul
-    delayed: bool = False  # as precision.scaling: no pipeline, and no matmul in pieces
     stored_bytes: int = 4  # of a weight at rest, and of each moment
     trained: Trained = Trained()
     frozen_bytes: int = 4  # of a weight at rest that is not trained
@@ -731,7 +730,6 @@ def workload_of(config: RunConfig, mesh_sizes: Mapping[str, int]) -> Workload:
         dtype=config.precision.compute,
         context_attention=_context_attention(config),
         matmul=config.precision.matmul,
-        delayed=config.precision.scaling == "delayed",
         stored_bytes=4 if config.precision.params == "float32" else 2,
         trained=trained_part(config),
         frozen_bytes=4 if config.precision.frozen == "float32" else 2,

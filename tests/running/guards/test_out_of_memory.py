@@ -13,6 +13,7 @@ import spmdtrain as st
 from spmdtrain.cli import main
 from spmdtrain.compiled.memory import memory_in
 from spmdtrain.config import ConfigError, to_toml
+from spmdtrain.config.load import from_resolved, resolved
 from spmdtrain.planner.remedy import cheapest_change
 from spmdtrain.running.compile_step import lower_step
 from spmdtrain.running.guards import host_memory, memory
@@ -99,6 +100,17 @@ def test_the_cheapest_change_comes_first_and_the_impossible_has_none():
     assert cheapest_change(config, sizes, 0.01) == []
     hard = cheapest_change(config, sizes, 0.12)
     assert any(setting.startswith("train.zero=1") or "fsdp" in setting for setting in hard)
+
+
+def test_no_change_is_offered_that_the_run_would_refuse():
+    """ZeRO-1 would be the cheapest, but for what the codec keeps of each weight."""
+    sizes = dict.fromkeys(("pipeline", "fsdp", "expert", "context", "tensor"), 1) | {"data": 8}
+    for codec, offered in (("none", True), ("lowrank", False)):
+        asked = ("train.global_batch=8", "mesh.data=8", f"compression.codec={codec}")
+        values = resolved(tiny(*SETTINGS, *asked))
+        changes = cheapest_change(from_resolved(values), sizes, 0.95)
+        assert changes and ("train.zero=1" in changes) == offered
+        from_resolved(values, changes)
 
 
 @pytest.mark.long
