@@ -13,7 +13,6 @@ from pathlib import Path
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.given import as_whole
 from spmdtrain.config.schema import RunConfig, check_config
-from spmdtrain.planner.accepted import Accepted, settings_of
 from spmdtrain.planner.cost.hardware import Hardware, described, devices_per_host
 from spmdtrain.planner.cost.memory import SAFE_SHARE, Memory, step_memory
 from spmdtrain.planner.cost.schedules import SCHEDULES
@@ -22,6 +21,7 @@ from spmdtrain.planner.cost.step_time import step_time
 from spmdtrain.planner.cost.workload import MeshShape, ModelShape, Workload, workload_of
 from spmdtrain.planner.estimate import MOST_LAID_OUT, Estimate, our_software, with_vocab
 from spmdtrain.planner.own_model import OwnModel, with_counted_moments
+from spmdtrain.planner.settings.accepted import Accepted, settings_of
 
 # Layouts this close to the best are as good, within the error of the model.
 WITHIN_ERROR = 0.05

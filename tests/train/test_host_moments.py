@@ -16,7 +16,7 @@ from spmdtrain.planner.cost.memory import exact_state, host_bytes, step_memory
 from spmdtrain.planner.cost.workload import workload_of
 from spmdtrain.planner.estimate import estimate
 from spmdtrain.planner.plan import plan
-from spmdtrain.planner.remedy import _candidates, cheapest_change
+from spmdtrain.planner.settings.remedy import _candidates, cheapest_change
 from spmdtrain.running import loop
 from spmdtrain.train.shard import shard
 

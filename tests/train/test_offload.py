@@ -18,7 +18,7 @@ from spmdtrain.planner.cost.hardware import hardware
 from spmdtrain.planner.cost.memory import kept_bytes, step_memory
 from spmdtrain.planner.cost.workload import workload_of
 from spmdtrain.planner.plan import plan
-from spmdtrain.planner.remedy import cheapest_change
+from spmdtrain.planner.settings.remedy import cheapest_change
 
 pytestmark = pytest.mark.long
 

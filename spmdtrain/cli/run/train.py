@@ -89,7 +89,7 @@ def _train(parsed: argparse.Namespace, config: "RunConfig", directory: str) -> i
 
 def _with_remedy(error: "OutOfMemoryError") -> "OutOfMemoryError":
     """Returns the error with the cheapest change that fits, if the planner knows one."""
-    from spmdtrain.planner.remedy import cheapest_change
+    from spmdtrain.planner.settings.remedy import cheapest_change
 
     if not error.needed or not error.available:
         return error

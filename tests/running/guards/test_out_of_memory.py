@@ -14,7 +14,7 @@ from spmdtrain.cli import main
 from spmdtrain.compiled.memory import memory_in
 from spmdtrain.config import ConfigError, to_toml
 from spmdtrain.config.load import from_resolved, resolved
-from spmdtrain.planner.remedy import cheapest_change
+from spmdtrain.planner.settings.remedy import cheapest_change
 from spmdtrain.running.compile_step import lower_step
 from spmdtrain.running.guards import host_memory, memory
 from spmdtrain.running.guards.memory import OutOfMemoryError

@@ -1,0 +1,1 @@
+"""Settings that a plan proposes: those of a layout, and those with which a run fits."""
