@@ -125,6 +125,12 @@ OPTIONS = (
         0.02,
         DATA,
     ),
+    Option(
+        "the largest 1% likewise, AdamW without momentum",
+        (*DATA, "compression.codec=topk", "compression.after=100", "optimizer.beta1=0"),
+        0.02,
+        DATA,
+    ),
     # The gradual share rises from a quarter of the run to three quarters of it.
     Option("2 of 4 weights from a quarter on", ("sparsity.pattern=2:4", "sparsity.since=75"), 0.05),
     Option(
@@ -139,6 +145,9 @@ OPTIONS = (
     ),
     Option("4 islands, the first third in step", ISLANDS, 0.05, islands=4),
     Option("4 islands in int8, likewise", (*ISLANDS, "islands.codec=int8"), 0.05, islands=4),
+    Option("4 islands that average, likewise", (*ISLANDS, "islands.outer=average"), 0.05, islands=4),
+    Option("4 islands in 2 fragments, likewise", (*ISLANDS, "islands.fragments=2"), 0.05, islands=4),
+    Option("4 islands, 5 steps late, likewise", (*ISLANDS, "islands.delay=5"), 0.05, islands=4),
     Option("batches of 8, 16, then 32", STAGED, 0.005, tables=SMALLER),
     Option(
         "batches likewise, rate by their root",
