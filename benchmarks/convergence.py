@@ -145,8 +145,12 @@ OPTIONS = (
     ),
     Option("4 islands, the first third in step", ISLANDS, 0.05, islands=4),
     Option("4 islands in int8, likewise", (*ISLANDS, "islands.codec=int8"), 0.05, islands=4),
-    Option("4 islands that average, likewise", (*ISLANDS, "islands.outer=average"), 0.05, islands=4),
-    Option("4 islands in 2 fragments, likewise", (*ISLANDS, "islands.fragments=2"), 0.05, islands=4),
+    Option(
+        "4 islands that average, likewise", (*ISLANDS, "islands.outer=average"), 0.05, islands=4
+    ),
+    Option(
+        "4 islands in 2 fragments, likewise", (*ISLANDS, "islands.fragments=2"), 0.05, islands=4
+    ),
     Option("4 islands, 5 steps late, likewise", (*ISLANDS, "islands.delay=5"), 0.05, islands=4),
     Option("batches of 8, 16, then 32", STAGED, 0.005, tables=SMALLER),
     Option(

@@ -177,15 +177,15 @@ BREAKAGES = [
     Breakage(
         "gradients of a microbatch keep the dtype of the weights",
         "train/gradients/grad_accumulation.py",
-        "return setup.model.cast(gradients, accumulate), sums",
-        "return gradients, sums",
+        "return Totals(setup.model.cast(gradients, accumulate), seen, sums)",
+        "return Totals(gradients, seen, sums)",
         PRECISION,
     ),
     Breakage(
         "gradients accumulate in the dtype of the weights",
         "train/gradients/grad_accumulation.py",
-        "jax.lax.scan(add, (zero_gradients(setup, trained), no_sums), batch)",
-        "jax.lax.scan(add, (jax.tree.map(jnp.zeros_like, trained), no_sums), batch)",
+        "nothing = Totals(zero_gradients(setup, trained), slots, no_sums)",
+        "nothing = Totals(jax.tree.map(jnp.zeros_like, trained), slots, no_sums)",
         PRECISION,
     ),
     Breakage(
