@@ -21,12 +21,12 @@ from stacks import copied_bytes
 
 import spmdtrain as st
 from spmdtrain.compiled import hlo
+from spmdtrain.parallel.mesh import AXES
 from spmdtrain.planner import deviceless
 from spmdtrain.planner.cost.hardware import hardware
 from spmdtrain.processes import xla_flags
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 
 
 @dataclass(frozen=True)

@@ -127,9 +127,9 @@ def search(
         for each in filter(accepts, _context_ways(candidate))
     ]
     plans.sort(key=lambda plan: (not plan.fits, plan.seconds))
-    refusal = (own and own.refusal) or getattr(accepts, "refusal", None)
-    if not plans and refusal:
-        raise refusal
+    for check in (own, accepts):
+        if not plans and isinstance(check, OwnModel | Accepted) and check.refusal:
+            raise check.refusal
     if not plans or not plans[0].fits:
         smallest = min(plans, key=lambda plan: plan.memory.total, default=None)
         raise _nothing_fits(workload, devices, hardware, smallest, own, accepts)

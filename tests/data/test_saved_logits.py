@@ -154,6 +154,10 @@ def test_it_says_before_it_writes_that_the_disk_is_too_small(tmp_path):
     with pytest.raises(StorageError, match="asked 14000000.0 GB"):
         LogitsWriter(tmp_path, large)
     assert not list(tmp_path.iterdir())
+    whole = opened(written(tmp_path))
+    with pytest.raises(StorageError, match="asked 14000000.0 GB"):
+        LogitsWriter(tmp_path, large)
+    assert whole and opened(tmp_path), "what was there stays"
 
 
 OTHER = {

@@ -32,7 +32,7 @@ CASES = {
 }
 
 
-def drawn(case: Case) -> tuple[jax.Array, ...]:
+def drawn(case: Any) -> tuple[jax.Array, ...]:
     """Student, its table, teacher, its table, targets and mask."""
     random = np.random.default_rng(0)
     b, t, v = SHAPE.values()

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
+from test_linear_distillation import SHAPE, drawn
 
 from pallas_kernels.loss import (
     Head,
@@ -17,8 +18,6 @@ from pallas_kernels.loss import (
     linear_likeliest,
     linear_saved_distillation,
 )
-
-SHAPE = {"b": 2, "t": 6, "v": 12}
 
 
 class Case(NamedTuple):
@@ -38,16 +37,6 @@ CASES = {
     "shaped, padded": Case(5, 1.0, 0.7, scale=0.5, softcap=1.5, vocab=10),
     "split, padded, in chunks": Case(3, 2.0, 0.4, chunk_logits=90, vocab=9, devices=2),
 }
-
-
-def drawn(case: Case) -> tuple[jax.Array, ...]:
-    """Student, its table, teacher, its table, targets and mask."""
-    random = np.random.default_rng(0)
-    b, t, v = SHAPE.values()
-    arrays = [random.normal(size=shape) for shape in ((b, t, 8), (v, 8), (b, t, 5), (v, 5))]
-    targets_bt = random.integers(0, case.vocab, (b, t), np.int32)
-    mask_bt = np.array(random.random((b, t)) > 0.3, np.float32)
-    return *(jnp.float32(x) for x in arrays), jnp.asarray(targets_bt), jnp.asarray(mask_bt)
 
 
 def on_devices(case: Case, function: Any, arrays: tuple, split: set[int], outputs: int) -> Any:

@@ -116,7 +116,7 @@ SMALL = (
         ("compression.codec=lowrank",),
         ("compression.codec=int8", "compression.within=2"),
         ("precision.matmul=float8", "precision.scaling=delayed"),
-        ("precision.matmul=mxfp8",),
+        ("precision.matmul=mxfp8", "train.scan_layers=false"),
         ("train.scan_layers=false",),
         ("train.remat=offload",),
         ("optimizer.memory=host",),

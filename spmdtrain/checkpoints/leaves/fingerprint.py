@@ -52,9 +52,9 @@ def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, Fingerprint]:
     nothing. All processes that hold parts of the arrays must call this, and all get the same
     result. Waits for the devices.
     """
-    near = {name for name, x in arrays.items() if x.is_fully_addressable and x.size <= SMALL}
+    near = {name: x for name, x in arrays.items() if x.is_fully_addressable and x.size <= SMALL}
     start = begin({name: _as_integers(x) for name, x in arrays.items() if name not in near})
-    return {name: fingerprint(np.asarray(arrays[name])) for name in near} | start()
+    return {name: fingerprint(x) for name, x in jax.device_get(near).items()} | start()
 
 
 def _as_integers(x: jax.Array) -> jax.Array:

@@ -43,9 +43,10 @@ class LogitsWriter:
         self._widths = widths  # bytes of a record
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            for name in (MANIFEST_FILE, *widths):
-                (folder / name).unlink(missing_ok=True)
-            self._refuse_full_disk()
+            earlier = [folder / name for name in (MANIFEST_FILE, *widths)]
+            self._refuse_full_disk(sum(each.stat().st_size for each in earlier if each.is_file()))
+            for each in earlier:
+                each.unlink(missing_ok=True)
             self._open = {
                 name: self._files.enter_context((folder / name).open("wb")) for name in widths
             }
@@ -80,10 +81,11 @@ class LogitsWriter:
             spare.write_text(json.dumps(asdict(whole), indent=1) + "\n", encoding="utf-8")
         return whole
 
-    def _refuse_full_disk(self) -> None:
+    def _refuse_full_disk(self, replaced: int) -> None:
+        """Raises StorageError if there is no room, even without the bytes that are replaced."""
         manifest = self._manifest
         wanted = manifest.tokens * bytes_of_token(manifest.top, manifest.vocab)
-        free = shutil.disk_usage(self._folder).free
+        free = shutil.disk_usage(self._folder).free + replaced
         if free < wanted:
             raise StorageError(
                 f"{self._folder} has no room for the logits",

@@ -60,10 +60,7 @@ class Accepted:
         kind = _kind(workload)
         if kind not in self._of_kind:
             self._of_kind[kind] = self._refusal(workload)
-        parts = workload.mesh, workload.microbatch, workload.sequence_parallel
-        if parts not in self._of_blocks:
-            self._of_blocks[parts] = self._refusal_of_blocks(workload)
-        refusal = self._of_kind[kind] or self._of_blocks[parts]
+        refusal = self._of_kind[kind] or self._refusal_of_parts(workload)
         self.refusal = refusal or self.refusal
         return refusal is None
 
@@ -74,10 +71,19 @@ class Accepted:
             return error
         return None
 
-    def _refusal_of_blocks(self, workload: Workload) -> ConfigError | None:
-        """Returns the error for a device whose part of a matmul in blocks has no whole ones."""
+    def _refusal_of_parts(self, workload: Workload) -> ConfigError | None:
+        """Returns the error for a device whose part of a matmul in blocks has no whole ones.
+
+        The config accepts the settings of the layout.
+        """
         if self._config.precision.matmul != "mxfp8":
             return None
+        parts = workload.mesh, workload.microbatch, workload.sequence_parallel
+        if parts not in self._of_blocks:
+            self._of_blocks[parts] = self._refusal_of_blocks(workload)
+        return self._of_blocks[parts]
+
+    def _refusal_of_blocks(self, workload: Workload) -> ConfigError | None:
         from spmdtrain.parallel.axes import make_rules
 
         own = from_resolved(self._values, settings_of(workload))

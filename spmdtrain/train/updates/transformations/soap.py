@@ -18,6 +18,7 @@ basis stays what it was, and rounding turns it by no more than its share of `LEA
 A side that is too long has no basis: P or Q is the identity for good.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -132,7 +133,7 @@ def _begun(n: int, largest: int) -> Eigenbasis | None:
 
 def _square(x: jax.Array) -> jax.Array:
     """Returns a vector [n * n] as [n, n]."""
-    return x.reshape(int(x.size**0.5 + 0.5), -1)
+    return x.reshape(math.isqrt(x.size), -1)
 
 
 def _turned(x_rc: jax.Array, rows: Eigenbasis | None, columns: Eigenbasis | None) -> jax.Array:
