@@ -258,11 +258,7 @@ def test_no_two_files_of_tests_share_a_name():
     assert [name for name, times in names.items() if times > 1] == []
 
 
-# --- budgets --------------------------------------------------------------------------------------
-
-MOST_FILES = 12  # in a room
-MOST_IMPORTS = 15  # of ours, in a file of the rooms where everything meets
-MEETING = ("spmdtrain.running", "spmdtrain.train")
+# --- one home -------------------------------------------------------------------------------------
 
 
 def sources(root: Path) -> dict[str, Path]:
@@ -271,49 +267,27 @@ def sources(root: Path) -> dict[str, Path]:
     return {module_of(path.relative_to(root)): path for path in files}
 
 
-def over_budget(root: Path) -> list[str]:
-    files = sources(root)
-    rooms = Counter(path.parent for path in files.values() if not path.name.startswith("__"))
-    found = [
-        f"{room.relative_to(root)} has {count} files, more than {MOST_FILES}"
-        for room, count in rooms.items()
-        if count > MOST_FILES
-    ]
+def class_names_used_twice(root: Path) -> list[str]:
     homes: dict[str, list[str]] = {}
-    for module, path in files.items():
-        tree = ast.parse(path.read_text())
-        names = {name for _, name in imported(tree, module.rpartition(".")[0])}
-        ours = {name if name in files else name.rpartition(".")[0] for name in names} & set(files)
-        if module.startswith(MEETING) and len(ours) > MOST_IMPORTS:
-            found.append(f"{module} imports {len(ours)} files of ours, more than {MOST_IMPORTS}")
-        for node in tree.body:
+    for module, path in sources(root).items():
+        for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(module)
-    return found + [f"class {name} is in {at}" for name, at in homes.items() if len(at) > 1]
+    return [f"class {name} is in {modules}" for name, modules in homes.items() if len(modules) > 1]
 
 
-def test_rooms_imports_and_class_names_stay_within_their_budget():
-    assert over_budget(ROOT) == []
+def test_a_class_name_has_one_home():
+    assert class_names_used_twice(ROOT) == []
 
 
-@pytest.mark.parametrize(
-    ("files", "complaint"),
-    [
-        ({f"models/part{n}.py": "" for n in range(13)}, "spmdtrain/models has 13 files"),
-        ({"data/a.py": "class A: ...", "models/b.py": "class A: ..."}, "class A is in"),
-        (
-            {"train/hub.py": "".join(f"from spmdtrain.models.p{n} import x\n" for n in range(16))}
-            | {f"models/p{n}.py": "" for n in range(16)},
-            "spmdtrain.train.hub imports 16 files",
-        ),
-    ],
-)
-def test_a_house_over_its_budget_is_found(tmp_path, files, complaint):
-    for name, text in files.items():
+def test_a_class_name_with_two_homes_is_found(tmp_path):
+    for name in ("data/a.py", "models/b.py"):
         path = tmp_path / "spmdtrain" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    assert any(complaint in each for each in over_budget(tmp_path))
+        path.parent.mkdir(parents=True)
+        path.write_text("class A: ...")
+    assert class_names_used_twice(tmp_path) == [
+        "class A is in ['spmdtrain.data.a', 'spmdtrain.models.b']"
+    ]
 
 
 # --- one mood -------------------------------------------------------------------------------------
