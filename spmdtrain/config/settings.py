@@ -95,12 +95,14 @@ class Settings(BaseModel, metaclass=_InOneLine):
         return was_left_out and getattr(self, name) is not None
 
     def with_derived(self, **values: Any) -> Self:
-        """Returns a copy in which these settings have the given values, unless somebody chose them.
+        """Returns a copy in which these settings have the given values, unless somebody chose them,
+        and what follows from them is derived anew.
 
         For settings that follow from those of another section.
         """
         copied = super().model_copy()
         copied._take(values)
+        copied._take(copied.derived())
         return copied
 
     def as_given(self) -> dict[str, Any]:

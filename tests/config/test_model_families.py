@@ -41,8 +41,13 @@ def llama(*overrides: str) -> RunConfig:
                 "model.rope_scaling.kind=longrope",
                 *YARN[1:],
                 "model.rope_scaling.short=1,2",
+                "model.rope_scaling.use=short",
             ],
             "short has 2 factors, and 32 channels turn in 16 pairs",
+        ),
+        (
+            ["model.rope_scaling.kind=longrope", *YARN[1:], "model.rope_scaling.short=1,2"],
+            "kind='longrope' needs model.rope_scaling.long",
         ),
         (["model.windows=3,-1"], "must be greater than or equal to 0"),
         (["model.rope_theta_window=1e4"], "model.windows has none"),

@@ -91,14 +91,14 @@ def _read_scaling(keys: Keys, kind: str, length: int | None) -> dict[str, Any] |
         if scale is None and both[0] and both[1]:
             scale = yarn_scale(factor, both[0]) / yarn_scale(factor, both[1])
     if kind == "longrope":
-        scaling |= _read_longrope(keys, length or 0, original or length or 0)
+        scaling |= _read_longrope(keys)
     if scale is not None:
         scaling["scale"] = float(scale)
     return scaling
 
 
-def _read_longrope(keys: Keys, length: int, original: int) -> dict[str, Any]:
-    """Returns the divisors of the frequencies, and which of the two lists the run uses."""
+def _read_longrope(keys: Keys) -> dict[str, Any]:
+    """Returns the divisors of the frequencies; the length of the run chooses between them."""
     keys.take("short_mscale")
     keys.take("long_mscale")
     found = {}
@@ -107,7 +107,7 @@ def _read_longrope(keys: Keys, length: int, original: int) -> dict[str, Any]:
         if not isinstance(values, list) or not all(isinstance(x, int | float) for x in values):
             raise keys.refused(theirs, values, "a list of numbers")
         found[ours] = [float(x) for x in values]
-    return found | {"use": "long" if length > original else "short"}
+    return found
 
 
 def yarn_scale(factor: float, times: float) -> float:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from spmdtrain.config.settings import Count, Positive, Settings
+from spmdtrain.config.settings import Count, Derived, Positive, Settings
 
 Factors = Annotated[tuple[Positive, ...], Field(strict=False)]
 # The settings that only some kinds read.
@@ -63,8 +63,10 @@ class RopeScaling(Settings):
         default=(), description="longrope: a divisor for each frequency, up to original_length"
     )
     long: Factors = Field(default=(), description="longrope: the same, for longer sequences")
-    use: Literal["short", "long"] = Field(
-        default="short", description="longrope: which divisors all sequences of the run use"
+    use: Derived[Literal["short", "long"]] = Field(
+        default=None,
+        description="longrope: which divisors all sequences of the run use; default: long if "
+        "model.max_length is beyond original_length",
     )
 
     @model_validator(mode="after")
@@ -97,9 +99,23 @@ class RopeScaling(Settings):
                 f"model.rope_scaling.beta_fast={self.beta_fast:g} is not above "
                 f"beta_slow={self.beta_slow:g}"
             )
-        if self.kind == "longrope" and not self.divisors:
-            raise ValueError(f"model.rope_scaling.use={self.use!r} needs a list of that name")
+        if self.kind == "longrope":
+            self._check_lists()
         return self
+
+    def _check_lists(self) -> None:
+        """Refuses a missing list of divisors: any, or the one that `use` names."""
+        for name in (self.use,) if self.use else ("short", "long"):
+            if not getattr(self, name):
+                raise ValueError(
+                    f"model.rope_scaling.kind='longrope' needs model.rope_scaling.{name}"
+                )
+
+    def for_length(self, length: int | None) -> "RopeScaling":
+        """Returns the scaling of a model that reads sequences of up to `length` tokens."""
+        if self.kind != "longrope" or length is None or self.original_length is None:
+            return self
+        return self.with_derived(use="long" if length > self.original_length else "short")
 
     @property
     def amplitude(self) -> float:

@@ -177,6 +177,7 @@ class TransformerConfig(Settings):
             "out_bias": self.bias,
             "mlp_bias": self.bias,
             "experts": self.experts and self.experts.with_derived(ffn=of_expert),
+            "rope_scaling": self.rope_scaling and self.rope_scaling.for_length(self.max_length),
         }
 
     @model_validator(mode="after")
@@ -245,11 +246,13 @@ class TransformerConfig(Settings):
                 f"model.rope_theta={self.rope_theta:g}: yarn needs falling frequencies, which "
                 "take a theta above 1"
             )
-        if scaling and scaling.divisors and len(scaling.divisors) != self.rope_dim // 2:
-            raise ValueError(
-                f"model.rope_scaling.{scaling.use} has {len(scaling.divisors)} factors, and "
-                f"{self.rope_dim} channels turn in {self.rope_dim // 2} pairs"
-            )
+        for name in ("short", "long") if scaling else ():
+            divisors = getattr(scaling, name)
+            if divisors and len(divisors) != self.rope_dim // 2:
+                raise ValueError(
+                    f"model.rope_scaling.{name} has {len(divisors)} factors, and "
+                    f"{self.rope_dim} channels turn in {self.rope_dim // 2} pairs"
+                )
 
     def _refuse_rope(self) -> None:
         """Refuses rotary settings if positions are learned."""
