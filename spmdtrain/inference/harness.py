@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.given import shown
 from spmdtrain.config.near import near
+from spmdtrain.inference.requests import (
+    Generation,
+    Ids,
+    Pair,
+    generation,
+    rolling_pairs,
+    scored_pair,
+)
 from spmdtrain.inference.sample import Choice, make_generate, make_logits, refuse_corrupting
 from spmdtrain.inference.trained_run import OpenedRun, open_run
 from spmdtrain.models.choose import MakeModel
@@ -26,10 +35,7 @@ from spmdtrain.train.setup import Setup
 BATCH = 8  # sequences per batch
 # Tokens of a row. Lengths are rounded up to powers of two, so that few programs are compiled.
 SHORTEST = 16
-NEW_TOKENS = 256  # of a generated text, if the task does not say
 SIMILAR = 3  # names suggested for an unknown task
-
-Ids = np.ndarray
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,8 @@ class Programs:
     """
 
     score: Callable[..., tuple[jax.Array, jax.Array]]  # see `_make_score`
-    generate: Callable[[int], Callable[..., list[Ids]]]  # by the number of new tokens
+    # By the number of new tokens, and how each is chosen.
+    generate: Callable[[int, Choice], Callable[..., list[Ids]]]
 
 
 def make_programs(setup: Setup, end_of_text: int | None) -> Programs:
@@ -50,23 +57,24 @@ def make_programs(setup: Setup, end_of_text: int | None) -> Programs:
     ends = () if end_of_text is None else (end_of_text,)
 
     @functools.cache
-    def generate(length: int) -> Callable[..., list[Ids]]:
-        return make_generate(setup, length, Choice(temperature=0), ends)
+    def generate(length: int, choice: Choice) -> Callable[..., list[Ids]]:
+        return make_generate(setup, length, choice, ends)
 
     return Programs(_make_score(setup), generate)
 
 
 def likelihoods(
-    opened: OpenedRun, pairs: Sequence[tuple[Ids, Ids]], programs: Programs | None = None
+    opened: OpenedRun, pairs: Sequence[Pair], programs: Programs | None = None
 ) -> list[tuple[float, bool]]:
     """Returns (log-likelihood in nats, whether it is the likeliest) of each (context,
     continuation).
 
     A continuation is scored given its context. The model sees the last `max_length` tokens of the
-    two together, the length it was trained for. Both must have at least one token. `programs` are
-    those of the run's setup, if already made.
+    two together, the length it was trained for. A context has at least one token, and a
+    continuation at most that length. `programs` are those of the run's setup, if already made.
     """
     limit = opened.config.model.max_length
+    assert all(0 < len(scored) <= limit for _, scored in pairs), "no score is that of no token"
     score = (programs or make_programs(opened.setup, opened.end_of_text)).score
     lengths = [len(context) + len(continuation) for context, continuation in pairs]
     order = sorted(range(len(pairs)), key=lengths.__getitem__)  # groups similar lengths
@@ -74,38 +82,19 @@ def likelihoods(
     for first in range(0, len(order), BATCH):
         chosen = order[first : first + BATCH]
         rows = [np.concatenate(pairs[at])[-(limit + 1) :] for at in chosen]
-        counted = [
-            min(len(pairs[at][1]), len(row) - 1) for at, row in zip(chosen, rows, strict=True)
-        ]
         length = _rounded(max(len(row) for row in rows) - 1, limit)
         tokens = np.zeros((BATCH, length), np.int32)
         targets = np.zeros((BATCH, length), np.int32)
         mask = np.zeros((BATCH, length), bool)
-        for line, (row, count) in enumerate(zip(rows, counted, strict=True)):
+        for line, (at, row) in enumerate(zip(chosen, rows, strict=True)):
             last = len(row) - 1
             tokens[line, :last] = row[:-1]
             targets[line, :last] = row[1:]
-            mask[line, last - count : last] = True
+            mask[line, last - len(pairs[at][1]) : last] = True
         sums, are_likeliest = jax.device_get(score(opened.params, tokens, targets, mask))
         for line, at in enumerate(chosen):
             found[at] = (float(sums[line]), bool(are_likeliest[line]))
     return found
-
-
-def rolling_windows(ids: Ids, first: int, limit: int) -> list[tuple[Ids, Ids]]:
-    """Returns (context, continuation) pairs whose continuations concatenate to `ids`.
-
-    They are those of the harness (`get_rolling_token_windows`, `make_disjoint_window`): each window
-    scores `limit` tokens given the previous one, which is `first` at the start. The last, shorter
-    window has as many tokens of context as fit.
-    """
-    row = np.concatenate([[first], ids]).astype(np.int32)  # ids[at] is row[at + 1]
-    windows = []
-    for at in range(0, len(ids), limit):
-        end = min(at + limit, len(ids))
-        seen = max(end - limit, 0)
-        windows.append((row[seen : at + 1], row[at + 1 : end + 1]))
-    return windows
 
 
 def _make_score(setup: Setup) -> Callable[..., tuple[jax.Array, jax.Array]]:
@@ -177,88 +166,79 @@ def check_tasks(tasks: Sequence[str]) -> None:
             raise ConfigError(what, fix=", ".join(similar) or "lm-eval ls tasks")
 
 
-def results_of(model: Any, tasks: Sequence[str], limit: int | None) -> dict[str, Any]:
-    """Returns the harness's results by task. It must know them all: see `check_tasks`."""
-    return import_harness().simple_evaluate(model, tasks=list(tasks), limit=limit)["results"]
+def results_of(
+    model: Any, tasks: Sequence[str], limit: int | None, **options: Any
+) -> dict[str, Any]:
+    """Returns the harness's results by task, which it must know: see `check_tasks`.
+
+    `options` are further ones of its `simple_evaluate`.
+    """
+    lm_eval = import_harness()
+    return lm_eval.simple_evaluate(model, tasks=list(tasks), limit=limit, **options)["results"]
 
 
 def harness_model(opened: OpenedRun, programs: Programs | None = None) -> Any:
     """Returns the run as a `lm_eval.api.model.LM`; `programs` as in `likelihoods`."""
     from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]  in no extra of ours
 
-    encode = opened.tokenizer.encode
     programs = programs or make_programs(opened.setup, opened.end_of_text)
-
-    def pair(context: str, continuation: str) -> tuple[Ids, Ids]:
-        """Encodes both as the harness does: the ids of the whole, split after the context's.
-
-        Trailing spaces of the context belong to the continuation; an empty context is the end of a
-        text.
-        """
-        stripped = context.rstrip()
-        whole = encode(context + continuation)
-        if not stripped:
-            return _before_a_text(opened), whole
-        whole, before = opened.begun(whole), opened.begun(encode(stripped))
-        return before, whole[len(before) :]
 
     class TrainedRun(LM):
         """A trained run as the harness sees it.
 
-        It answers requests, which are texts, in their order.
+        It answers requests, which are texts, in their order. Those that cannot be answered are
+        refused before the first is.
         """
 
         def loglikelihood(self, requests, disable_tqdm: bool = False):  # noqa: ARG002
-            asked = [pair(*request.args) for request in requests]
-            return likelihoods(opened, asked, programs)
+            pairs = [scored_pair(opened, *request.args) for request in requests]
+            return likelihoods(opened, pairs, programs)
 
         def loglikelihood_rolling(self, requests, disable_tqdm: bool = False):  # noqa: ARG002
-            limit = opened.config.model.max_length
-            found = []
-            for request in requests:
-                first = int(_before_a_text(opened)[-1])
-                windows = rolling_windows(encode(request.args[0]), first, limit)
-                scored = likelihoods(opened, windows, programs)
-                found.append(sum(score for score, _ in scored))
-            return found
+            texts = [rolling_pairs(opened, request.args[0]) for request in requests]
+            scores = iter(likelihoods(opened, list(chain.from_iterable(texts)), programs))
+            return [sum(next(scores)[0] for _ in pairs) for pairs in texts]
 
         def generate_until(self, requests, disable_tqdm: bool = False):  # noqa: ARG002
-            return [_text_until(opened, *request.args, programs=programs) for request in requests]
+            texts = [generation(opened, *request.args) for request in requests]
+            return [
+                generated(opened, text, programs, jax.random.key(number))
+                for number, text in enumerate(texts)
+            ]
 
     return TrainedRun()
 
 
-def _before_a_text(opened: OpenedRun) -> Ids:
-    """Returns the token that precedes a text: the one that begins it, the end of another text, or
-    else a line break.
+def rehearse(opened: OpenedRun, tasks: Sequence[str], limit: int | None) -> None:
+    """Reads every request of `tasks`, and answers none: weights are not needed.
+
+    Raises UserError for a request that could not be answered, so that no run ends on it later.
     """
-    for token in (opened.begin_of_text, opened.end_of_text):
-        if token is not None:
-            return np.array([token], np.int32)
-    return opened.tokenizer.encode("\n")
+    from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]  as above
+
+    class Rehearsal(LM):
+        """Reads requests as a trained run does."""
+
+        def loglikelihood(self, requests, disable_tqdm: bool = False):  # noqa: ARG002
+            for request in requests:
+                scored_pair(opened, *request.args)
+            return [(-1.0, False)] * len(requests)
+
+        def loglikelihood_rolling(self, requests, disable_tqdm: bool = False):  # noqa: ARG002
+            return [-1.0] * len(requests)
+
+        def generate_until(self, requests, disable_tqdm: bool = False):  # noqa: ARG002
+            for request in requests:
+                generation(opened, *request.args)
+            return [""] * len(requests)
+
+    results_of(Rehearsal(), tasks, limit, bootstrap_iters=0)
 
 
-def _text_until(
-    opened: OpenedRun, context: str, options: dict[str, Any], programs: Programs | None = None
-) -> str:
-    """Returns the likeliest text after `context`, up to `options["until"]` or its own end.
-
-    Of a long context the model sees the last tokens, as many as leave room for the text.
-    """
-    tokenizer = opened.tokenizer
-    length = int(options.get("max_gen_toks", NEW_TOKENS))
-    ids = opened.begun(tokenizer.encode(context)) if context else _before_a_text(opened)
-    room = opened.config.model.max_length - length
-    ids = ids[-room:] if room > 0 else ids
-    ends = () if opened.end_of_text is None else (opened.end_of_text,)
-    programs = programs or make_programs(opened.setup, opened.end_of_text)
-    generate = programs.generate(length)
-    made = generate(opened.params, [ids], jax.random.key(0))[0][len(ids) :]
-    is_end = np.isin(made, ends)
-    text = tokenizer.decode(made[: int(is_end.argmax())] if is_end.any() else made)
-    until = options.get("until", [])
-    if isinstance(until, str):
-        until = [until]
-    places = [text.find(each) for each in until if each]
-    end = min((at for at in places if at >= 0), default=len(text))
-    return text[:end]
+def generated(opened: OpenedRun, text: Generation, programs: Programs, key: jax.Array) -> str:
+    """Generates a text, up to what it is cut at or its own end."""
+    generate = programs.generate(text.length, text.choice)
+    ids = generate(opened.params, [text.context], key)[0][len(text.context) :]
+    is_end = np.isin(ids, () if opened.end_of_text is None else (opened.end_of_text,))
+    own = ids[: int(is_end.argmax())] if is_end.any() else ids
+    return text.cut(opened.tokenizer.decode(own))

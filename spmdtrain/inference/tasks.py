@@ -5,9 +5,17 @@ harness.
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
+
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.data.source import Data
-from spmdtrain.inference.harness import check_tasks, harness_model, make_programs, results_of
+from spmdtrain.inference.harness import (
+    check_tasks,
+    harness_model,
+    make_programs,
+    rehearse,
+    results_of,
+)
 from spmdtrain.inference.trained_run import OpenedRun
 from spmdtrain.train.evaluation import make_eval_figures
 from spmdtrain.train.setup import Setup
@@ -39,7 +47,8 @@ def make_task_figures(setup: Setup, data: Data) -> Callable[[TrainState], dict[s
     """Returns `figures(state)`: the harness's results with these weights for each of `eval.tasks`.
 
     A figure is called task/TASK/METRIC. All processes call it, with the same requests. Raises
-    ConfigError if the run cannot answer, or if the harness is not installed or knows no such task.
+    UserError if the run cannot answer, of one request even, or if the harness is not installed or
+    knows no such task.
     """
     tasks, limit = setup.config.eval.tasks, setup.config.eval.task_examples
     asked = f"eval.tasks={','.join(tasks)}"
@@ -48,17 +57,13 @@ def make_task_figures(setup: Setup, data: Data) -> Callable[[TrainState], dict[s
         raise ConfigError(f"{asked} asks in texts, and the data has no tokenizer")
     programs = make_programs(setup, data.end_of_text)
 
+    def opened(step: int, params: dict[str, jax.Array]) -> OpenedRun:
+        begin, end = data.begin_of_text, data.end_of_text
+        return OpenedRun(Path(), step, setup, params, data.tokenizer, end, begin_of_text=begin)
+
     def figures(state: TrainState) -> dict[str, float]:
-        opened = OpenedRun(
-            Path(),
-            int(state.step),
-            setup,
-            state.params,
-            data.tokenizer,
-            data.end_of_text,
-            begin_of_text=data.begin_of_text,
-        )
-        found = results_of(harness_model(opened, programs), tasks, limit)
+        model = harness_model(opened(int(state.step), state.params), programs)
+        found = results_of(model, tasks, limit)
         return {
             f"task/{task}/{metric.removesuffix(',none')}": float(value)
             for task, metrics in found.items()
@@ -66,4 +71,5 @@ def make_task_figures(setup: Setup, data: Data) -> Callable[[TrainState], dict[s
             if isinstance(value, int | float) and not isinstance(value, bool)
         }
 
+    rehearse(opened(0, {}), tasks, limit)
     return figures

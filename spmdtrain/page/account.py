@@ -42,7 +42,7 @@ def stretches(events: Iterable[Event], until: float | None = None) -> list[Stret
 
 
 def _read(events: Iterable[Event], until: float | None) -> tuple[Report, list[Stretch]] | None:
-    attempts = _attempts(events)
+    attempts = attempts_of(events)
     if not attempts:
         return None
     clock = [float(attempts[0][0]["time"])]
@@ -62,7 +62,7 @@ def _read(events: Iterable[Event], until: float | None) -> tuple[Report, list[St
         for time, what, step in _messages(attempt):
             enter(time, what if what in pulse.PHASES else None)
             goodput.heard(what, step)
-        end, code = _end(attempt, following)
+        end, code = attempt_end(attempt, following)
         if following is None and code is None and until is not None:
             end = max(end, until)
         if following is None and code is None:
@@ -78,7 +78,7 @@ def _read(events: Iterable[Event], until: float | None) -> tuple[Report, list[St
     return goodput.report(), spent
 
 
-def _attempts(events: Iterable[Event]) -> list[list[Event]]:
+def attempts_of(events: Iterable[Event]) -> list[list[Event]]:
     """Returns the events of each attempt; those before the first launch are left out."""
     found: list[list[Event]] = []
     for event in events:
@@ -89,7 +89,7 @@ def _attempts(events: Iterable[Event]) -> list[list[Event]]:
     return found
 
 
-def _end(attempt: list[Event], following: list[Event] | None) -> tuple[float, int | None]:
+def attempt_end(attempt: list[Event], following: list[Event] | None) -> tuple[float, int | None]:
     """Returns when an attempt ended, as far as its files show, and its exit code, if it had one."""
     last = attempt[-1]
     if last["event"] == "ended":

@@ -185,15 +185,19 @@ def thinned(x: np.ndarray, y: np.ndarray, buckets: int) -> Thinned:
 
 
 def smoothed(y: np.ndarray, span: int) -> np.ndarray:
-    """Returns the mean over the `span` values around each, so that it does not lag behind."""
+    """Returns the mean over the `span` values around each, so that it does not lag behind.
+
+    The first values have fewer around them, as many on each side: a loss falls steeply there. The
+    last ones have half of them, those before, so that the end is as calm as the rest.
+    """
     if not len(y):
         return y
     known = np.isfinite(y)
     total = np.cumsum(np.append(0.0, np.where(known, y, 0.0)))
     count = np.cumsum(np.append(0, known))
     at = np.arange(len(y))
-    half = np.minimum(span // 2, np.minimum(at, len(y) - 1 - at))
-    low, high = at - half, at + half + 1
+    half = np.minimum(span // 2, at)
+    low, high = at - half, np.minimum(at + half + 1, len(y))
     with np.errstate(invalid="ignore", divide="ignore"):
         return (total[high] - total[low]) / (count[high] - count[low])
 

@@ -10,6 +10,7 @@ from spmdtrain.page.chart import Chart, powers
 from spmdtrain.page.columns import known, median, quantile, smoothed
 from spmdtrain.page.heading import last_step
 from spmdtrain.page.read import RunRead
+from spmdtrain.page.troubles import LOST, story
 from spmdtrain.page.words import safe, seconds
 
 SPAN = 20  # steps of a mean
@@ -19,7 +20,7 @@ MOST_SOURCES = 6
 MOST_MARKS = 60
 BINS = 36
 OF_NO_CHART = ("_stderr", "/sample_len")  # what the harness says about its own figures
-BAD = ("skipped", "rolled_back", "diverged", "corrupted")
+BAD = ("skipped", "rolled_back", "diverged", "corrupted", LOST)
 
 
 def curves(runs: list[RunRead]) -> str:
@@ -63,7 +64,7 @@ def _loss(runs: list[RunRead], last: float) -> Chart:
         chart.add(
             _named(runs, run, "evaluation"), f"c{at}", held["step"], held["eval_loss"], "dots"
         )
-        bad = [event for event in run.events if event["event"] in BAD]
+        bad = [event for event in story(run) if event["event"] in BAD]
         chart.marks += [(min(each["step"], last), each["event"]) for each in bad[-MOST_MARKS:]]
     return chart
 

@@ -5,21 +5,22 @@ remarks.
 import math
 import re
 import time
+from collections import Counter
 from html import unescape
 from typing import Any
 
 import numpy as np
 
-from spmdtrain.page.account import account
+from spmdtrain.page.account import Event, account
 from spmdtrain.page.columns import known, mean, median, quantile, smoothed
 from spmdtrain.page.cost.alarm import alarm
 from spmdtrain.page.read import RunRead
+from spmdtrain.page.troubles import LOST, story, troubles
 from spmdtrain.page.words import number, plural, safe, seconds, share
 from spmdtrain.processes import pulse
 from spmdtrain.processes.goodput import Report
 
 TAIL = 20  # steps whose mean is reported as the current loss
-TROUBLE = ("skipped", "rolled_back", "quarantined", "corrupted", "diverged", "straggler")
 ENDINGS = {
     "finished": "finished",
     "preempted": "stopped by a signal, saved",
@@ -109,11 +110,6 @@ def held_out_loss(run: RunRead) -> float:
     return float(losses[-1]) if len(losses) else math.nan
 
 
-def trouble(run: RunRead) -> int:
-    """Returns the number of events that report trouble."""
-    return sum(event["event"] in TROUBLE for event in run.events)
-
-
 def cards(run: RunRead) -> str:
     """Returns the six figures of one run."""
     losses = known(run.steps["loss"])
@@ -132,7 +128,7 @@ def cards(run: RunRead) -> str:
     if spent is not None:
         goodput = f"{spent['goodput']:.0%}"
         note = f"steps {seconds(spent['seconds'][pulse.STEP])} of {seconds(spent['wall_seconds'])}"
-    bad = trouble(run)
+    bad = troubles(run)
     rate = median(run.steps["tokens_per_second"][1:])
     found = [
         ("training loss", number(training_loss(run), 4), first),
@@ -140,7 +136,7 @@ def cards(run: RunRead) -> str:
         ("tokens", number(float(known(run.steps["tokens"]).sum())), f"{number(rate)}/s, median"),
         ("step", seconds(median(took[1:])), f"99 %: {seconds(quantile(took[1:], 0.99))}"),
         ("goodput", goodput, note),
-        ("trouble", str(bad) if bad else "none", "see the events" if bad else "no step was bad"),
+        ("trouble", str(len(bad) or "none"), _kinds(bad) or "no step was bad, no process lost"),
     ]
     inner = "".join(
         f"<div class=card><dt>{title}</dt><dd class=value>{value}</dd>"
@@ -148,6 +144,12 @@ def cards(run: RunRead) -> str:
         for title, value, said in found
     )
     return f"<dl class=cards>{inner}</dl>"
+
+
+def _kinds(bad: list[Event]) -> str:
+    """Says how many events there are of each name."""
+    counts = Counter("failed" if event["event"] == "ended" else event["event"] for event in bad)
+    return ", ".join(f"{count} {safe(name.replace('_', ' '))}" for name, count in counts.items())
 
 
 def figures(run: RunRead) -> dict[str, Any]:
@@ -166,7 +168,7 @@ def figures(run: RunRead) -> dict[str, Any]:
         "state": state(run)[0],
         "step": last_step(run),
         **{name: value if math.isfinite(value) else None for name, value in found.items()},
-        "trouble": trouble(run),
+        "trouble": len(troubles(run)),
         "time": time_spent(run),
         "worth_a_look": [unescape(re.sub("<[^>]*>", "", each)) for each in remarks(run)],
     }
@@ -185,7 +187,7 @@ def table(runs: list[RunRead]) -> str:
             number(float(known(run.steps["tokens"]).sum())),
             seconds(took),
             share(spent["seconds"][pulse.STEP], spent["wall_seconds"]) if spent else "–",
-            str(trouble(run) or "none"),
+            str(len(troubles(run)) or "none"),
         ]
         inner = "".join(f"<td class=num>{cell}</td>" for cell in cells)
         rows.append(
@@ -202,12 +204,25 @@ def table(runs: list[RunRead]) -> str:
 
 def remarks(run: RunRead) -> list[str]:
     """Returns what a careful reader would notice, as HTML, by explicit rules."""
-    rules = (_of_slowing, _of_steps, _of_norms, _of_evaluations, _of_input)
+    rules = (_of_lost, _of_slowing, _of_steps, _of_norms, _of_evaluations, _of_input)
     found = [remark for rule in rules for remark in rule(run)]
     words, is_good = state(run)
     if not is_good and not run.is_alive and run.events:
         found.insert(0, f"{safe(words[0].upper() + words[1:])}.")
     return found
+
+
+def _of_lost(run: RunRead) -> list[str]:
+    """Names the attempts that were killed; the state of the run names the newest."""
+    killed = [event for event in story(run) if event["event"] == LOST]
+    if not killed or (len(killed) == 1 and run.events[-1]["event"] != "ended" and not run.is_alive):
+        return []
+    last = killed[-1]
+    return [
+        f"{plural(len(killed), 'attempt')} of the run ended without a message, as a killed process "
+        f"does, the last one in step {last['step']:,}: the output of its processes, or of the "
+        "system, says what killed it."
+    ]
 
 
 def _of_slowing(run: RunRead) -> list[str]:

@@ -2,10 +2,11 @@
 
 from collections import Counter
 
-from spmdtrain.page.account import Stretch, stretches
+from spmdtrain.page.account import Event, Stretch, stretches
 from spmdtrain.page.chart import round_numbers
-from spmdtrain.page.heading import TROUBLE, time_spent
+from spmdtrain.page.heading import time_spent
 from spmdtrain.page.read import RunRead
+from spmdtrain.page.troubles import is_trouble, story
 from spmdtrain.page.words import safe, seconds, share
 from spmdtrain.processes import pulse
 from spmdtrain.processes.goodput import DOWN, HANG, REPEATED
@@ -61,8 +62,8 @@ def _strip(run: RunRead, wall: float) -> str:
         f'width="{max(_x(each.end - each.begin, wall), 0.5):.1f}"/>'
         for each in _coarse(found)
     ]
-    for event in run.events[-MOST_EVENTS:]:
-        kind = "bad" if event["event"] in TROUBLE else safe(event["event"])
+    for event in story(run)[-MOST_EVENTS:]:
+        kind = "bad" if is_trouble(event) else safe(event["event"])
         if kind in ("bad", "saved", "evaluated", "launched", "ended"):
             x = _x(min(max(event["time"] - begin, 0.0), wall), wall)
             top = {"saved": 40, "evaluated": 46}.get(kind, 6)
@@ -71,7 +72,7 @@ def _strip(run: RunRead, wall: float) -> str:
         f'<span style="left:{100 * at / wall:.1f}%">{seconds(at)}</span>'
         for at in round_numbers(0.0, wall, 6)
     )
-    counts = Counter(event["event"] for event in run.events)
+    counts = Counter(event["event"] for event in story(run))
     said = ", ".join(f"{count} {name}" for name, count in counts.items())
     return (
         '<div class="plot strip"><svg viewBox="0 0 1000 52" preserveAspectRatio="none" role="img" '
@@ -97,7 +98,7 @@ def _coarse(found: list[Stretch]) -> list[Stretch]:
 def _events(run: RunRead) -> str:
     """Returns the last events other than saves and evaluations, with their figures."""
     plain = ("saved", "saving", "snapshot", "evaluated", "first_step", "compiled")
-    shown = [event for event in run.events if event["event"] not in plain][-MOST_SHOWN:]
+    shown = [event for event in story(run) if event["event"] not in plain][-MOST_SHOWN:]
     begin = run.events[0]["time"]
     rows = "".join(
         f"<tr><td class=num>{seconds(max(event['time'] - begin, 0.0))}</td>"
@@ -113,6 +114,6 @@ def _events(run: RunRead) -> str:
     )
 
 
-def _details(event: dict) -> str:
+def _details(event: Event) -> str:
     names = ("why", "samples", "to_step", "from_step", "process", "host", "exit_code", "phase")
     return safe(", ".join(f"{name} {event[name]}" for name in names if name in event))

@@ -4,6 +4,7 @@ the length.
 
 import dataclasses
 import json
+import random
 import sys
 from types import SimpleNamespace
 
@@ -13,10 +14,11 @@ import pytest
 from helpers import tiny
 
 import spmdtrain as st
-from spmdtrain.config import ConfigError
+from spmdtrain.config import ConfigError, DataError
 from spmdtrain.data.chats.jinja_template import JinjaText
 from spmdtrain.data.chats.simple_template import CHATML
-from spmdtrain.inference import evaluate, harness
+from spmdtrain.data.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
+from spmdtrain.inference import evaluate, harness, requests
 from spmdtrain.inference.prompts import Stops, ended, read_prompts
 
 SMALL = (
@@ -60,7 +62,7 @@ def test_likelihoods_are_those_of_the_logits_in_the_order_asked(opened):
         ("to be or", " not"),
         ("t", "o"),
         ("that is the question. ", "to be"),
-        ("a", "long continuation of all"),
+        ("a long question", "a long answer"),
     ]
     pairs = [(encode(context), encode(continuation)) for context, continuation in texts * 3]
     found = harness.likelihoods(opened, pairs)
@@ -90,22 +92,111 @@ ROLLING = [
 
 @pytest.mark.parametrize(("tokens", "limit", "wanted"), ROLLING)
 def test_a_long_text_is_cut_as_the_harness_cuts_it(tokens, limit, wanted):
-    found = harness.rolling_windows(np.arange(1, tokens + 1, dtype=np.int32), 0, limit)
+    found = requests.rolling_windows(np.arange(1, tokens + 1, dtype=np.int32), 0, limit)
     assert [(before.tolist(), after.tolist()) for before, after in found] == wanted
+
+
+@pytest.fixture(scope="module")
+def merging():
+    """A tokenizer that puts letters together across what a task calls question and choice."""
+    tokenizers = pytest.importorskip("tokenizers")
+    pieces = {piece: at for at, piece in enumerate(["<s>", "</s>", " ", "\n", "a", "b"])}
+    merges = [("a", "b"), (" ", "a"), ("ab", "ab"), ("b", "\n")]
+    vocab = pieces | {"".join(pair): len(pieces) + at for at, pair in enumerate(merges)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges))
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    return HuggingFaceTokenizer(tokenizer.to_str(), "tokenizer.json")
+
+
+def as_the_harness(run, context: str, continuation: str) -> tuple[list[int], list[int]]:
+    """`TemplateLM.loglikelihood` and `_encode_pair` of lm-eval 0.4.13, in their order."""
+    encode = run.tokenizer.encode
+    prefix = run.end_of_text if run.begin_of_text is None else run.begin_of_text
+    if context == "":
+        ids = encode(continuation).tolist()
+        return ([prefix], ids) if prefix != ids[0] else (ids[:1], ids[1:])
+    spaces = len(context) - len(context.rstrip())
+    if spaces:
+        context, continuation = context[:-spaces], context[-spaces:] + continuation
+    whole = run.begun(encode(context + continuation)).tolist()
+    before = run.begun(encode(context)).tolist()
+    return before, whole[len(before) :]
+
+
+@pytest.mark.parametrize("begin", [None, 0], ids=["no begin of text", "begin of text"])
+def test_a_choice_is_split_from_its_question_as_the_harness_splits_it(opened, merging, begin):
+    """Or refused, where its own models assert that there is a token to score, and not too many."""
+    run = dataclasses.replace(
+        opened, tokenizer_spec=merging.spec(), begin_of_text=begin, end_of_text=1
+    )
+    rng = random.Random(1)
+    pieces = ["a", "b", "ab", " ", "\n", "<s>", "</s>", "a" * 17]
+    refused = 0
+    for _ in range(400):
+        context, continuation = (
+            "".join(rng.choices(pieces, [8, 8, 8, 6, 2, 1, 1, 1], k=rng.randint(least, 4)))
+            for least in (0, 1)
+        )
+        if context and not context.strip():
+            continue  # its models assert that there is a context; ours take what precedes a text
+        before, scored = as_the_harness(run, context, continuation)
+        if 0 < len(scored) <= run.config.model.max_length:
+            pair = requests.scored_pair(run, context, continuation)
+            assert [ids.tolist() for ids in pair] == [before, scored], (context, continuation)
+        else:
+            refused += 1
+            with pytest.raises(DataError, match="a choice of a task has"):
+                requests.scored_pair(run, context, continuation)
+    assert 20 < refused < 200
+
+
+# options, (length, temperature, top_p, until); None: refused
+GENERATION = [
+    ({"max_gen_toks": 6}, (6, 0, None, ())),
+    ({"max_new_tokens": 6, "until": "x"}, (6, 0, None, ("x",))),
+    ({"max_tokens": 5, "max_gen_toks": 6, "until": ["x", "y"]}, (6, 0, None, ("x", "y"))),
+    ({"max_gen_toks": 6, "do_sample": False, "temperature": 0.8}, (6, 0, None, ())),
+    ({"max_gen_toks": 6, "do_sample": True, "temperature": 0.8, "top_p": 0.9}, (6, 0.8, 0.9, ())),
+    ({"max_gen_toks": 6, "temperature": 0.8}, (6, 0.8, None, ())),
+    ({"max_gen_toks": 6, "num_beams": 1}, (6, 0, None, ())),
+    ({"max_gen_toks": 6, "num_beams": 4}, None),
+    ({"max_gen_toks": 6, "repetition_penalty": 1.2}, None),
+    ({"max_gen_toks": 16}, None),
+    ({}, None),  # 256 tokens
+]
+
+
+@pytest.mark.parametrize(("options", "wanted"), GENERATION)
+def test_a_text_is_generated_as_the_task_asks(opened, options, wanted):
+    """By the names and defaults of `normalize_gen_kwargs`; what a run cannot do is refused."""
+    if wanted is None:
+        with pytest.raises(DataError, match="a task generates"):
+            requests.generation(opened, "to be", options)
+        return
+    text = requests.generation(opened, "to be or not to be", options)
+    choice = text.choice
+    assert (text.length, choice.temperature, choice.top_p, text.until) == wanted
+    assert len(text.context) == 16 - text.length  # the last tokens, with room for the text
+
+
+def text_after(run, context: str, options: dict) -> str:
+    programs = harness.make_programs(run.setup, run.end_of_text)
+    text = requests.generation(run, context, options)
+    return harness.generated(run, text, programs, jax.random.key(0))
 
 
 @pytest.mark.seconds
 def test_what_stands_before_a_text_is_the_end_of_another(opened):
     """Or a line break, where the documents of the run had no end; the harness takes it so too."""
-    assert harness._before_a_text(opened).tolist() == [ord("\n")]
+    assert requests.token_before_text(opened).tolist() == [ord("\n")]
     ending = dataclasses.replace(opened, end_of_text=255)
-    assert harness._before_a_text(ending).tolist() == [255]
+    assert requests.token_before_text(ending).tolist() == [255]
     begun = dataclasses.replace(ending, begin_of_text=254)
-    assert harness._before_a_text(begun).tolist() == [254]
+    assert requests.token_before_text(begun).tolist() == [254]
     # The likeliest text ends before the token that ends one, and does not hold it.
-    whole = harness._text_until(opened, "to be", {"max_gen_toks": 6})
+    whole = text_after(opened, "to be", {"max_gen_toks": 6})
     third = dataclasses.replace(opened, end_of_text=int(opened.tokenizer.encode(whole)[2]))
-    shorter = harness._text_until(third, "to be", {"max_gen_toks": 6})
+    shorter = text_after(third, "to be", {"max_gen_toks": 6})
     assert whole.startswith(shorter) and len(shorter) <= 2
 
 
@@ -135,6 +226,8 @@ def test_without_the_package_there_is_one_line(opened, monkeypatch):
 class Harness:
     """A stand-in for the package: asks for one continuation, and says how likely it was."""
 
+    asked = ("to be or", " not")
+
     class LM:
         pass
 
@@ -142,8 +235,8 @@ class Harness:
         all_tasks = ("lambada_openai", "lambada_openai_cloze", "pairs")
 
     @classmethod
-    def simple_evaluate(cls, model, tasks, limit):
-        request = SimpleNamespace(args=("to be or", " not"))
+    def simple_evaluate(cls, model, tasks, limit, bootstrap_iters=100_000):  # noqa: ARG003
+        request = SimpleNamespace(args=cls.asked)
         score, is_likeliest = model.loglikelihood([request] * limit)[-1]
         text = model.generate_until([SimpleNamespace(args=("to be", {"max_gen_toks": 2}))])[0]
         made = {"alias": tasks[0], "score,none": score, "acc,none": int(is_likeliest)}
@@ -209,7 +302,7 @@ def test_tasks_are_run_while_training_on_the_mesh_that_is_there(opened, tmp_path
 
 
 @pytest.mark.seconds
-def test_tasks_that_cannot_be_run_are_refused_before_the_first_step(tmp_path, monkeypatch):
+def test_tasks_that_cannot_be_run_are_refused_before_the_first_step(opened, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(ConfigError, match="lm_eval is not installed"):
         st.run(tiny(*SMALL, *TASKS), tmp_path / "none", devices=jax.devices()[:1])
@@ -220,6 +313,12 @@ def test_tasks_that_cannot_be_run_are_refused_before_the_first_step(tmp_path, mo
     line = "lm_eval knows no task 'lambda_openai'; try lambada_openai, lambada_openai_cloze"
     with pytest.raises(ConfigError, match=line):
         st.run(tiny(*SMALL, *misspelled), tmp_path / "task", devices=jax.devices()[:1])
+    # A choice without a token of its own ends no run at its first evaluation: it begins none.
+    monkeypatch.setattr(Harness, "asked", ("to be or", ""))
+    data = ("data.corpus=text", f"data.path={opened.config.data.path}", "model.vocab=none")
+    text = (*data, "data.tokenizer=bytes", "data.validation_fraction=0.1")
+    with pytest.raises(DataError, match="no token of its own"):
+        st.run(tiny(*SMALL, *text, *TASKS), tmp_path / "task", devices=jax.devices()[:1])
     assert not (tmp_path / "task" / "metrics.jsonl").exists()
     with pytest.raises(ConfigError, match="eval.every=0 asks for none"):
         tiny("eval.tasks=pairs")

@@ -17,6 +17,8 @@ from helpers import CHEAP_FLAGS, tiny
 from spmdtrain.checkpoints import layers, store
 from spmdtrain.checkpoints.files import by_layer
 from spmdtrain.checkpoints.restore import weights
+from spmdtrain.cli import main
+from spmdtrain.cli.published import check
 from spmdtrain.config import load
 from spmdtrain.config.errors import CheckpointError, ConfigError, StorageError
 from spmdtrain.config.published.reading import as_published, read_published
@@ -545,3 +547,21 @@ def test_a_run_of_no_family_is_not_begun_with_exports(tmp_path):
     odd = ("model.norm=rmsnorm", "checkpoint.export=1", "train.steps=1")
     with pytest.raises(ConfigError, match="belongs to no family"):
         loop.run(tiny(*odd), tmp_path, devices=jax.devices()[:1])
+
+
+@pytest.mark.parametrize(
+    ("more", "missing", "line"),
+    [
+        (["--out", "run"], "transformers", "transformers is not installed; try pip install torch"),
+        (["--out", "run"], "torch", "torch is not installed; try pip install torch"),
+        (["--print-config"], "", "--print-config reads none; try one of them at a time"),
+    ],
+)
+def test_a_check_that_cannot_be_made_is_refused_before_the_import(
+    published, tmp_path, monkeypatch, capsys, more, missing, line
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(check, "find_spec", lambda name: None if name == missing else name)
+    assert main(["import", str(published / "llama"), "--check", *more]) == 4
+    told = capsys.readouterr()
+    assert line in told.err and told.out == "" and not Path("run").exists()

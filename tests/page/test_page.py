@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
+from importlib import resources
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from spmdtrain.page import tables
 from spmdtrain.page.columns import MetricsFile, smoothed, thinned
 from spmdtrain.page.page import page
 from spmdtrain.page.read import RunRead, RunReader
+from spmdtrain.page.troubles import troubles
 
 VOID = {"meta", "path", "rect", "link", "br", "input"}
 STEPS = 200
@@ -424,6 +426,58 @@ def test_the_state_is_said_in_a_word(run, tmp_path):
     assert said([*EVENTS[:6], preempted, ended | {"exit_code": 3}]).startswith(
         "stopped by a signal"
     )
+
+
+LAUNCHED = {"event": "launched", "step": 100, "time": 1300.0, "before": {"step": 117}}
+ENDED = {"event": "ended", "step": 3, "time": 1400.0}
+DIVERGED = {"event": "diverged", "step": 9, "time": 1350.0}
+# what happened after the first events -> the troubles that the page counts, with their steps
+TROUBLES = {
+    "killed": ([], [("lost", 100)]),
+    "killed, then finished": ([LAUNCHED, EVENTS[8], EVENTS[9]], [("lost", 117)]),
+    "killed three times": ([LAUNCHED, LAUNCHED], [("lost", 117), ("lost", 117), ("lost", 100)]),
+    "another process was lost": ([ENDED | {"exit_code": 8}], [("ended", 3)]),
+    "a second signal": ([ENDED | {"exit_code": 130}], [("ended", 3)]),
+    "diverged": ([DIVERGED, ENDED | {"exit_code": 9}], [("diverged", 9)]),
+    "preempted, then finished": ([ENDED | {"exit_code": 3}, LAUNCHED, EVENTS[9]], []),
+    "finished": ([EVENTS[8], EVENTS[9]], []),
+}
+
+
+@pytest.mark.parametrize("after", TROUBLES)
+def test_an_attempt_that_did_not_end_in_order_is_trouble(run, tmp_path, after):
+    """Whether or not the process could still say so; a failure that was reported counts once."""
+    there = tmp_path / "run"
+    shutil.copytree(run, there)
+    events, wanted = TROUBLES[after]
+    (there / "events.jsonl").write_text(lines_of([*EVENTS[:7], *events]))
+    found = troubles(RunReader(there).read())
+    assert [(event["event"], event["step"]) for event in found] == wanted
+    words = " ".join(Tree(page_of(there)).text().split())
+    assert f"trouble {len(wanted) or 'none'} " in words
+    assert ("as a killed process does" in words) == ("killed" in after)
+    (there / "lock").write_text(json.dumps({"host": "elsewhere", "pid": 1, "start": 1}))
+    alive = troubles(RunReader(there).read())
+    is_newest_lost = bool(found) and "killed" in after and after != "killed, then finished"
+    assert len(alive) == len(found) - is_newest_lost, "one that lives is not lost"
+
+
+def test_the_end_of_a_mean_is_as_calm_as_its_middle():
+    """And no single step decides where the thick line ends."""
+    noise = np.random.default_rng(0).normal(size=(200, 300))
+    ends = np.array([smoothed(row, 20) for row in noise])
+    assert ends[:, -10:].std(0).max() < 1.7 * ends[:, 150].std(), "11 values beside 21"
+    falling = np.array([100.0, 50.0, 25.0, *np.full(40, 20.0)])
+    assert smoothed(falling, 20)[0] == 100, "a steep start is not drawn lower"
+
+
+def test_a_dot_at_the_edge_of_a_chart_is_whole():
+    """What may stand out from the plot is at least half of the widest dot."""
+    css = resources.files("spmdtrain.page").joinpath("page.css").read_text()
+    [plot] = re.findall(r"\.plot>svg\{(.*?)\}", css)
+    [beyond] = re.findall(r"overflow:visible;clip-path:inset\(-(\d+)px\)", plot)
+    widths = re.findall(r"stroke-width:([\d.]+);stroke-linecap:round", css)
+    assert len(widths) == 2 and float(beyond) >= max(map(float, widths)) / 2
 
 
 def test_the_command_writes_the_page_and_prints_the_figures(run, tmp_path, capsys):

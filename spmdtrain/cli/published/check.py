@@ -1,6 +1,7 @@
 """Compares an imported model with transformers, where that is installed."""
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,22 @@ TOKENS = 64
 TOLERANCE = 2e-6  # relative error of the root mean square: several times the noise of float32
 
 
+def require_transformers() -> None:
+    """Raises ConfigError if torch or transformers is missing."""
+    for package in ("torch", "transformers"):
+        if find_spec(package) is None:
+            raise ConfigError(
+                f"--check compares with transformers, and {package} is not installed",
+                fix="pip install torch transformers, or no --check",
+            )
+
+
 def check_logits(folder: str | Path, setup: Setup, params: Mapping[str, jax.Array]) -> str:
     """Returns a line with the difference between the two models' logits of 64 random tokens, both
     in float32.
 
-    Raises ConfigError if torch or transformers is missing, or if the difference is larger than the
-    order of sums explains.
+    Both packages must be there: see `require_transformers`. Raises ConfigError if the difference is
+    larger than the order of sums explains.
     """
     config = setup.config
     length = min(TOKENS, config.model.max_length)
@@ -42,14 +53,9 @@ def check_logits(folder: str | Path, setup: Setup, params: Mapping[str, jax.Arra
 
 
 def _theirs(folder: str | Path, tokens: np.ndarray) -> np.ndarray:
-    try:
-        import torch  # pyright: ignore[reportMissingImports]
-        import transformers  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ConfigError(
-            f"--check compares with transformers, and {error.name} is not installed",
-            fix="pip install torch transformers, or no --check",
-        ) from None
+    import torch  # pyright: ignore[reportMissingImports]  in no extra of ours
+    import transformers  # pyright: ignore[reportMissingImports]  as above
+
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         folder,
         local_files_only=True,

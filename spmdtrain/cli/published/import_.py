@@ -57,6 +57,8 @@ def add_import(commands) -> None:
 def run_import(parsed: argparse.Namespace) -> int:
     """Imports a published model, or prints its settings."""
     overrides = _overrides(parsed)
+    if parsed.check:
+        _check_can_check(parsed)
     if parsed.print_config:
         from spmdtrain.config.published.toml import model_toml
 
@@ -75,6 +77,16 @@ def run_import(parsed: argparse.Namespace) -> int:
 
         print(check_logits(parsed.folder, imported.setup, imported.params))
     return DONE
+
+
+def _check_can_check(parsed: argparse.Namespace) -> None:
+    """Raises ConfigError, before anything is read, if the logits cannot be compared."""
+    from spmdtrain.cli.published.check import require_transformers
+
+    if parsed.print_config:
+        what = "--check compares the weights of a model, and --print-config reads none"
+        raise ConfigError(what, fix="one of them at a time")
+    require_transformers()
 
 
 def _overrides(parsed: argparse.Namespace) -> Sequence[str]:
