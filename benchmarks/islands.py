@@ -171,7 +171,7 @@ class Benchmark:
         worker = Worker(setup, step, batches(setup, data, 0, 0), state)
         if settings:
             worker.meetings = Meetings(folder, index, patience=0.0)
-            worker.island = Island(setup, worker.meetings)
+            worker.island = Island(setup, worker.meetings, {"pid": index})
         return worker
 
     def _step(self, worker: Worker, step: int) -> None:
@@ -194,7 +194,7 @@ class Benchmark:
         for each in present:
             assert each.island, "islands have them"
             if met := each.island.takes(step):
-                each.state, _ = each.island.take(met, each.state, step)
+                each.state, *_ = each.island.take(met, each.state, step)
         late = Timetable.of(present[0].setup.config.islands).late(step, self.steps)
         if present[0].island and present[0].island.sends(step) and not late:
             now = max(each.clock for each in present)

@@ -157,6 +157,16 @@ def newest_line(path: Path) -> dict[str, Any]:
     return {}
 
 
+def birth_of(directory: Path) -> dict[str, Any]:
+    """Returns what tells this run from every other, wherever its directory is: where and when its
+    first attempt began.
+    """
+    first: dict[str, Any] = {}
+    with (directory / EVENTS).open("rb") as file, contextlib.suppress(ValueError, RecursionError):
+        first = json.loads(file.readline())
+    return {name: first.get(name) for name in ("host", "pid", "time")}
+
+
 def newest_lines(path: Path, most_bytes: int) -> list[dict[str, Any]]:
     """Returns the whole objects in the last bytes of a file of JSON lines, oldest first.
 

@@ -20,7 +20,7 @@ from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.given import shown
 from spmdtrain.config.near import near
 from spmdtrain.inference.requests import (
-    Generation,
+    AskedText,
     Ids,
     Pair,
     generation,
@@ -181,7 +181,7 @@ def harness_model(opened: OpenedRun, programs: Programs | None = None) -> Any:
     """Returns the run as a `lm_eval.api.model.LM`; `programs` as in `likelihoods`."""
     from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]  in no extra of ours
 
-    programs = programs or make_programs(opened.setup, opened.end_of_text)
+    compiled = programs or make_programs(opened.setup, opened.end_of_text)
 
     class TrainedRun(LM):
         """A trained run as the harness sees it.
@@ -192,17 +192,17 @@ def harness_model(opened: OpenedRun, programs: Programs | None = None) -> Any:
 
         def loglikelihood(self, requests, disable_tqdm: bool = False):  # noqa: ARG002
             pairs = [scored_pair(opened, *request.args) for request in requests]
-            return likelihoods(opened, pairs, programs)
+            return likelihoods(opened, pairs, compiled)
 
         def loglikelihood_rolling(self, requests, disable_tqdm: bool = False):  # noqa: ARG002
             texts = [rolling_pairs(opened, request.args[0]) for request in requests]
-            scores = iter(likelihoods(opened, list(chain.from_iterable(texts)), programs))
+            scores = iter(likelihoods(opened, list(chain.from_iterable(texts)), compiled))
             return [sum(next(scores)[0] for _ in pairs) for pairs in texts]
 
         def generate_until(self, requests, disable_tqdm: bool = False):  # noqa: ARG002
             texts = [generation(opened, *request.args) for request in requests]
             return [
-                generated(opened, text, programs, jax.random.key(number))
+                generated(opened, text, compiled, jax.random.key(number))
                 for number, text in enumerate(texts)
             ]
 
@@ -235,7 +235,7 @@ def rehearse(opened: OpenedRun, tasks: Sequence[str], limit: int | None) -> None
     results_of(Rehearsal(), tasks, limit, bootstrap_iters=0)
 
 
-def generated(opened: OpenedRun, text: Generation, programs: Programs, key: jax.Array) -> str:
+def generated(opened: OpenedRun, text: AskedText, programs: Programs, key: jax.Array) -> str:
     """Generates a text, up to what it is cut at or its own end."""
     generate = programs.generate(text.length, text.choice)
     ids = generate(opened.params, [text.context], key)[0][len(text.context) :]

@@ -68,7 +68,7 @@ def rolling_windows(ids: Ids, first: int, limit: int) -> list[Pair]:
 
 
 @dataclass(frozen=True)
-class Generation:
+class AskedText:
     """A text to generate: after `context`, up to `length` tokens or the first of `until`."""
 
     context: Ids
@@ -82,7 +82,7 @@ class Generation:
         return text[: min((place for place in places if place >= 0), default=len(text))]
 
 
-def generation(opened: OpenedRun, context: str, options: dict[str, Any]) -> Generation:
+def generation(opened: OpenedRun, context: str, options: dict[str, Any]) -> AskedText:
     """Reads what a task asks of a generated text.
 
     Of a long context the model sees the last tokens, as many as leave room for the text. Raises
@@ -110,7 +110,7 @@ def generation(opened: OpenedRun, context: str, options: dict[str, Any]) -> Gene
     ids = opened.begun(opened.tokenizer.encode(context)) if context else token_before_text(opened)
     until = options.get("until") or ()
     stops = (until,) if isinstance(until, str) else tuple(until)
-    return Generation(ids[length - longest :], length, _choice(options), stops)
+    return AskedText(ids[length - longest :], length, _choice(options), stops)
 
 
 def token_before_text(opened: OpenedRun) -> Ids:

@@ -153,6 +153,18 @@ def back(met_alone, tmp_path_factory) -> Path:
     return root
 
 
+def test_an_index_that_is_taken_twice_is_refused_before_the_first_step(trained, tmp_path):
+    """By which the second would have trained on the samples of the first, and left nothing."""
+    as_at(trained, tmp_path, 4)
+    shutil.rmtree(tmp_path / "0")
+    with pytest.raises(st.UserError, match=r"islands.index=0 is taken"):
+        train(tmp_path, 0)
+    assert not events(tmp_path, 0, "first_step")
+    with pytest.raises(st.UserError, match=r"island 1 of islands.count=2 did not come"):
+        train(tmp_path / "not shared", 0, "islands.patience=0.0")
+    assert not events(tmp_path / "not shared", 0, "first_step")
+
+
 def assert_leapt_and_met(root: Path) -> None:
     leapt = events(root, 1, "leapt")[0]
     assert (leapt["step"], leapt["to_step"]) == (2, 8)

@@ -3,6 +3,7 @@
 The oracle: islands that meet after every SGD step and average are one run with all their sequences.
 """
 
+import shutil
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +23,7 @@ from spmdtrain.config import ConfigError
 from spmdtrain.config.schema import IslandsConfig
 from spmdtrain.data.source import open_data
 from spmdtrain.running.device_batches import batches
-from spmdtrain.running.islands.folder import left_in, overlapping
+from spmdtrain.running.islands.folder import Folder, left_in, overlapping
 from spmdtrain.running.islands.island import Island
 from spmdtrain.running.islands.meetings import Meetings, parts_of
 from spmdtrain.train.islands.changes import mean_of
@@ -155,14 +156,50 @@ def test_old_meetings_are_forgotten_once_newer_weights_are_left(tmp_path):
 
 
 def test_islands_that_differ_are_refused_by_the_setting(tmp_path):
-    own = {"train.global_batch": 8}
-    Meetings(tmp_path, 0, patience=0.0).agree({"islands.every": 20, "train.seed": 0}, own)
+    Meetings(tmp_path, 0, patience=0.0).agree({"islands.every": 20, "train.seed": 0})
     other = Meetings(tmp_path, 1, patience=0.0)
     with pytest.raises(ConfigError, match=r"islands.every=10; found 20 .* --set islands.every=20"):
-        other.agree({"islands.every": 10, "train.seed": 0}, own)
-    other.agree({"islands.every": 20, "train.seed": 0}, {"train.global_batch": 4})
+        other.agree({"islands.every": 10, "train.seed": 0})
+    other.agree({"islands.every": 20, "train.seed": 0})
+    other.be_island(FIRST, {"train.global_batch": 4})
     with pytest.raises(ConfigError, match=r"train.global_batch=8; found 4 "):
-        other.agree({"islands.every": 20, "train.seed": 0}, own)
+        other.be_island(FIRST, {"train.global_batch": 8})
+
+
+FIRST = {"host": "a", "pid": 7, "time": 1.5e9}
+OTHERS = [FIRST | {"host": "b"}, FIRST | {"pid": 8}, FIRST | {"time": 1.5e9 + 1}]
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_an_index_belongs_to_one_run_that_may_come_again(tmp_path, other):
+    for _ in range(2):
+        Meetings(tmp_path, 0, patience=0.0).be_island(FIRST, {})
+    with pytest.raises(ConfigError, match=r"islands.index=0 is taken: another run is this island"):
+        Meetings(tmp_path, 0, patience=0.0).be_island(other, {})
+    Meetings(tmp_path, 1, patience=0.0).be_island(other, {})
+
+
+def test_an_island_waits_for_all_to_come_once_before_it_trains(tmp_path):
+    """Else one whose folder is not the others' would train alone, and find out never."""
+    first = Meetings(tmp_path, 0, patience=0.0)
+    first.be_island(FIRST, {})
+    Meetings(tmp_path / "not shared", 1, patience=0.0).be_island(OTHERS[0], {})
+    with pytest.raises(ConfigError, match=r"islands 1, 2 of islands.count=3 did not come"):
+        first.call_roll(3)
+    for index, run in enumerate(OTHERS[:2], 1):
+        Meetings(tmp_path, index, patience=0.0).be_island(run, {})
+    first.call_roll(3)
+    shutil.rmtree(tmp_path / "agreed-2")
+    waiting = Meetings(tmp_path, 0, 600.0, lambda: late.be_island(FIRST, {}))
+    late = Meetings(tmp_path, 2, patience=0.0)
+    waiting.call_roll(3)
+
+
+def test_a_process_that_does_not_see_the_folder_is_refused(tmp_path, monkeypatch):
+    meetings = Meetings(tmp_path, 0, patience=0.0)
+    monkeypatch.setattr(Folder, "has", lambda *_: False)
+    with pytest.raises(ConfigError, match="does not see what process 0 leaves"):
+        meetings.be_island(FIRST, {})
 
 
 # --- settings -------------------------------------------------------------------------------------
@@ -210,7 +247,7 @@ def trained_as_islands(folder: Path, shares: tuple[int, ...], *more: str) -> lis
         counts = (f"islands.count={len(shares)}", "islands.every=1", f"train.global_batch={batch}")
         config, data = open_data(tiny(*SGD, *own, *counts, *more))
         setup = st.shard(config, devices=jax.devices()[:1])
-        island = Island(setup, Meetings(folder, index, patience=0.0))
+        island = Island(setup, Meetings(folder, index, patience=0.0), {"pid": index})
         found.append((island, st.make_step(setup), batches(setup, data, 0, 0)))
     states = [st.init_state(setup)] * len(shares)
     states = [jax.tree.map(jnp.copy, state) for state in states]
@@ -219,7 +256,7 @@ def trained_as_islands(folder: Path, shares: tuple[int, ...], *more: str) -> lis
             states[at], _ = step(states[at], next(ahead))
             island.send(number, states[at])
         for at, (island, *_) in enumerate(found):
-            states[at], _ = island.take(number, states[at], number)
+            states[at], *_ = island.take(number, states[at], number)
     for *_, ahead in found:
         ahead.close()
     return states
@@ -246,7 +283,9 @@ class Group:
             own = (f"islands.index={index}", f"islands.directory={folder}")
             counts = (f"islands.count={len(shares)}", f"train.global_batch={batch}")
             setup = st.shard(tiny(*SGD, *own, *counts, *settings), devices=jax.devices()[:1])
-            self.islands.append(Island(setup, Meetings(folder, index, patience=0.0)))
+            self.islands.append(
+                Island(setup, Meetings(folder, index, patience=0.0), {"pid": index})
+            )
         self.states = [st.init_state(setup)] * len(shares)
         self.states = [jax.tree.map(jnp.copy, state) for state in self.states]
         self._draw = np.random.default_rng(0)
@@ -268,7 +307,7 @@ class Group:
     def take(self, step: int, at: int) -> list[dict[str, np.ndarray]]:
         """Returns the weights of each island after the meeting."""
         for index, island in enumerate(self.islands):
-            self.states[index], _ = island.take(step, self.states[index], at)
+            self.states[index], *_ = island.take(step, self.states[index], at)
         return [jax.device_get(state.params) for state in self.states]
 
 

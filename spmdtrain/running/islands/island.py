@@ -8,7 +8,7 @@ its own optimizer state.
 An island may have several processes, which take each step and each turn of a meeting together.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -41,7 +41,8 @@ OWN = ("data.", "train.global_batch", "train.init_from")
 class Island:
     """The part of an island in the meetings of a run. Its state has the items of outer.py."""
 
-    def __init__(self, setup: Setup, meetings: Meetings):
+    def __init__(self, setup: Setup, meetings: Meetings, run: Mapping[str, Any]):
+        """`run` tells the run of this island from every other: see `Meetings.be_island`."""
         config = setup.config
         self._setup = setup
         self._settings = config.islands
@@ -67,7 +68,8 @@ class Island:
             key: places.ranges(setup.mesh, process) for key, places in self._places.items()
         }
         self._meets: dict[tuple[int | None, bool, float], Meet] = {}
-        meetings.agree(_settings(setup, IN_COMMON), _settings(setup, OWN))
+        meetings.agree(_settings(setup, IN_COMMON))
+        meetings.be_island(run, _settings(setup, OWN))
 
     def sends(self, step: int) -> bool:
         """Returns True if this island leaves its change after this step."""
@@ -94,12 +96,15 @@ class Island:
         held = to_host(self._places[fragment], change, self._ranges[fragment])
         self._meetings.send(step, held, weight)
 
-    def take(self, step: int, state: TrainState, at: int) -> tuple[TrainState, dict[str, float]]:
-        """Returns the state after the meeting of `step`, and the islands that took part.
+    def take(
+        self, step: int, state: TrainState, at: int
+    ) -> tuple[TrainState, dict[str, float], list[int]]:
+        """Returns the state after the meeting of `step`, who took part, and who was missing.
 
         `at` is the number of steps that this island has taken.
         """
-        members = self._meetings.decide(step, self._expected(step))
+        expected = self._expected(step)
+        members = self._meetings.decide(step, expected)
         if self._settings.index not in members:
             self.promise(step)
         mean = self._mean(step, list(members))
@@ -109,7 +114,8 @@ class Island:
             state = self._at_outer(state)
         if self._timetable.ordinal(step) % self._settings.keep == 0:
             self._leave_outer(step, state)
-        return state, {str(index): weight for index, weight in members.items()}
+        weights = {str(index): weight for index, weight in members.items()}
+        return state, weights, sorted(expected - members.keys())
 
     def unmet(self, state: TrainState) -> int:
         """Returns the step of the meeting that a signal has cut short, 0 if none has."""

@@ -1,5 +1,6 @@
 """Lets a run meet the other islands between its steps."""
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -7,8 +8,9 @@ from typing import Any
 
 import jax
 
+from spmdtrain.config.run_files import birth_of
 from spmdtrain.processes import pulse
-from spmdtrain.processes.processes import any_process
+from spmdtrain.processes.processes import any_process, told_by_process_0
 from spmdtrain.running.guards.interrupt import Interrupt
 from spmdtrain.running.islands.island import Island
 from spmdtrain.running.islands.meetings import Meetings
@@ -46,7 +48,9 @@ class MeetingStep:
         self._meetings = Meetings(
             Path(settings.directory), settings.index, settings.patience, self._waits
         )
-        self._island = Island(setup, self._meetings)
+        birth = told_by_process_0(lambda: birth_of(reporter.directory))
+        self._island = Island(setup, self._meetings, birth)
+        self._count = settings.count
         self._step = step
         self._reporter = reporter
         self._interrupt = interrupt
@@ -59,6 +63,7 @@ class MeetingStep:
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Any]:
         if state.step is not self._last:
             self._done = int(state.step)
+            self._call_roll()
             if (met := self._island.unmet(state)) and self._island.is_kept(met):
                 state = self._taken(met, state)
             self._look(state)
@@ -70,6 +75,13 @@ class MeetingStep:
         state = self._met(state)
         self._last = state.step
         return state, metrics
+
+    def _call_roll(self) -> None:
+        """Waits for all islands to come; a signal ends that as it ends any waiting."""
+        self._may_stop = True
+        with contextlib.suppress(CutShort):
+            self._meetings.call_roll(self._count)
+        self._may_stop = False
 
     def _look(self, state: TrainState) -> None:
         """Raises Leapt if the others have met without this island."""
@@ -100,13 +112,15 @@ class MeetingStep:
         """Returns the state after the meeting of step `met`. Raises CutShort."""
         done = self._done
         begin = time.perf_counter()
-        state, members = self._island.take(met, state, done)
+        state, members, missing = self._island.take(met, state, done)
         state = self._island.with_unmet(0, state)
         (sent, received), told = self._meetings.traffic(), self._told
         self._told = sent, received
+        line = f"the meeting of step {met} went on without island {', '.join(map(str, missing))}"
         self._reporter.event(
             "met",
             done,
+            line if missing else "",
             meeting=met,
             islands=members,
             seconds=time.perf_counter() - begin,

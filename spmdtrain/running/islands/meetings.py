@@ -1,7 +1,7 @@
 """Exchanges files between islands, in a folder that all can reach.
 
     agreed/                 what all islands must have in common
-    agreed-I/               what island I must have whenever it comes
+    agreed-I/               which run island I is, and what it must have whenever it comes
     STEP/change-I/          the change of island I: its row, and what it weighs
     STEP/decided/           who takes part, with its weight
     STEP/mean-P/            part P of the mean change, in the order of the islands that take part
@@ -29,6 +29,7 @@ from typing import Any
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.processes.processes import (
+    any_process,
     of_process_0,
     said_by_all,
     this_process,
@@ -38,6 +39,8 @@ from spmdtrain.running.islands.folder import Folder
 from spmdtrain.train.islands.rows import BLOCK, Held, Range, Row
 
 AGREED, PROMISED, OUTER = "agreed", "promised", "outer"
+RUN = "run"
+LONGEST_LATE = 60.0  # seconds after which a mounted folder shows what another host has left
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.005, 0.5  # seconds between two looks into the folder
 CHANGE, MEAN = "change", "mean"
 Members = dict[int, float]  # the islands that take part, by index, with their weights
@@ -61,18 +64,65 @@ class Meetings:
         self._patience = patience
         self._waiting = waiting
 
-    def agree(self, settings: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        """Compares settings with those of the others, and `own` with what this island had earlier.
-
-        Raises ConfigError if they differ.
-        """
+    def agree(self, settings: Mapping[str, Any]) -> None:
+        """Compares settings with those of the others. Raises ConfigError if they differ."""
+        self.folder.leave(Path(AGREED), dict(settings))
         self._compare(Path(AGREED), settings, "islands that meet have it in common")
-        self._compare(
-            Path(f"{AGREED}-{self._index}"), own, "this island has met the others with it"
+
+    def be_island(self, run: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        """Takes the place of this island for a run, which has it for good.
+
+        `run` tells the run from every other; `own` is compared with what it had earlier. Raises
+        ConfigError if another run is this island, or if a process does not see the folder.
+        """
+        where = Path(f"{AGREED}-{self._index}")
+        self.folder.leave(where, {RUN: dict(run), **own})
+        holder = told_by_process_0(lambda: self.folder.document(where)).get(RUN)
+        if holder != json.loads(json.dumps(run)):
+            raise ConfigError(
+                f"islands.index={self._index} is taken: another run is this island",
+                asked=_described(run),
+                found=f"{_described(holder)} in {self.folder.root}",
+                fix=f"another islands.index or islands.directory, or without {where} in that "
+                "folder if the other run is gone for good",
+            )
+        self._compare(where, own, "this island has met the others with it")
+        if any_process(not self._sees(where)):
+            raise ConfigError(
+                "a process of this island does not see what process 0 leaves in islands.directory",
+                asked=f"islands.directory={self.folder.root}",
+                fix="a folder that all hosts see as the same one",
+            )
+
+    def call_roll(self, count: int) -> None:
+        """Waits until each of the islands has come once, so that none trains without the others.
+
+        Raises ConfigError if one does not come in time.
+        """
+        places = {index: Path(f"{AGREED}-{index}") for index in range(count)}
+        self._wait(lambda: all(map(self.folder.has, places.values())))
+        missing = told_by_process_0(
+            lambda: [index for index, place in places.items() if not self.folder.has(place)]
         )
+        if missing:
+            raise ConfigError(
+                f"{_islands(missing)} of islands.count={count} did not come to the folder in "
+                f"{self._patience:g} s",
+                asked=f"islands.directory={self.folder.root}",
+                fix="a folder that all islands see as the same one, each with an islands.index of "
+                "its own, or a larger islands.patience",
+            )
+
+    def _sees(self, where: Path) -> bool:
+        """Returns True once this process sees something: a mounted folder may be late."""
+        deadline = time.monotonic() + min(self._patience, LONGEST_LATE)
+        while not self.folder.has(where):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(LONGEST_PAUSE)
+        return True
 
     def _compare(self, where: Path, settings: Mapping[str, Any], why: str) -> None:
-        self.folder.leave(where, dict(settings))
         there = told_by_process_0(lambda: self.folder.document(where))
         for name, own in json.loads(json.dumps(settings)).items():
             if there.get(name) != own:
@@ -209,6 +259,19 @@ class Meetings:
             self._waiting()
             time.sleep(min(pause, max(left, 0)))
             pause = min(2 * pause, LONGEST_PAUSE)
+
+
+def _described(run: Mapping[str, Any] | None) -> str:
+    """Names a run, of `be_island`, for a person."""
+    if not run:
+        return "a run of another version"
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(run.get("time") or 0))
+    return f"the run that began on {run.get('host')} at {began} UTC as process {run.get('pid')}"
+
+
+def _islands(indices: Sequence[int]) -> str:
+    """Names islands, such as "islands 1, 3"."""
+    return f"island{'s' * (len(indices) > 1)} {', '.join(map(str, indices))}"
 
 
 def parts_of(whole: Range, ways: int) -> list[Range]:
