@@ -217,7 +217,7 @@ def rehearse(opened: OpenedRun, tasks: Sequence[str], limit: int | None) -> None
     from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]  as above
 
     class Rehearsal(LM):
-        """Reads requests as a trained run does."""
+        """A reader of requests, as strict as a trained run."""
 
         def loglikelihood(self, requests, disable_tqdm: bool = False):  # noqa: ARG002
             for request in requests:

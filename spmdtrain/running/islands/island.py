@@ -42,7 +42,7 @@ class Island:
     """The part of an island in the meetings of a run. Its state has the items of outer.py."""
 
     def __init__(self, setup: Setup, meetings: Meetings, run: Mapping[str, Any]):
-        """`run` tells the run of this island from every other: see `Meetings.be_island`."""
+        """Takes the place of the island for `run`: see `Meetings.be_island`."""
         config = setup.config
         self._setup = setup
         self._settings = config.islands

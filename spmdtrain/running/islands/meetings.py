@@ -262,7 +262,7 @@ class Meetings:
 
 
 def _described(run: Mapping[str, Any] | None) -> str:
-    """Names a run, of `be_island`, for a person."""
+    """Describes a run, of `be_island`, for a person."""
     if not run:
         return "a run of another version"
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(run.get("time") or 0))
@@ -270,7 +270,7 @@ def _described(run: Mapping[str, Any] | None) -> str:
 
 
 def _islands(indices: Sequence[int]) -> str:
-    """Names islands, such as "islands 1, 3"."""
+    """Lists islands, such as "islands 1, 3"."""
     return f"island{'s' * (len(indices) > 1)} {', '.join(map(str, indices))}"
 
 
