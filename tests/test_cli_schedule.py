@@ -16,10 +16,11 @@ from spmdtrain.pipeline.draw import draw, svg
 from spmdtrain.pipeline.file import read, to_json
 from spmdtrain.pipeline.schedule import SCHEDULE_KINDS, build
 from spmdtrain.pipeline.timing import (
+    Idle,
     Times,
-    bubble_fraction,
+    lockstep_idle,
     megatron_orders,
-    order_bubble_fraction,
+    order_idle,
     zb_h1_orders,
 )
 
@@ -60,11 +61,15 @@ def test_the_drawing_and_the_bubbles_are_those_of_the_simulator(
         schedule(capsys, kind, *priced, chunks=chunks).rstrip("\n").rpartition("\n\n")
     )
     assert drawing == draw(table, times, width=60)
-    lockstep = f"{bubble_fraction(table, times):.1%}"
-    assert f"{table.ticks} ticks, bubble {lockstep}, " in drawing.splitlines()[0]
-    also = f", {order_bubble_fraction(orders, times):.1%} in {whose}" if orders else ""
+
+    def shares(idle: Idle) -> str:
+        return f"{idle.bubble:.1%}" + (f" and hops {idle.hops:.1%}" if priced else "")
+
+    idle = lockstep_idle(table, times)
+    assert f"{table.ticks} ticks, bubble {idle.bubble:.1%}, " in drawing.splitlines()[0]
+    also = f", {shares(order_idle(orders, times))} in {whose}" if orders else ""
     costs = "F 1, B 2, W 0.5, hop 0.1" if priced else "F 1, B 1, W 1, hop 0"
-    assert last == f"bubble {lockstep} in lockstep{also} ({costs})"
+    assert last == f"bubble {shares(idle)} in lockstep{also} ({costs})"
 
 
 def test_the_kind_is_1f1b_if_none_is_named(capsys):

@@ -10,13 +10,14 @@ from spmdtrain.pipeline.check import LETTERS
 from spmdtrain.pipeline.phases import phases
 from spmdtrain.pipeline.schedule import WORK, Table, units_of
 from spmdtrain.pipeline.timing import (
+    Idle,
     Span,
     Times,
-    bubble_fraction,
+    lockstep_idle,
     lockstep_spans,
     lockstep_ticks,
     megatron_orders,
-    order_bubble_fraction,
+    order_idle,
     zb_h1_orders,
 )
 
@@ -44,7 +45,7 @@ def headline(table: Table, times: Times | None = None) -> str:
     sizes = f"{table.stages} stages"
     if table.chunks > 1:
         sizes += f", {table.chunks} chunks"
-    bubble = bubble_fraction(table, times)
+    bubble = lockstep_idle(table, times).bubble
     return (
         f"{table.kind}: {sizes}, {table.microbatches} microbatches, {table.ticks} ticks, "
         f"bubble {bubble:.1%}, stash {max(table.peak_stash)}"
@@ -64,20 +65,25 @@ def describe_pipeline(table: Table, layout: "StageLayout") -> str:
 
 
 def bubbles(table: Table, times: Times, *, peers: bool) -> str:
-    """Describes the bubble in one line, with the times from which it follows.
+    """Describes the bubble, and what hops add, in one line, with the times from which it follows.
 
     `peers`: adds the bubble of other frameworks that run this kind of schedule in their own order.
     """
-    found = [f"{bubble_fraction(table, times):.1%} in lockstep"]
+    found = [f"{_shares(lockstep_idle(table, times), times)} in lockstep"]
     if peers and table.kind in ("1f1b", "interleaved"):
         orders = megatron_orders(table.stages, table.microbatches, table.chunks)
-        found.append(f"{order_bubble_fraction(orders, times):.1%} in Megatron-LM's order")
+        found.append(f"{_shares(order_idle(orders, times), times)} in Megatron-LM's order")
     elif peers and table.kind == "zero_bubble" and table.chunks == 1:
         orders = zb_h1_orders(table.stages, table.microbatches)
-        found.append(f"{order_bubble_fraction(orders, times):.1%} in ZB-H1's order")
+        found.append(f"{_shares(order_idle(orders, times), times)} in ZB-H1's order")
     prices = [f"{LETTERS[kind]} {getattr(times, kind):g}" for kind in WORK]
     prices.append(f"hop {times.hop:g}")
     return f"bubble {', '.join(found)} ({', '.join(prices)})"
+
+
+def _shares(idle: Idle, times: Times) -> str:
+    hops = f" and hops {idle.hops:.1%}" if times.hop else ""
+    return f"{idle.bubble:.1%}{hops}"
 
 
 def draw(

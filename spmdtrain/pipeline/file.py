@@ -15,7 +15,7 @@ from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.named_file import read_named
 from spmdtrain.pipeline.check import LETTERS, check, check_units
 from spmdtrain.pipeline.schedule import WORK, Table, assign_slots, units_of
-from spmdtrain.pipeline.timing import Times, bubble_fraction, bubble_over_ideal
+from spmdtrain.pipeline.timing import Times, bubble_over_ideal, lockstep_idle
 
 CSV_OPERATION = re.compile(r"([FBW])(\d{1,9})\.(\d{1,9})")
 KIND_OF_LETTER = {letter: kind for kind, letter in LETTERS.items()}
@@ -52,7 +52,8 @@ class _File(BaseModel):
 def to_json(table: Table, times: Times | None = None) -> dict[str, Any]:
     """Returns the schedule as plain values for `json.dumps`; a unit is [microbatch, chunk].
 
-    The bubble is that of stages in lockstep at these times (default: 1 for each kind of work).
+    Bubble and hops are those of stages in lockstep at these times (default: 1 for each kind of
+    work).
     """
     units = {kind: units_of(table, kind).tolist() for kind in WORK}
 
@@ -65,6 +66,7 @@ def to_json(table: Table, times: Times | None = None) -> dict[str, Any]:
         entry["stash_slot"] = slot if entry["forward"] else None
         return entry
 
+    idle = lockstep_idle(table, times)
     ticks = [[cell(tick, stage) for stage in range(table.stages)] for tick in range(table.ticks)]
     return {
         "stages": table.stages,
@@ -72,7 +74,8 @@ def to_json(table: Table, times: Times | None = None) -> dict[str, Any]:
         "microbatches": table.microbatches,
         "kind": table.kind,
         "ticks": ticks,
-        "bubble_fraction": bubble_fraction(table, times),
+        "bubble_fraction": idle.bubble,
+        "hop_fraction": idle.hops,
         "bubble_over_ideal": bubble_over_ideal(table, times),
         "peak_stash": list(table.peak_stash),
     }

@@ -7,7 +7,7 @@ soon as its inputs have arrived.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -109,25 +109,39 @@ def lockstep_time(table: Table, times: Times, overlap: float = 1.0) -> float:
     return float(lockstep_ticks(table, times, overlap).sum())
 
 
-def bubble_fraction(table: Table, times: Times | None = None, overlap: float = 1.0) -> float:
-    """Returns idle / total: the share of the time in which a stage has no work.
+class Idle(NamedTuple):
+    """What a stage does not work, as shares of the whole time.
 
-    Hops that add time count as idle.
+    Waiting for work is apart from waiting for hops: more chunks shrink the one and multiply the
+    other.
     """
+
+    bubble: float
+    hops: float
+
+    @classmethod
+    def of(cls, work: float, without_hops: float, whole: float) -> "Idle":
+        """Returns the shares, given the seconds of the work and of the schedule."""
+        return cls((without_hops - work) / whole, (whole - without_hops) / whole)
+
+
+def lockstep_idle(table: Table, times: Times | None = None, overlap: float = 1.0) -> Idle:
+    """Returns the shares of the time in which stages in lockstep wait for work, and for hops."""
     times = times or Times()
-    total = lockstep_time(table, times, overlap)
-    return 1 - table.microbatches * times.microbatch / total
+    work = table.microbatches * times.microbatch
+    without_hops = lockstep_time(table, replace(times, hop=0.0), overlap)
+    return Idle.of(work, without_hops, lockstep_time(table, times, overlap))
 
 
-def bubble_over_ideal(table: Table, times: Times | None = None, overlap: float = 1.0) -> float:
-    """Returns idle / work, the bubble as stated by Narayanan et al., arXiv 2104.04473.
+def bubble_over_ideal(table: Table, times: Times | None = None) -> float:
+    """Returns the bubble over the work, as stated by Narayanan et al., arXiv 2104.04473.
 
     In section 2.2 they find, for interleaved 1F1B, (p - 1) / (v m). Here it is read off the table,
     like everything else, so the formula is tested and not assumed.
     """
     times = times or Times()
     ideal = table.microbatches * times.microbatch
-    return lockstep_time(table, times, overlap) / ideal - 1
+    return lockstep_time(table, replace(times, hop=0.0)) / ideal - 1
 
 
 def lockstep_spans(table: Table, times: Times, overlap: float = 1.0) -> list[Span]:
@@ -194,13 +208,14 @@ def order_time(orders: Orders, times: Times) -> float:
     return max(span.stop for span in order_spans(orders, times))
 
 
-def order_bubble_fraction(orders: Orders, times: Times) -> float:
-    """Returns (time - m (F + B + W)) / time, the bubble rate of Qi et al.
+def order_idle(orders: Orders, times: Times) -> Idle:
+    """Returns the shares of the time in which stages wait for work, and for hops.
 
-    See arXiv 2401.10241, table 5.
+    Their sum is the bubble rate of Qi et al., arXiv 2401.10241, table 5.
     """
     microbatches = 1 + max(operation.microbatch for order in orders for operation in order)
-    return 1 - microbatches * times.microbatch / order_time(orders, times)
+    without_hops = order_time(orders, replace(times, hop=0.0))
+    return Idle.of(microbatches * times.microbatch, without_hops, order_time(orders, times))
 
 
 def table_orders(table: Table) -> Orders:

@@ -56,7 +56,7 @@ def test_json_has_exactly_the_shape_that_scripts_rely_on():
     written = json.loads(json.dumps(to_json(interleaved(2, 2, 2))))
     assert set(written) == {
         *("stages", "chunks", "microbatches", "kind", "ticks"),
-        *("bubble_fraction", "bubble_over_ideal", "peak_stash"),
+        *("bubble_fraction", "hop_fraction", "bubble_over_ideal", "peak_stash"),
     }
     assert (written["stages"], written["chunks"], written["microbatches"]) == (2, 2, 2)
     assert written["ticks"][0] == [
@@ -73,7 +73,8 @@ def test_json_has_exactly_the_shape_that_scripts_rely_on():
     assert written["bubble_over_ideal"] == pytest.approx(1 / 4)
     assert written["bubble_fraction"] == pytest.approx(1 / 5)
     slow_hops = to_json(interleaved(2, 2, 2), Times(hop=10))
-    assert slow_hops["bubble_fraction"] > written["bubble_fraction"]
+    assert slow_hops["hop_fraction"] > 0.5 > written["hop_fraction"] == 0
+    assert slow_hops["bubble_over_ideal"] == written["bubble_over_ideal"]
 
 
 def test_a_schedule_written_by_hand_may_wait(tmp_path):

@@ -12,13 +12,13 @@ from spmdtrain.pipeline.schedule import build, gpipe, interleaved, one_f_one_b, 
 from spmdtrain.pipeline.timing import (
     Operation,
     Times,
-    bubble_fraction,
     bubble_over_ideal,
+    lockstep_idle,
     lockstep_spans,
     lockstep_ticks,
     lockstep_time,
     megatron_orders,
-    order_bubble_fraction,
+    order_idle,
     order_spans,
     order_time,
     table_orders,
@@ -52,18 +52,15 @@ costs = st.floats(0.1, 10.0)
 def test_1f1b_and_zb_h1_give_the_published_bubble_rates_to_four_digits(run):
     stages, microbatches, _, profiled, published, _, published_h1 = PUBLISHED[run]
     times = Times(*profiled)
-    rate = order_bubble_fraction(megatron_orders(stages, microbatches), times)
-    assert round(rate, 4) == published
-    assert (
-        round(order_bubble_fraction(zb_h1_orders(stages, microbatches), times), 4) == published_h1
-    )
+    assert round(sum(order_idle(megatron_orders(stages, microbatches), times)), 4) == published
+    assert round(sum(order_idle(zb_h1_orders(stages, microbatches), times)), 4) == published_h1
 
 
 @pytest.mark.parametrize("run", PUBLISHED)
 def test_interleaved_gives_the_published_bubble_rates_within_four_thousandths(run):
     stages, microbatches, chunks, profiled, _, published, _ = PUBLISHED[run]
     times = Times(*profiled)
-    rate = order_bubble_fraction(megatron_orders(stages, microbatches, chunks), times)
+    rate = sum(order_idle(megatron_orders(stages, microbatches, chunks), times))
     assert abs(rate - published) < 0.004
     # What is left of the difference: the published rates leave one hop per stage out.
     work = microbatches * times.microbatch
@@ -84,7 +81,26 @@ def test_interleaved_wastes_the_ideal_share_of_narayanan(stages, chunks, groups,
     times = Times(forward, backward / 2, backward / 2)
     expected = (stages - 1) / (chunks * microbatches)
     assert bubble_over_ideal(table, times) == pytest.approx(expected, abs=1e-12)
-    assert bubble_fraction(table, times) == pytest.approx(expected / (1 + expected), abs=1e-12)
+    bubble = lockstep_idle(table, times).bubble
+    assert bubble == pytest.approx(expected / (1 + expected), abs=1e-12)
+
+
+@FEWER
+@given(
+    stages=st.integers(2, 6),
+    chunks=st.integers(2, 23),
+    groups=st.integers(1, 5),
+    hop=st.floats(0.0, 3.0),
+)
+def test_more_chunks_never_have_a_larger_bubble_whatever_a_hop_takes(stages, chunks, groups, hop):
+    """What hops add, and more chunks have more of them, is no bubble."""
+    times = Times(1.0, 1.0, 1.0, hop)
+    plain = lockstep_idle(one_f_one_b(stages, groups * stages), times)
+    table = interleaved(stages, groups * stages, chunks)
+    idle = lockstep_idle(table, times)
+    assert idle.bubble < plain.bubble and idle.hops >= plain.hops - 1e-12
+    work = table.microbatches * times.microbatch
+    assert sum(idle) == pytest.approx(1 - work / lockstep_time(table, times))
 
 
 @FEWER
@@ -113,7 +129,7 @@ def test_zero_bubble_idles_strictly_less_than_1f1b(stages):
     for microbatches in range(1, 33):
         plain, split = one_f_one_b(stages, microbatches), zero_bubble(stages, microbatches)
         equal = Times(1.0, 1.0, 1.0)
-        assert bubble_fraction(split, equal) < bubble_fraction(plain, equal)
+        assert lockstep_idle(split, equal).bubble < lockstep_idle(plain, equal).bubble
         assert bubble_over_ideal(split, equal) == pytest.approx(
             2 / 3 * bubble_over_ideal(plain, equal)
         )
@@ -161,8 +177,8 @@ def test_without_lockstep_no_table_is_slower_and_no_stage_works_at_two_things(
 
 def test_one_op_per_tick_and_paired_interleaving_cost_the_same_without_hops():
     for stages, microbatches, chunks in ((4, 16, 1), (4, 16, 2), (8, 32, 4), (4, 4, 2)):
-        megatron = order_bubble_fraction(megatron_orders(stages, microbatches, chunks), Times())
-        paired = bubble_fraction(interleaved(stages, microbatches, chunks))
+        megatron = order_idle(megatron_orders(stages, microbatches, chunks), Times())
+        paired = lockstep_idle(interleaved(stages, microbatches, chunks))
         assert megatron == pytest.approx(paired)
 
 

@@ -84,16 +84,19 @@ def test_a_share_shortens_its_own_term(share, term):
     assert alone[term] > 0
     assert half[term] == pytest.approx((1 - 0.5 * KEPT) * alone[term])
     # What a layer takes is in the bubble too, and a straggler waits for all.
-    follow = {term, "pipeline_bubble", "stragglers"}
+    follow = {term, "pipeline_bubble", "pipeline_hops", "stragglers"}
     assert {name for name in alone if half[name] != alone[name]} <= follow
 
 
-def test_hops_shorten_the_bubble():
-    def bubble(hops: float) -> float:
+def test_hops_that_overlap_take_less_and_leave_the_bubble_as_it_is():
+    def terms(hops: float) -> tuple[float, float]:
         ours = replace(OURS, overlap=Overlap(hops=hops))
-        return step_time(EVERY_AXIS, H100, ours).terms["pipeline_bubble"]
+        found = step_time(EVERY_AXIS, H100, ours).terms
+        return found["pipeline_hops"], found["pipeline_bubble"]
 
-    assert bubble(1.0) < bubble(0.5) < bubble(0.0)
+    (all_of_them, bubble), (half, other), (none, another) = map(terms, (1.0, 0.5, 0.0))
+    assert all_of_them < half < none
+    assert bubble == other == another
 
 
 def test_the_fleet_has_a_share_of_everything():

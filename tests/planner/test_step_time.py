@@ -39,7 +39,7 @@ def workload(**mesh: int) -> Workload:
 def test_a_pipeline_takes_the_time_of_the_table_that_runs():
     interleaved = replace(workload(pipeline=4), schedule="interleaved", chunks=2)
     half = replace(OURS, overlap=Overlap(hops=0.5))
-    bubble = step_time(interleaved, H100, half).terms["pipeline_bubble"]
+    terms = step_time(interleaved, H100, half).terms
     layers_per_stage = 2
     layer = layer_time(interleaved, H100, OURS)
     forward, backward, weight = (
@@ -49,8 +49,10 @@ def test_a_pipeline_takes_the_time_of_the_table_that_runs():
     hop = send_seconds(activation_bytes, 1, H100)
     times = timing.Times(forward, backward, weight, hop)
     table = schedule.build("interleaved", 4, 64, 2)
-    idle = timing.lockstep_time(table, times, overlap=0.5) - 64 * times.microbatch
-    assert bubble == pytest.approx(idle)
+    idle = timing.lockstep_idle(table, times, overlap=0.5)
+    whole = timing.lockstep_time(table, times, overlap=0.5)
+    assert terms["pipeline_bubble"] == pytest.approx(idle.bubble * whole)
+    assert terms["pipeline_hops"] == pytest.approx(idle.hops * whole)
 
 
 @pytest.mark.parametrize("windows", [(), (100, 0, 600)])

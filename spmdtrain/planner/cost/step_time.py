@@ -54,7 +54,7 @@ BOUND_BY: Mapping[str, str] = {
     "context_collectives": "network",  # keys and values over `context`
     "expert_exchange": "network",  # tokens on their way to their experts and back
     "pipeline_bubble": "idle",  # the fullest stage waits for others
-    "pipeline_hops": "network",  # sends between stages, if the bubble does not count them
+    "pipeline_hops": "network",  # sends between stages
     "host_transfers": "host",  # what layers keep, and moments, on their way to the host and back
     "exchanges": "host",  # the host, around each microbatch of a stage
     "vocabulary_collectives": "network",  # sums over `pipeline` if stages share the vocabulary
@@ -361,13 +361,13 @@ def _pipeline_terms(
         hop=one_send,
     )
     microbatches = workload.accumulation
-    terms = {
-        "pipeline_bubble": _bubble_seconds(workload, times, software, closed_form),
-        "exchanges": 2 * microbatches * software.host_wait,
-    }
-    # In lockstep the bubble counts the sends. By order, a split backward hides them under weight
-    # gradients.
-    if not software.lockstep and not SCHEDULES[workload.schedule].splits_backward:
+    waits = _bubble_seconds(workload, times, software, closed_form)
+    terms = {"pipeline_bubble": waits, "exchanges": 2 * microbatches * software.host_wait}
+    if software.lockstep:
+        bubble = _bubble_seconds(workload, replace(times, hop=0.0), software, closed_form)
+        return terms | {"pipeline_bubble": bubble, "pipeline_hops": waits - bubble}
+    # By order, a split backward hides the sends under weight gradients.
+    if not SCHEDULES[workload.schedule].splits_backward:
         sends = 2 * microbatches * workload.chunks
         # Between two chunks a stage has other work; a single one waits for what it needs next.
         hidden = software.overlap.hops if workload.chunks > 1 else 0.0
@@ -378,7 +378,8 @@ def _pipeline_terms(
 def _bubble_seconds(
     workload: Workload, times: timing.Times, software: Software, closed_form: bool
 ) -> float:
-    """Returns the seconds in which the fullest stage waits, by the table that a run would execute.
+    """Returns the seconds in which the fullest stage waits, for work or for sends, by the table
+    that a run would execute.
 
     `times`: of one microbatch. The closed form, also used for tables too large to lay out, assumes
     lockstep; a search ranks all software by it.
