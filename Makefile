@@ -77,6 +77,7 @@ check: $(VENV)/installed-dev  ## lint, formatting and types
 
 docs: $(VENV)/installed-docs  ## the documentation as a site in build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --site-dir build/site
+	@echo "the site: build/site/index.html, or $(BIN)/python -m http.server --directory build/site"
 
 pages: $(VENV)/installed  ## what docs/ takes from elsewhere: examples, settings, pictures; a minute
 	$(BIN)/python docs/made/pages.py
@@ -127,7 +128,7 @@ constraints:  ## constraints.txt anew, with uv: the newest versions that Python 
 
 $(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/pip
 	@echo "installing into $(VENV): a minute or two, once"
-	$(INSTALL) -e .
+	$(INSTALL) -e '.[hf]'
 	@touch $@
 
 $(VENV)/installed-dev: pyproject.toml constraints.txt | $(BIN)/pip
@@ -137,7 +138,7 @@ $(VENV)/installed-dev: pyproject.toml constraints.txt | $(BIN)/pip
 
 $(VENV)/installed-docs: pyproject.toml constraints.txt | $(BIN)/pip
 	@echo "installing into $(VENV): a minute or two, once"
-	$(INSTALL) -e '.[docs]'
+	$(INSTALL) -e '.[docs,hf]'
 	@touch $@ $(VENV)/installed
 
 $(VENV)/cuda-compiler: $(VENV)/installed

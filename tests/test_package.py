@@ -110,3 +110,19 @@ def test_the_workflow_calls_targets_that_exist(file, wanted):
         for command in commands
         for file in re.findall(r"tests/\S+\.py", command)
     )
+
+
+@pytest.mark.parametrize(
+    ("target", "line"),
+    [
+        # `data prepare --tokenizer` needs it, and each of these counts as installed.
+        (".venv/installed", r"pip install .* -e '\.\[hf\]'"),
+        (".venv/installed-dev", r"pip install .* -e '\.\[dev,hf\]'"),
+        (".venv/installed-docs", r"pip install .* -e '\.\[docs,hf\]'"),
+        ("docs", r"the site: build/site/index\.html"),
+    ],
+)
+def test_make_leaves_a_newcomer_with_what_comes_next(target, line):
+    planned = ["make", "--dry-run", "--always-make", target]
+    commands = subprocess.run(planned, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert re.search(line, commands)

@@ -30,7 +30,7 @@ def start_jax(
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # hides XLA's remarks on its own choices
     _forget_empty_variables()
-    from spmdtrain.processes import kept_memory, processes, xla_flags
+    from spmdtrain.processes import kept_memory, native_output, processes, xla_flags
 
     xla_flags.check_given()
     if parsed.simulate_devices is not None:
@@ -49,6 +49,9 @@ def start_jax(
             processes.start(*told)
         _import_libraries()
         import jax
+
+        if jax.distributed.is_initialized():
+            native_output.drop_remarks()
 
         if find_devices:
             jax.local_devices()

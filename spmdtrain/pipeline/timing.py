@@ -110,7 +110,7 @@ def lockstep_time(table: Table, times: Times, overlap: float = 1.0) -> float:
 
 
 class Idle(NamedTuple):
-    """What a stage does not work, as shares of the whole time.
+    """The time in which a stage does not work, as shares of the whole.
 
     Waiting for work is apart from waiting for hops: more chunks shrink the one and multiply the
     other.

@@ -11,7 +11,7 @@ import select
 import sys
 from collections.abc import Iterator
 
-OUTPUTS = (1, 2)  # file descriptors of standard output and standard error
+STANDARD_ERROR = 2
 
 
 class _Remarks(io.TextIOWrapper):
@@ -52,7 +52,7 @@ def _is_open(number: int) -> bool:
 
 def let_go() -> bool:
     """Redirects outputs without a reader to /dev/null. Returns True if there were any."""
-    closed = [number for number in OUTPUTS if _is_closed(number)]
+    closed = [number for number in (_output(), STANDARD_ERROR) if _is_closed(number)]
     for number in closed:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, number)
@@ -68,6 +68,13 @@ def outlived() -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.EIO) or not let_go():
             raise
+
+
+def _output() -> int:
+    """Returns the file descriptor to which the program prints: see native_output.py."""
+    with contextlib.suppress(OSError, ValueError):  # replaced by a caller, or closed
+        return sys.stdout.fileno()
+    return 1
 
 
 def _is_closed(number: int) -> bool:
