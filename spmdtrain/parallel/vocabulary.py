@@ -56,6 +56,7 @@ def make_lookup(rules: Rules, manual: Sequence[str] = ()) -> Lookup:
             out_spec = split_time(rows_spec, ids.shape, rules.sizes)
 
         def local(rows: jax.Array, ids: jax.Array) -> jax.Array:
+            rows = rows.astype(table.dtype)
             if axes:
                 ids = ids - jax.lax.axis_index(axes) * rows.shape[0]
             if not (by_hand or axes):
@@ -71,8 +72,8 @@ def make_lookup(rules: Rules, manual: Sequence[str] = ()) -> Lookup:
             return local(jax.lax.with_sharding_constraint(table, table_spec), ids)
 
         # Manual over all remaining axes, even those of one device. The transpose of the region sums
-        # the table's gradient over the batch, and in 16 bits XLA's CPU compiler aborts at such a
-        # sum unless the region is manual over every axis.
+        # the table's gradient over devices with other tokens: in float32, because the table enters
+        # in it. XLA removes the conversion of the rows there and back.
         left = {axis for axis in rules.sizes if axis not in manual}
         region = jax.shard_map(
             local,
@@ -81,7 +82,7 @@ def make_lookup(rules: Rules, manual: Sequence[str] = ()) -> Lookup:
             out_specs=out_spec,
             check_vma=False,
         )
-        embedded = region(table, ids)
+        embedded = region(table.astype(jnp.float32), ids)
         if out_spec in (rows_spec, stream_spec):
             return embedded
         return jax.lax.with_sharding_constraint(embedded, stream_spec)

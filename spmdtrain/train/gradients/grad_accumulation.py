@@ -17,6 +17,7 @@ from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.stack import sum_losses
 from spmdtrain.parallel.axes import BATCH_AXES
 from spmdtrain.parallel.regions import MANUAL_AXES, manual_region
+from spmdtrain.parallel.wide_sums import with_wide_sums
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.gradients.forward import make_context
 from spmdtrain.train.gradients.forward import make_segment_sums as segment_sums_of_head
@@ -134,6 +135,7 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
         means, left = mean_gradients(setup, gradients, number, cotangent, sending)
         return means, sums, left, largest_of(setup, seen, cotangent)
 
+    wide = with_wide_sums(local, setup.config.precision.compute)
     resting = resting_specs_in(setup)
     trained, _ = setup.model.split_trained(resting)
     of_teacher = P() if setup.teacher is None else resting_specs_in(setup.teacher.setup)
@@ -150,7 +152,7 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
         kept = feedback_specs(setup, feedback)
         in_specs = (resting, P(), BATCH, P(), kept, of_teacher, P())
         out_specs = (trained, P(), kept, P())
-        region = manual_region(local, setup.mesh, MANUAL_AXES, in_specs, out_specs)
+        region = manual_region(wide, setup.mesh, MANUAL_AXES, in_specs, out_specs)
         scales = scales_of(params, history, cotangent)
         return region(params, step, batch, cotangent, feedback, taught, scales)
 

@@ -19,6 +19,7 @@ from spmdtrain.parallel.axes import BATCH_AXES, owning_axes
 from spmdtrain.parallel.feedback.sums import Feedback
 from spmdtrain.parallel.regions import MANUAL_AXES, manual_region
 from spmdtrain.parallel.specs import drop_axes, keep_axes
+from spmdtrain.parallel.wide_sums import with_wide_sums
 from spmdtrain.pipeline.executor import gradients, losses
 from spmdtrain.pipeline.schedule import Table
 from spmdtrain.train.batch import Batch
@@ -71,7 +72,8 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
     def out_specs(feedback: Feedback | None):
         return trained, P(), feedback_specs(setup, feedback)
 
-    return _whole_over_batch(setup, local, out_specs)
+    wide = with_wide_sums(local, setup.config.precision.compute)
+    return _whole_over_batch(setup, wide, out_specs)
 
 
 def make_losses(setup: Setup) -> Callable[..., Any]:
