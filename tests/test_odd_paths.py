@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from helpers import tiny
 
 from spmdtrain.cli import main
 from spmdtrain.config import ConfigError
@@ -82,4 +83,4 @@ def test_a_pipe_that_nobody_writes_to_or_reads(command, capsys):
 def test_weights_of_hugging_face_without_their_config_are_refused():
     Path("folder/model.safetensors").touch()
     with pytest.raises(ConfigError, match="is not a Hugging Face directory: config.json"):
-        check_source("folder", Path("run"), False)
+        check_source(tiny("train.init_from=folder"), None, Path("run"), False)

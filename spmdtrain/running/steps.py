@@ -29,7 +29,7 @@ def train_with_returns(session: Session, start: StartingPoint, step: Callable) -
     state, done, sample = start.state, start.step, start.sample
     with Interrupt(setup.mesh) as interrupt:
         if setup.config.islands.are_several:
-            step = MeetingStep(setup, step, reporter, interrupt)
+            step = MeetingStep(setup, step, reporter, interrupt, data.tokenizer)
         while True:
             saves = Saves(
                 setup,

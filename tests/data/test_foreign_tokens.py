@@ -162,6 +162,14 @@ def test_their_fingerprint_follows_the_content_at_both_ends_and_between(tmp_path
             lambda path: overwrite(path.with_suffix(".idx"), -8, b"\x63"),
             "a document is beyond its 5 sequences",
         ),
+        *(
+            (lambda path, bounds=bounds: with_bounds(path, bounds), "leave out sequences.*found")
+            for bounds in ([0, 1, 2, 3, 4], [1, 2, 5], [0], [])
+        ),
+        (
+            lambda path: with_bounds(path, [0, 2, 5], bytes(5)),
+            "multimodal data set.*a mode of each of its 5 sequences",
+        ),
         (
             lambda path: (path.with_suffix(".idx").unlink(), cut(path, 7)),
             "is not a row of uint16; found 7 bytes",
@@ -173,6 +181,16 @@ def test_a_damaged_file_is_refused_by_name(damage, said, tmp_path):
     damage(tmp_path / "a.bin")
     with pytest.raises(DataError, match=said):
         opened(tmp_path / "a.bin")
+
+
+def with_bounds(path: Path, bounds: list[int], after: bytes = b"") -> None:
+    """Replaces the document bounds of a Megatron file, and what follows them."""
+    index = path.with_suffix(".idx")
+    whole = bytearray(index.read_bytes())
+    (sequences,) = struct.unpack_from("<Q", whole, 18)
+    struct.pack_into("<Q", whole, 26, len(bounds))
+    kept = whole[: 34 + 12 * sequences]
+    index.write_bytes(kept + np.array(bounds, "<i8").tobytes() + after)
 
 
 def cut(path: Path, size: int) -> None:

@@ -226,6 +226,7 @@ NOT_DRAWN = {
     "distill.logits": "needs a folder of them; the same tests have meshes and runs",
     **dict.fromkeys(("distill.temperature", "distill.share"), "is of distill.teacher"),
     "train.init_from": "needs another run: what a draw ends in decides it (check.py, `_begun`)",
+    "train.new_tokenizer": "is of train.init_from; tests/interop/test_same_tokenizer.py has it",
     "finetune.kind": "freezes what a draw compares; tests/train/test_adapters.py has meshes",
     **dict.fromkeys(
         (

@@ -140,6 +140,11 @@ class TrainConfig(Settings):
         default=None,
         description="run whose newest weights this run starts from, or a folder of Hugging Face",
     )
+    new_tokenizer: bool = Field(
+        default=False,
+        description="take weights of init_from that learned another tokenizer than that of the "
+        "data, whose ids then stand for other texts; false: they are refused",
+    )
 
     @model_validator(mode="after")
     def _check(self):
@@ -152,6 +157,8 @@ class TrainConfig(Settings):
             raise ValueError(
                 "train.stages name steps, and train.epochs counts none; set train.steps instead"
             )
+        if self.new_tokenizer and self.init_from is None:
+            raise ValueError("train.new_tokenizer belongs to train.init_from; leave it out")
         _ = self.timetable  # raises ValueError if the stages do not fit together
         for name in (name for name in type(self).model_fields if name.startswith("preference_")):
             theirs = [kind for kind, has in PREFERENCE_SETTINGS.items() if name in has]

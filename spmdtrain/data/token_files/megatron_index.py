@@ -46,6 +46,12 @@ def read_index(path: Path) -> Index:
             found=f"version {version} and type {code}",
         )
     expected = HEADER.size + sequences * 12 + bounds * 8
+    if sequences and size == expected + sequences:
+        raise DataError(
+            f"{path} is of a multimodal data set: not all of its tokens are text",
+            found=f"a mode of each of its {sequences} sequences",
+            fix="an index that preprocess_data.py wrote for text alone",
+        )
     if size != expected:
         wrong = "truncated" if size < expected else "too long"
         raise DataError(f"{path} is {wrong}", asked=f"{expected} bytes", found=f"{size} bytes")
@@ -63,6 +69,15 @@ def read_index(path: Path) -> Index:
         raise DataError(f"{path} is damaged: a document is beyond its {sequences} sequences")
     if (np.diff(documents) < 0).any():
         raise DataError(f"{path} is damaged: its documents do not rise")
+    first, last = (int(documents[0]), int(documents[-1])) if bounds else (0, 0)
+    if (first, last) != (0, sequences):
+        raise DataError(
+            f"{path} is damaged: its documents leave out sequences, as of an index that was merged "
+            "without its document bounds",
+            asked=f"bounds from 0 to {sequences}",
+            found=f"{bounds} bounds from {first} to {last}",
+            fix="merging again with tools/merge_datasets.py",
+        )
     offsets = np.append(starts, total)[documents]
     # Empty documents have no start; the first start is always 0.
     rising = np.unique(np.append(offsets[offsets < total], 0))

@@ -24,6 +24,8 @@ from spmdtrain.data.tokenizers.windows import LONGEST, encode_in_windows, groupe
 # fullwidth ones of DeepSeek.
 CONTROL = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
 PREFIX = re.compile(r'"continuing_subword_prefix"\s*:\s*"[^"]')
+# What lets a model cut a text at random: subword regularisation of BPE, and of unigrams.
+RANDOM = ("dropout", "alpha", "nbest_size")
 SAID = 200  # characters of a package's error that are quoted
 
 
@@ -228,7 +230,7 @@ class HuggingFaceTokenizer:
             return Encoding(self._checked(encoded.ids), *_spans(encoded))
 
     def _load(self):
-        """Returns the package's tokenizer, without truncation, padding or trimming."""
+        """Returns the package's tokenizer, without truncation, padding, trimming or chance."""
         try:
             import tokenizers
         except ModuleNotFoundError:
@@ -245,6 +247,9 @@ class HuggingFaceTokenizer:
             tokenizer.no_padding()
             # Trimming would exclude a token's leading space from its span.
             tokenizer.post_processor = None
+            for name in RANDOM:  # a sample depends on nothing but the seed and the files
+                if getattr(tokenizer.model, name, None) is not None:
+                    setattr(tokenizer.model, name, None)
         return tokenizer
 
     def _checked(self, ids: Sequence[int]) -> np.ndarray:

@@ -17,14 +17,14 @@ from spmdtrain.checkpoints.checkpoints import Checkpoints
 from spmdtrain.checkpoints.identity import code_of
 from spmdtrain.checkpoints.leaves.fingerprint import Fingerprint, fingerprint, fingerprints
 from spmdtrain.checkpoints.model_code import check_model_code
-from spmdtrain.checkpoints.restore import read_document, read_step
-from spmdtrain.config.errors import CheckpointError, ConfigError
+from spmdtrain.checkpoints.restore import read_step
+from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.published.model_from import is_run
 from spmdtrain.config.published.reading import read_published
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.data.tokenizers.tokenizer import tokenizer_fingerprint
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.running.published.read_weights import read_weights
+from spmdtrain.running.same_tokenizer import check_same
 from spmdtrain.train.setup import Setup, Teacher, check_setup
 from spmdtrain.train.shard import shard
 
@@ -41,11 +41,14 @@ def shard_with_teacher(
     """Returns what `shard` does, with the weights of the teacher opened if the run has one.
 
     `tokenizer`: the spec of the tokenizer of the data, None if they are ids; `parts` as in `shard`.
-    Raises ConfigError if the teacher is a run with another tokenizer.
+    Raises ConfigError if the teacher has another tokenizer.
     """
     setup = with_teacher(shard(config, make, devices, **parts))
-    if setup.teacher is not None and tokenizer is not None:
-        _check_tokenizer(config, tokenizer)
+    name = config.distill.teacher
+    if setup.teacher is not None and name is not None:
+        folder = Path(os.path.expanduser(name))
+        fix = "a teacher with the tokenizer of the data"
+        check_same(f"distill.teacher={name!r}", folder, tokenizer, "the data", fix)
     return setup
 
 
@@ -134,21 +137,3 @@ def _unpadded(setup: Setup, path: str, x: jax.Array, found: Fingerprint) -> Fing
     zeros = fingerprint(np.zeros(x.size - elements, x.dtype), elements)
     first, second = ((ours - theirs) % 2**32 for ours, theirs in zip(found, zeros, strict=True))
     return first, second
-
-
-def _check_tokenizer(config: RunConfig, tokenizer: dict[str, Any]) -> None:
-    """Refuses a run as the teacher if the same ids are other texts there."""
-    name = config.distill.teacher
-    assert name is not None, "the run has a teacher"
-    folder = Path(os.path.expanduser(name))
-    theirs = read_document(folder)[0].get("tokenizer") if is_run(folder) else None
-    if theirs is None:
-        return
-    ours, other = tokenizer_fingerprint(tokenizer), tokenizer_fingerprint(theirs)
-    if ours != other:
-        raise ConfigError(
-            f"distill.teacher={name!r} has another tokenizer than the data",
-            asked=ours[:SHOWN],
-            found=other[:SHOWN],
-            fix="a teacher with the tokenizer of the run",
-        )

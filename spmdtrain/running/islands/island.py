@@ -19,6 +19,7 @@ import numpy as np
 
 from spmdtrain.checkpoints.identity import settings_of
 from spmdtrain.config.errors import ConfigError
+from spmdtrain.data.tokenizers.tokenizer import tokenizer_fingerprint
 from spmdtrain.processes.processes import this_process
 from spmdtrain.running.islands.meetings import Meetings, parts_of
 from spmdtrain.train.islands.changes import Copying, Meet, make_copying, make_meet, mean_of
@@ -34,6 +35,8 @@ ALONE = (
     *("model.attention", "model.context_attention", "data.read_ahead"),
 )
 IN_COMMON = ("islands.", "model.", "optimizer.", "train.seed", "train.sequence_length")
+TOKENIZER = "the tokenizer of the data"
+SHOWN = 16  # hex digits of its hash
 # Else a run that begins anew would be given what an earlier one has learned.
 OWN = ("data.", "train.global_batch", "train.init_from")
 
@@ -41,8 +44,17 @@ OWN = ("data.", "train.global_batch", "train.init_from")
 class Island:
     """The part of an island in the meetings of a run. Its state has the items of outer.py."""
 
-    def __init__(self, setup: Setup, meetings: Meetings, run: Mapping[str, Any]):
-        """Takes the place of the island for `run`: see `Meetings.be_island`."""
+    def __init__(
+        self,
+        setup: Setup,
+        meetings: Meetings,
+        run: Mapping[str, Any],
+        tokenizer: dict[str, Any] | None = None,
+    ):
+        """Takes the place of the island for `run`: see `Meetings.be_island`.
+
+        `tokenizer`: the spec of the tokenizer of its data, None if they are ids.
+        """
         config = setup.config
         self._setup = setup
         self._settings = config.islands
@@ -69,6 +81,7 @@ class Island:
         }
         self._meets: dict[tuple[int | None, bool, float], Meet] = {}
         meetings.agree(_settings(setup, IN_COMMON))
+        meetings.agree_on_data({TOKENIZER: tokenizer_fingerprint(tokenizer)[:SHOWN]})
         meetings.be_island(run, _settings(setup, OWN))
 
     def sends(self, step: int) -> bool:

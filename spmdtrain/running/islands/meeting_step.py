@@ -41,7 +41,12 @@ class MeetingStep:
     """
 
     def __init__(
-        self, setup: Setup, step: Callable[..., Any], reporter: Reporter, interrupt: Interrupt
+        self,
+        setup: Setup,
+        step: Callable[..., Any],
+        reporter: Reporter,
+        interrupt: Interrupt,
+        tokenizer: dict[str, Any] | None,
     ):
         settings = setup.config.islands
         assert settings.directory is not None and settings.index is not None, "the schema asks"
@@ -49,7 +54,7 @@ class MeetingStep:
             Path(settings.directory), settings.index, settings.patience, self._waits
         )
         birth = told_by_process_0(lambda: birth_of(reporter.directory))
-        self._island = Island(setup, self._meetings, birth)
+        self._island = Island(setup, self._meetings, birth, tokenizer)
         self._count = settings.count
         self._step = step
         self._reporter = reporter

@@ -1,6 +1,7 @@
 """Exchanges files between islands, in a folder that all can reach.
 
     agreed/                 what all islands must have in common
+    agreed-data/            the tokenizer of the data of all islands
     agreed-I/               which run island I is, and what it must have whenever it comes
     STEP/change-I/          the change of island I: its row, and what it weighs
     STEP/decided/           who takes part, with its weight
@@ -39,6 +40,8 @@ from spmdtrain.running.islands.folder import Folder
 from spmdtrain.train.islands.rows import BLOCK, Held, Range, Row
 
 AGREED, PROMISED, OUTER = "agreed", "promised", "outer"
+AGREED_DATA = "agreed-data"
+IN_COMMON = "islands that meet have it in common"
 RUN = "run"
 LONGEST_LATE = 60.0  # seconds after which a mounted folder shows what another host has left
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.005, 0.5  # seconds between two looks into the folder
@@ -67,7 +70,12 @@ class Meetings:
     def agree(self, settings: Mapping[str, Any]) -> None:
         """Compares settings with those of the others. Raises ConfigError if they differ."""
         self.folder.leave(Path(AGREED), dict(settings))
-        self._compare(Path(AGREED), settings, "islands that meet have it in common")
+        self._compare(Path(AGREED), settings, IN_COMMON)
+
+    def agree_on_data(self, data: Mapping[str, Any]) -> None:
+        """Compares what is known of the data with that of the others, as `agree` does settings."""
+        self.folder.leave(Path(AGREED_DATA), dict(data))
+        self._compare(Path(AGREED_DATA), data, IN_COMMON, fix="the same for all")
 
     def be_island(self, run: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         """Takes the place of this island for a run, which has it for good.
@@ -122,7 +130,7 @@ class Meetings:
             time.sleep(LONGEST_PAUSE)
         return True
 
-    def _compare(self, where: Path, settings: Mapping[str, Any], why: str) -> None:
+    def _compare(self, where: Path, settings: Mapping[str, Any], why: str, fix: str = "") -> None:
         there = told_by_process_0(lambda: self.folder.document(where))
         for name, own in json.loads(json.dumps(settings)).items():
             if there.get(name) != own:
@@ -130,7 +138,7 @@ class Meetings:
                     f"{name} differs, and {why}",
                     asked=f"{name}={own}",
                     found=f"{there.get(name)} in {self.folder.root}",
-                    fix=f"--set {name}={there.get(name)}, or another islands.directory",
+                    fix=f"{fix or f'--set {name}={there.get(name)}'}, or another islands.directory",
                 )
 
     def send(self, step: int, change: Held, weight: float) -> None:

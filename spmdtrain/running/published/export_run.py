@@ -34,6 +34,7 @@ from spmdtrain.running.published.merged_layers import (
     check_merge,
     weights_of_base,
 )
+from spmdtrain.running.same_tokenizer import check_same, tokenizer_of
 
 Split = Callable[[np.ndarray], list[np.ndarray]]  # a layer of a parameter -> the tensors of a file
 
@@ -88,6 +89,9 @@ def export_run(  # noqa: PLR0913 - all that a directory is made of
     target, saved = target_of(run, dtype)
     others = {as_path(each, "also"): run_config(each).finetune for each in also}
     check_merge({run: target.finetune, **others}, base)
+    for other in others:
+        fix = "adapters that learned the tokenizer of that run"
+        check_same(f"--with {other}", other, tokenizer_of(run), f"{run}", fix)
     asked = ExportOfRun(run, out, target, saved, others, ema, part, base, average)
     with contextlib.closing(SavedSteps(run)) as checkpoints:
         step = max(average) if average else step

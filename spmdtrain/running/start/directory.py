@@ -15,7 +15,10 @@ from spmdtrain.checkpoints.files.hostile import ODD, strange_in
 from spmdtrain.config.errors import CheckpointError, ConfigError, StorageError
 from spmdtrain.config.published.reading import is_published, read_published
 from spmdtrain.config.run_files import newest_step
+from spmdtrain.config.schema import RunConfig
+from spmdtrain.data.tokenizers.difference import Spec
 from spmdtrain.interop.files import open_tensors
+from spmdtrain.running.same_tokenizer import check_same
 
 MOST_ASIDE = 1000  # runs that --fresh has set aside
 
@@ -134,10 +137,22 @@ def _describe_holder(holder: dict[str, str | int] | None) -> str:
     return f"process {holder['pid']} on {holder['host']}" if holder else ""
 
 
-def check_source(source: str | None, directory: Path, fresh: bool) -> None:
-    """Checks that `train.init_from` holds a checkpoint, and is not the run being set aside."""
+def check_source(config: RunConfig, tokenizer: Spec | None, directory: Path, fresh: bool) -> None:
+    """Checks that `train.init_from` holds weights that learned the data's tokenizer, and is not the
+    run being set aside.
+    """
+    source = config.train.init_from
     if source is None:
         return
+    _check_weights(source, directory, fresh)
+    if not config.train.new_tokenizer:
+        fix = (
+            "data of that tokenizer, or --set train.new_tokenizer=true, which learns the rows anew"
+        )
+        check_same(f"train.init_from='{source}'", Path(source), tokenizer, "the data", fix)
+
+
+def _check_weights(source: str, directory: Path, fresh: bool) -> None:
     asked = f"train.init_from='{source}'"
     if fresh and Path(source).resolve() == directory.resolve():
         raise ConfigError(f"{asked} is the run that --fresh sets aside", fix="another --run")

@@ -65,7 +65,7 @@ def open_session(
         check_given(directory, prepared.config.train.init_from, prepared.fresh)
     lowered = None
     if prepared.is_new:
-        check_source(prepared.config.train.init_from, directory, prepared.fresh)
+        check_source(prepared.config, prepared.data.tokenizer, directory, prepared.fresh)
         lowered = lower_step(setup)
     with contextlib.ExitStack() as held:
         memory = held.enter_context(MemoryGuard(setup))

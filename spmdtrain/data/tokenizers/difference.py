@@ -1,0 +1,87 @@
+"""Says how two tokenizers differ: where weights meet data, ids must stand for the same texts.
+
+A hash tells that they differ, but also tells a file from its copy that another version of a package
+has saved. So two files with other hashes are compared by what they make of a text.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from spmdtrain.config.errors import DataError
+from spmdtrain.data.tokenizers.tokenizer import open_tokenizer, tokenizer_fingerprint
+from spmdtrain.data.tokenizers.tokenizer_folder import NAME
+
+Spec = Mapping[str, Any]
+SHOWN = 8  # hex digits of a hash
+# The parts of a file that decide which ids a text has, besides its table of ids.
+RULES = ("normalizer", "pre_tokenizer")
+# Parts of its model that are no rule: the table of ids, and chance, which is switched off.
+NO_RULE = ("vocab", "dropout")
+
+
+def difference(ours: Spec | None, theirs: Spec | None) -> str:
+    """Returns in what the tokenizer `theirs` differs from `ours`; "" if ids stand for the same.
+
+    They do if one is unknown, and if one of them only has further tokens.
+    """
+    if ours is None or theirs is None:
+        return ""
+    if tokenizer_fingerprint(dict(ours)) == tokenizer_fingerprint(dict(theirs)):
+        return ""
+    if "json" not in ours or "json" not in theirs:
+        return "another kind of tokenizer" if ours["kind"] != theirs["kind"] else "other characters"
+    return _difference_of_files(_content(ours), _content(theirs))
+
+
+def named(spec: Spec) -> str:
+    """Returns a tokenizer in words: its file and the beginning of its hash, or its kind."""
+    if "json" not in spec:
+        return str(spec["kind"])
+    return f"{spec['path']} ({spec['sha256'][:SHOWN]})"
+
+
+def spec_in(folder: Path) -> Spec | None:
+    """Returns the spec of the `tokenizer.json` of a published model; None if there is none."""
+    return open_tokenizer(str(folder)).spec() if (folder / NAME).is_file() else None
+
+
+def _content(spec: Spec) -> dict[str, Any]:
+    """Returns the content of a file as the installed package `tokenizers` writes it."""
+    import tokenizers
+
+    try:
+        return json.loads(tokenizers.Tokenizer.from_str(spec["json"]).to_str())
+    except ValueError as error:
+        raise DataError(f"{spec['path']} is not a Hugging Face tokenizer.json: {error}") from None
+
+
+def _difference_of_files(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    our_tokens, their_tokens = _token_of_id(ours), _token_of_id(theirs)
+    for number in sorted(our_tokens.keys() & their_tokens.keys()):
+        if our_tokens[number] != their_tokens[number]:
+            return f"id {number} is {their_tokens[number]!r:.60}, not {our_tokens[number]!r:.60}"
+    our_rules, their_rules = _rules(ours), _rules(theirs)
+    names = dict.fromkeys([*our_rules, *their_rules])
+    other = [name for name in names if our_rules.get(name) != their_rules.get(name)]
+    return f"another {' and '.join(other)}" if other else ""
+
+
+def _token_of_id(content: Mapping[str, Any]) -> dict[int, str]:
+    vocab = content["model"]["vocab"]
+    if isinstance(vocab, list):  # a unigram model, whose tokens have scores
+        tokens = {number: token for number, (token, _) in enumerate(vocab)}
+    else:
+        tokens = {number: token for token, number in vocab.items()}
+    return tokens | {token["id"]: token["content"] for token in content["added_tokens"]}
+
+
+def _rules(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the rules by which a text is cut, and those of the model, without defaults."""
+    rules = {name: content.get(name) for name in RULES}
+    model = content["model"]
+    rules |= {name: value for name, value in model.items() if name not in NO_RULE and value}
+    if isinstance(model["vocab"], list):
+        rules["scores"] = model["vocab"]
+    return rules
