@@ -14,6 +14,7 @@ from collections import Counter
 import hypothesis
 import pytest
 import two_pythons
+from typed_again import every_try_can_be_typed  # noqa: F401  a fixture of every test
 
 # Before anything imports jax: it reads all of this once.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

@@ -110,6 +110,7 @@ def workplace(tmp_path_factory):
         patch.chdir(tmp_path_factory.mktemp("workplace"))
         for name, text in FILES.items():
             Path(name).write_text(text)
+        Path("bare.bin").write_bytes(bytes(each for id in range(60) for each in (id, 0)))
         Path("latin.txt").write_bytes("café au lait".encode("latin-1"))
         made_runs()
         made_token_files()
@@ -165,6 +166,11 @@ def tokens(name: str) -> list[str]:
     return train("data.corpus=tokens", "data.tokenizer=bytes", f"data.path={name}.bin")
 
 
+THREE = tuple(
+    word
+    for axis, size in {"data": 1, "fsdp": 1, "tensor": 1, "context": 3}.items()
+    for word in ("--set", f"mesh.{axis}={size}")
+)
 SWEEP = ("--sweep", "hardware.memory_bandwidth=1e12")
 HUGE = "99999999999999999999999"
 # exit code, words of the line, command line
@@ -521,7 +527,27 @@ TABLE = {
         train(run="link_inside"),
     ),
     # sampling
-    "sample no run": (CHECKPOINT, "nowhere is not a run directory|--run", sample(run="nowhere")),
+    "sample no run": (
+        CHECKPOINT,
+        "nowhere is not a run directory|which has a config.json",
+        sample(run="nowhere"),
+    ),
+    "eval bare ids": (
+        DATA,
+        "bare.bin: id 16 at token|vocabulary of 16",
+        ["eval", "run", "bare.bin"],
+    ),
+    "eval a damaged text of tokens": (DATA, "cut.bin", ["eval", "run", "cut.bin"]),
+    "replay on a mesh that does not fit": (
+        CONFIG,
+        "time=8|try --set rules.activations.time= to keep it whole",
+        ["replay", "run", "--step", "2", *THREE],
+    ),
+    "eval with a sequence that does not fit": (
+        CHECKPOINT,
+        "does not fit|try the configuration that it was saved with",
+        ["eval", "run", "text.txt", "--set", "train.sequence_length=16"],
+    ),
     "sample a folder": (CHECKPOINT, "no_config is not a run directory", sample(run="no_config")),
     "sample a broken config": (CHECKPOINT, "not_json/config.json", sample(run="not_json")),
     "sample a config of nothing": (CHECKPOINT, "no_object/config.json", sample(run="no_object")),

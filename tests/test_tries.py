@@ -10,6 +10,8 @@ import pytest
 
 from spmdtrain.cli import main
 from spmdtrain.cli.parser import make_parser
+from spmdtrain.cli.typable import make_typable
+from spmdtrain.config import ConfigError
 
 ROOT = Path(__file__).parent.parent
 
@@ -82,6 +84,44 @@ def test_every_try_of_an_error_names_what_is_there():
 )
 def test_a_try_that_does_not_work_is_found(text):
     assert wrong_with(text)
+
+
+READING = {
+    # command -> an error's `try` -> the one that is shown
+    ("eval", "RUN"): {
+        "--set model.vocab=9": "--set model.vocab=9 in training; a run is read with the settings",
+        "--set data.tokenizer=F, or --set model.vocab=9": "--set data.tokenizer=F, or --set model.",
+        "--set mesh.data=2 or --simulate-devices 4": "--set mesh.data=2 or --simulate-devices 4",
+        "time = 9 (--set train.steps=9), or --set rules.activations.time= to keep it whole": (
+            "--set rules.activations.time= to keep it whole"
+        ),
+        "the settings of it, or another --run": "the settings of it",
+        "spmdtrain import DIR --set model.vocab=9": "spmdtrain import DIR --set model.vocab=9",
+    },
+    ("export", "RUN", "D", "--to", "hf"): {
+        "--set mesh.data=2": "--set mesh.data=2 in training; a run is read",
+        "--ema": "--ema",
+    },
+    ("sample", "RUN"): {"--set mesh.tensor=2": "--set mesh.tensor=2"},
+    ("train", "C"): {
+        "--untie": "--untie, an option of another command",
+        "--set a.b=2": "--set a.b=2",
+    },
+    ("replay", "RUN"): {"--set train.remat=full": "--set train.remat=full"},
+}
+
+
+@pytest.mark.parametrize(
+    ("typed", "fix", "wanted"),
+    [(typed, *pair) for typed, fixes in READING.items() for pair in fixes.items()],
+)
+def test_an_error_proposes_what_the_command_takes(typed, fix, wanted):
+    parsed = make_parser().parse_args([*typed])
+    error = ConfigError("what", asked="a", found="b", fix=fix)
+    make_typable(error, parsed)
+    assert error.fix.startswith(wanted)
+    assert str(error) == f"what; asked a; found b; try {error.fix}"
+    assert str(error) == str(ConfigError("what", asked="a", found="b", fix=error.fix))
 
 
 CONFIG = '[model]\nlayers = 1\nembed = 16\nheads = 1\n[data]\ncorpus = "synthetic"\n'

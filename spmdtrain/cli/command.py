@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from spmdtrain.cli.parser import make_parser
+from spmdtrain.cli.typable import make_typable
 from spmdtrain.config import StorageError, UserError
 from spmdtrain.config.errors import OwnCodeError
 from spmdtrain.config.own.raised import own_errors_named, traceback_of
@@ -56,6 +57,7 @@ def run(arguments: Sequence[str] | None) -> int:
 
 def _run(arguments: Sequence[str] | None) -> int:
     _lose_no_letter()
+    parsed = None
     try:
         _stand_somewhere()
         parsed = make_parser().parse_args(arguments)
@@ -64,6 +66,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         print(end="", flush=True)  # finds here an output that cannot be written
         return code
     except UserError as error:
+        if parsed is not None:
+            make_typable(error, parsed)
         return _end_with(error)
     except OSError as error:
         if error.filename and error.errno in OF_THE_PATH:

@@ -49,6 +49,9 @@ class _Parser(argparse.ArgumentParser):
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        # What an error may tell somebody to type behind this command: see typable.py.
+        parsed.options = {*getattr(parsed, "options", ()), *self._option_string_actions}
+        parsed.settable = getattr(parsed, "settable", ())
         return parsed, unknown
 
     def _meant(self, message: str) -> str:

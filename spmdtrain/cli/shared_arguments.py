@@ -3,10 +3,12 @@
 import argparse
 import os
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from pallas_kernels.gpus import GPUS
 from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.settable import ALL
 
 WHOLE = re.compile("[0-9]{1,18}")
 
@@ -39,8 +41,9 @@ def add_documents(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_set(parser: argparse.ArgumentParser, text: str) -> None:
-    """Adds `--set KEY=VALUE`."""
+def add_set(parser: argparse.ArgumentParser, text: str, settable: Sequence[str] = ALL) -> None:
+    """Adds `--set KEY=VALUE`, for the settings in `settable`."""
+    parser.set_defaults(settable=settable)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=text)
 
 

@@ -19,6 +19,7 @@ class UserError(ValueError):
 
     def __init__(self, what: str, *, asked: str = "", found: str = "", fix: str = ""):
         self.what = what
+        self.fix = fix
         parts = [what]
         if asked:
             parts.append(f"asked {asked}")
@@ -27,6 +28,13 @@ class UserError(ValueError):
         if fix:
             parts.append(f"try {fix}")
         super().__init__("; ".join(_one_line(part) for part in parts))
+
+    def propose(self, fix: str) -> None:
+        """Replaces what the error tells a person to try."""
+        line = str(self)
+        kept = line.removesuffix(f"; {_one_line(f'try {self.fix}')}") if self.fix else line
+        self.fix = fix
+        self.args = (f"{kept}; {_one_line(f'try {fix}')}",)
 
 
 def _one_line(part: str) -> str:

@@ -122,7 +122,7 @@ class RunFiles:
     def _is_none(self, name: str, why: str) -> CheckpointError:
         return CheckpointError(
             f"{self.directory} is not a run directory: {self.directory / name}{why}",
-            fix="the directory that training had as --run",
+            fix="the directory of a run, which has a config.json",
         )
 
 

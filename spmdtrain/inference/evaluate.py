@@ -14,27 +14,16 @@ from spmdtrain.checkpoints.restore import read_document, refuse_own_parts
 from spmdtrain.config.errors import ConfigError, DataError
 from spmdtrain.config.given import as_run, as_texts, check_kind
 from spmdtrain.config.load import COMMAND_LINE
+from spmdtrain.config.settable import OF_EVALUATION
 from spmdtrain.data.batches import Range
 from spmdtrain.data.corpus import Corpus, token_corpus
 from spmdtrain.data.source import CorpusData, EvalSet, open_data
 from spmdtrain.data.texts.documents import find_inputs, texts_in
 from spmdtrain.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer, tokenizer_fingerprint
-from spmdtrain.inference.trained_run import OF_DEVICES, OpenedRun, open_run
+from spmdtrain.inference.trained_run import OpenedRun, open_run
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.train.evaluation import NOTHING, Predicted, mean_loss, unit_of, window_losses
 from spmdtrain.train.step import make_eval_step
-
-SETTABLE = (
-    *OF_DEVICES,
-    "data.packing",
-    "data.validation_fraction",
-    "pipeline.",
-    "eval.batches",
-    "precision.compute",
-    "train.global_batch",
-    "train.microbatch",
-    "train.sequence_length",
-)
 
 
 def evaluate(
@@ -53,8 +42,8 @@ def evaluate(
     `paths` are either texts as `data prepare` reads them (`field` names the texts of a table or of
     JSON lines), which the run's own tokenizer encodes, or token files made with that tokenizer. All
     of their tokens count. `overrides` may set mesh.* (default: one device) and the settings in
-    SETTABLE. `make` is what the run was trained with: a class or its name, as in `model.make`. With
-    `ema` the loss is that of the average of the weights, which a run with `optimizer.ema` has.
+    OF_EVALUATION. `make` is what the run was trained with: a class or its name, as in `model.make`.
+    With `ema` the loss is that of the average of the weights, which a run with `optimizer.ema` has.
     `own` are the files and modules whose code may run if [own] of the run names it: its data and
     its loss, without which there is no validation as in the run.
 
@@ -79,7 +68,7 @@ def evaluate(
         step=step,
         make=make,
         overrides=overrides,
-        settable=SETTABLE,
+        settable=OF_EVALUATION,
         ema=ema,
         with_pairs=not paths,
         own=own,
@@ -146,7 +135,9 @@ def _corpus_of(opened: OpenedRun, paths: Sequence[str], field: str) -> Corpus:
     files = find_inputs(paths)
     are_tokens = {file.endswith(".bin") for file in files}
     if are_tokens == {True}:
-        corpus = token_corpus(files)
+        config = opened.config
+        # A file of bare ids has those of the run, which must have no tokenizer either.
+        corpus = token_corpus(files, vocab=config.vocab, dtype=config.data.dtype)
         theirs = corpus.tokenizer.spec() if corpus.tokenizer else None
         if tokenizer_fingerprint(theirs) != tokenizer_fingerprint(opened.tokenizer_spec):
             raise DataError(

@@ -11,24 +11,17 @@ import numpy as np
 
 from spmdtrain.config.errors import ConfigError, DataError
 from spmdtrain.config.given import as_path
+from spmdtrain.config.settable import OF_REFERENCE
 from spmdtrain.data.batches import Range, batch_ids
 from spmdtrain.data.corpus import token_corpus
 from spmdtrain.data.packing import PackedWindows
 from spmdtrain.data.token_files.references import write_references
 from spmdtrain.data.token_files.tokens import open_tokens
 from spmdtrain.data.tokenizers.tokenizer import tokenizer_fingerprint
-from spmdtrain.inference.trained_run import OF_DEVICES, OpenedRun, open_run
+from spmdtrain.inference.trained_run import OpenedRun, open_run
 from spmdtrain.models.abstract import matmuls
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.train.gradients.grad_accumulation import make_segment_sums
-
-SETTABLE = (
-    *OF_DEVICES,
-    "precision.compute",
-    "train.global_batch",
-    "train.microbatch",
-    "train.sequence_length",
-)
 
 
 def write_reference(
@@ -44,7 +37,8 @@ def write_reference(
 
     They are the log-probabilities of the chosen and of the rejected answers, by the weights of
     `run` after `step` steps (default: the newest). `overrides` may set mesh.* (default: one device)
-    and the settings in SETTABLE; a pair must fit into `train.sequence_length`. Raises UserError.
+    and the settings in OF_REFERENCE; a pair must fit into `train.sequence_length`. Raises
+    UserError.
     """
     source = open_tokens(as_path(path, "path"))
     if not source.has_pairs:
@@ -52,7 +46,9 @@ def write_reference(
             f"{source.path} holds no pairs of answers",
             fix="spmdtrain data prepare FILE --chat --pairs --out NAME",
         )
-    opened = open_run(run, step=step, make=make, overrides=overrides, settable=SETTABLE, ema=ema)
+    opened = open_run(
+        run, step=step, make=make, overrides=overrides, settable=OF_REFERENCE, ema=ema
+    )
     if opened.setup.mesh.shape["pipeline"] > 1:
         raise ConfigError("the reference is computed without a pipeline", fix="mesh.fsdp or tensor")
     theirs, ours = map(tokenizer_fingerprint, (source.tokenizer_spec, opened.tokenizer_spec))

@@ -13,18 +13,17 @@ from spmdtrain.checkpoints.checkpoints import Checkpoints
 from spmdtrain.checkpoints.identity import code_of
 from spmdtrain.checkpoints.model_code import check_model_code
 from spmdtrain.checkpoints.restore import read_document, read_step, refuse_own_code
-from spmdtrain.config.errors import CheckpointError, ConfigError
+from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.given import as_flag, as_run, as_step, as_texts
 from spmdtrain.config.load import COMMAND_LINE, as_overrides, from_resolved
 from spmdtrain.config.schema import MeshConfig, RunConfig
+from spmdtrain.config.settable import OF_DEVICES, check_settable
 from spmdtrain.data.tokenizers.tokenizer import Tokenizer, from_spec
 from spmdtrain.models.choose import MakeModel, check_make
 from spmdtrain.parallel.axes import BATCH_AXES, batch_shards
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.shard import shard
 
-# Settings that may be changed when a run is read: those that belong to the devices, not to the run.
-OF_DEVICES = ("mesh.", "rules.", "model.attention")
 SEQUENCES = 8  # per batch shard, if no number is given
 
 
@@ -96,7 +95,7 @@ def open_run(
     overrides = as_overrides(overrides)
     settable = as_texts(settable, "settable", "mesh.")
     check_make(make)
-    _check_overrides(overrides, settable)
+    check_settable(overrides, settable)
     saved, named = read_document(run, as_texts(own, "own", "mine.py"))
     if not make:
         refuse_own_code(run, saved, named)
@@ -137,18 +136,6 @@ def open_run(
         raise CheckpointError(f"{run}/config.json is damaged: template={template!r:.60}")
     tokenizer = saved.get("tokenizer")
     return OpenedRun(run, at, setup, params, tokenizer, end, windows, template, begin)
-
-
-def _check_overrides(overrides: Sequence[str], settable: Sequence[str]) -> None:
-    for override in overrides:
-        key = override.partition("=")[0].strip()
-        if not any(key == each or each[-1] == "." and key.startswith(each) for each in settable):
-            names = [f"{each}*" if each[-1] == "." else each for each in settable]
-            raise ConfigError(
-                "a run is read with the settings it was trained with",
-                asked=f"--set {override}",
-                fix=f"--set of {', '.join(names)}",
-            )
 
 
 def _with_batch(config: RunConfig) -> RunConfig:

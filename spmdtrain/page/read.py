@@ -86,7 +86,7 @@ class RunReader:
         if not any((directory / name).is_file() for name in (CONFIG, EVENTS, METRICS)):
             raise CheckpointError(
                 f"{directory} is not a run directory: it has no {CONFIG}",
-                fix="the directory that training had as --run",
+                fix="the directory of a run, which has a config.json",
             )
         metrics = self._metrics.read()
         config = _document(directory / CONFIG)

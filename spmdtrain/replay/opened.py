@@ -29,6 +29,7 @@ from spmdtrain.config.load import as_overrides, from_resolved, resolved
 from spmdtrain.config.own.parts import with_own_parts
 from spmdtrain.config.run_files import given_in
 from spmdtrain.config.schema import RunConfig
+from spmdtrain.config.settable import OF_PLACES, OF_REPLAY, check_settable
 from spmdtrain.data.source import Data, open_data, recall_progress
 from spmdtrain.models.choose import MakeModel, check_make
 from spmdtrain.replay.bundle import is_bundle, read_bundle
@@ -42,14 +43,6 @@ from spmdtrain.train.setup import Setup
 from spmdtrain.train.shard import shard_on
 from spmdtrain.train.state import TrainState
 
-# Settings that a replay may change: where it computes, never what.
-OF_PLACEMENT = (
-    *("mesh.", "rules.", "pipeline.", "kernels."),
-    *("train.microbatch", "train.zero", "train.remat", "train.scan_layers"),
-    *("model.attention", "data.read_ahead"),
-)
-# Settings of where data are; that they are the same is checked by fingerprints.
-OF_PLACES = ("data.path", "data.tokenizer", "distill.logits")
 # Settings that no step depends on: a run may continue with others.
 OF_NO_STEP = ("checkpoint.", "eval.", "log.", "data.read_ahead", "mesh.elastic")
 OF_RATE = "train.steps"  # the rate of a step depends on it, unless the schedule is constant
@@ -90,7 +83,7 @@ def open_replay(  # noqa: PLR0913 - one keyword for each thing that a caller may
     devices: Sequence[jax.Device] | None = None,
     seams: Mapping[str, Any] | None = None,
     own: Sequence[str] = (),
-    settable: Sequence[str] = (*OF_PLACEMENT, *OF_PLACES),
+    settable: Sequence[str] = OF_REPLAY,
 ) -> Iterator[Opened]:
     """Opens `run` at the newest checkpoint before `step`, to be replayed up to `to`.
 
@@ -276,19 +269,6 @@ def devices_of(config: RunConfig) -> Sequence[jax.Device] | None:
             fix=f"--simulate-devices {needed}, or another mesh, as by --set mesh.data=-1",
         )
     return found[:needed]
-
-
-def check_settable(overrides: Sequence[str], settable: Sequence[str]) -> None:
-    """Raises ConfigError if an override would change what the steps compute."""
-    for override in overrides:
-        key = override.partition("=")[0].strip()
-        if not key.startswith(tuple(settable)):
-            names = ", ".join(f"{each}*" if each.endswith(".") else each for each in settable)
-            raise ConfigError(
-                "a replay takes the settings of the run",
-                asked=f"--set {override}",
-                fix=f"--set of {names}",
-            )
 
 
 def with_changes(opened: Opened, overrides: Sequence[str], *, own_rate: bool = True) -> Opened:

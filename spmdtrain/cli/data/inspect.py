@@ -15,6 +15,7 @@ from spmdtrain.cli.devices import without_devices
 from spmdtrain.cli.shared_arguments import add_own, add_set, positive_int
 from spmdtrain.config import DONE, DataError, load
 from spmdtrain.config.schema import RunConfig
+from spmdtrain.config.settable import OF_PLACES, check_settable
 
 if TYPE_CHECKING:
     from spmdtrain.replay.written import WrittenRun
@@ -102,11 +103,12 @@ def _settings_of_run(parsed: argparse.Namespace) -> "tuple[RunConfig, WrittenRun
     """Returns the settings with which a run took the step, and what it wrote."""
     from spmdtrain.checkpoints.restore import refuse_own_parts
     from spmdtrain.config.load import as_overrides, from_resolved
-    from spmdtrain.replay.opened import OF_PLACES, check_settable, settings_at
+    from spmdtrain.replay.opened import settings_at
     from spmdtrain.replay.written import read_written
 
     overrides = as_overrides(parsed.set)
-    check_settable(overrides, OF_PLACES)
+    parsed.settable = OF_PLACES  # and not all of those of a config
+    check_settable(overrides, parsed.settable)
     written = read_written(Path(parsed.path))
     written.check_steps(parsed.step, parsed.step)
     saved, named = settings_at(written, parsed.step, parsed.own)

@@ -12,6 +12,7 @@ from spmdtrain.cli.shared_arguments import (
     of_run,
 )
 from spmdtrain.config import DONE
+from spmdtrain.config.settable import OF_REFERENCE
 
 
 def add_reference(commands) -> None:
@@ -27,6 +28,7 @@ def add_reference(commands) -> None:
     add_set(
         reference,
         "e.g. train.sequence_length=4096 or mesh.tensor=2 (default: one device)",
+        OF_REFERENCE,
     )
     add_devices(reference)
     reference.set_defaults(command=run_reference)

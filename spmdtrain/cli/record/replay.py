@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from spmdtrain.cli.run.waiting import waiting
 from spmdtrain.cli.shared_arguments import add_devices, add_make, add_own, add_set, positive_int
 from spmdtrain.config import DONE, UNEQUAL
+from spmdtrain.config.settable import OF_REPLAY
 from spmdtrain.replay.starts import flags_of, read_start
 
 if TYPE_CHECKING:
@@ -34,7 +35,11 @@ def add_replay(commands) -> None:
     )
     add_make(replay)
     add_own(replay)
-    add_set(replay, "e.g. mesh.tensor=2: on another mesh, the steps are equal except for rounding")
+    add_set(
+        replay,
+        "e.g. mesh.tensor=2: on another mesh, the steps are equal except for rounding",
+        OF_REPLAY,
+    )
     replay.add_argument("--json", action="store_true", help="print JSON")
     add_devices(replay)
     replay.set_defaults(command=run_replay)

@@ -16,6 +16,7 @@ from spmdtrain.cli.shared_arguments import (
     positive_int,
 )
 from spmdtrain.config import DONE, ConfigError
+from spmdtrain.config.settable import OF_EVALUATION
 
 
 def add_eval(commands) -> None:
@@ -48,7 +49,7 @@ def add_eval(commands) -> None:
     add_make(evaluate)
     add_own(evaluate)
     add_ema(evaluate)
-    add_set(evaluate, "e.g. mesh.data=8 (default: one device) or eval.batches=4")
+    add_set(evaluate, "e.g. mesh.data=8 (default: one device) or eval.batches=4", OF_EVALUATION)
     evaluate.add_argument("--json", action="store_true", help="print JSON")
     add_devices(evaluate)
     evaluate.set_defaults(command=run_eval)

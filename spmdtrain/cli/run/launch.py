@@ -68,6 +68,8 @@ def run_launch(parsed: argparse.Namespace) -> int:
             fix="spmdtrain launch train CONFIG, followed by other arguments of train",
         )
     train = parsed.make_parser().parse_args(command)  # refuses a typo before a process starts
+    parsed.options |= train.options
+    parsed.settable = train.settable
     if parsed.report is not None:
         refuse_unwritable(Path(parsed.report))  # before hours of training
     place = find_place(os.environ, parsed.local_processes)

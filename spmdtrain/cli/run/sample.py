@@ -18,6 +18,7 @@ from spmdtrain.cli.shared_arguments import (
 )
 from spmdtrain.config import DONE, ConfigError
 from spmdtrain.config.schema import SEEDS
+from spmdtrain.config.settable import OF_DEVICES
 
 
 def add_sample(commands) -> None:
@@ -92,6 +93,7 @@ def add_sample(commands) -> None:
     add_set(
         sample,
         "e.g. mesh.tensor=2 (default: one device); only mesh.*, rules.* and model.attention",
+        OF_DEVICES,
     )
     add_devices(sample)
     sample.set_defaults(command=run_sample)
