@@ -37,13 +37,27 @@ AGAIN = "downloading it again"
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor in a file, at `offset` bytes from its start."""
+    """A tensor in a file, at `offset` bytes from its start.
+
+    `kind`: the type of its numbers; of a type that holds no weights here, the file's word for it.
+    """
 
     name: str
     path: Path
     offset: int
     shape: tuple[int, ...]
-    dtype: np.dtype
+    kind: np.dtype | str
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The type of its numbers. Raises CheckpointError if they are no weights."""
+        if isinstance(self.kind, str):
+            raise CheckpointError(
+                f"{self.name} of {self.path} has dtype {self.kind}",
+                found="quantised weights, or no weights",
+                fix=f"the model it was made from, in {', '.join(DTYPES)}",
+            )
+        return self.kind
 
     @property
     def size(self) -> int:
@@ -60,12 +74,15 @@ def open_tensors(folder: Path, *, is_float8: bool = False) -> dict[str, Tensor]:
 
     `is_float8`: 8-bit numbers are expected too.
 
-    Raises CheckpointError if a file is missing or damaged, is a git-lfs pointer, or holds anything
-    but 16-bit or 32-bit floats, and if there are only pickles.
+    Raises CheckpointError if a file is missing or damaged, or is a git-lfs pointer, if there are
+    two models, and if there are only pickles. Numbers that are no weights are refused when they are
+    asked for: `Tensor.dtype`.
     """
     index = folder / INDEX
     if index.exists():
-        return _by_index(folder, _read_index(index), is_float8)
+        said = _read_index(index)
+        _refuse_two_models(folder, said)
+        return _by_index(folder, said, is_float8)
     files = [folder / SINGLE]
     if not files[0].exists():
         files = sorted(folder.glob("*.safetensors"))
@@ -82,6 +99,15 @@ def open_tensors(folder: Path, *, is_float8: bool = False) -> dict[str, Tensor]:
                 )
             found[name] = tensor
     return found
+
+
+def _refuse_two_models(folder: Path, said: Mapping[str, str]) -> None:
+    """Refuses a single file beside shards: transformers reads that one, others read the shards."""
+    if (folder / SINGLE).exists() and SINGLE not in said.values():
+        raise CheckpointError(
+            f"{folder} holds two models: {SINGLE}, which transformers reads, and those in {INDEX}",
+            fix=f"without {SINGLE}, or without {INDEX} and its files",
+        )
 
 
 def _by_index(folder: Path, said: Mapping[str, str], is_float8: bool) -> dict[str, Tensor]:
@@ -170,14 +196,8 @@ def _tensor(
     if not name.isprintable() or len(name) > 1000:
         raise CheckpointError(f"{path} is damaged: a tensor is named {name!r:.80}", fix=AGAIN)
     packed = PACKED if name.endswith(PACKED_NAMES) else {}
-    dtype = {**known, **packed}.get(said["dtype"])
-    if dtype is None:
-        raise CheckpointError(
-            f"{name} of {path} has dtype {said['dtype']}",
-            found="quantised weights, or no weights",
-            fix=f"the model it was made from, in {', '.join(DTYPES)}",
-        )
-    return Tensor(name, path, first + said["data_offsets"][0], tuple(said["shape"]), dtype)
+    kind = {**known, **packed}.get(said["dtype"], str(said["dtype"]))
+    return Tensor(name, path, first + said["data_offsets"][0], tuple(said["shape"]), kind)
 
 
 def _damaged(path: Path, size: int, error: Exception) -> CheckpointError:

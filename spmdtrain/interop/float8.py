@@ -43,7 +43,7 @@ def with_scales(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found = {}
     used = set()
     for name, tensor in tensors.items():
-        if tensor.dtype != DTYPE:
+        if tensor.kind != DTYPE:
             continue
         scale = tensors.get(name + SCALE)
         squares = tuple(-(-size // SQUARE) for size in tensor.shape)
@@ -55,6 +55,6 @@ def with_scales(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 fix="the config.json of these weights, or downloading them again",
             )
         fields = {each: getattr(tensor, each) for each in ("name", "path", "offset", "shape")}
-        found[name] = ScaledTensor(**fields, dtype=tensor.dtype, scale=scale)
+        found[name] = ScaledTensor(**fields, kind=tensor.kind, scale=scale)
         used.add(scale.name)
     return {name: found.get(name, each) for name, each in tensors.items() if name not in used}

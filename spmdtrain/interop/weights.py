@@ -5,6 +5,7 @@ refused before a number is read.
 """
 
 import fnmatch
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,11 @@ from spmdtrain.interop.names import (
 from spmdtrain.interop.pieces import AnyMapped, Index, Shape, Sizes
 
 ROWS_AT_ONCE = 4096  # of a matrix that is compared or averaged
+NORM = "norm.scale_e"  # our path of the last norm, which every family has
+# The bits of the exponent of 16-bit floats, all of them 1 for a NaN or an infinity.
+EXPONENTS = {"bfloat16": np.uint16(0x7F80), "float16": np.uint16(0x7C00)}
+# Experts as transformers 5 holds them, and saves them if it is asked to.
+FUSED_EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,9 @@ class Weights:
         )
         if published.packing == "fp8":
             self._there = with_scales(self._there)
+        check_dtypes(self._there, ignored)
         self._used: set[str] = set()
+        self._not_finite: list[str] = []
         self._spelling = self._find_spelling()
         table = table_of(published.family, model)
         if published.packing == "mxfp4":
@@ -111,8 +119,24 @@ class Weights:
     def read(self, path: str, layer: int | None, index: Index) -> np.ndarray:
         """Returns a slice of a parameter, of one layer, in the dtype of the file.
 
-        Rows of the vocabulary that the file does not have are the mean of those that it has.
+        Rows of the vocabulary that the file does not have are the mean of those that it has. What
+        is not finite is remembered: see `not_finite`.
         """
+        part = self._read(path, layer, index)
+        if not _is_finite(part):
+            tensors = self._sources[path].tensors[layer or 0]
+            self._not_finite += [each.name for each in tensors if not _is_finite(each.map())]
+        return part
+
+    @property
+    def not_finite(self) -> str | None:
+        """The name of a tensor in which a NaN or an infinity has been read; None if there is none.
+
+        Processes read parts of their own, so each may have met another one.
+        """
+        return self._not_finite[0] if self._not_finite else None
+
+    def _read(self, path: str, layer: int | None, index: Index) -> np.ndarray:
         source = self._sources[path]
         mapped = source.mapped
         arrays = Maps(source.tensors[layer or 0])
@@ -135,11 +159,14 @@ class Weights:
         return self._means[path]
 
     def _find_spelling(self) -> tuple[str, str]:
-        """Returns how the files spell the names of the table, going by the embedding's name."""
-        embed = TABLES[self._published.family][EMBED].names[0]
-        for spelling in SPELLINGS:
-            if spelled(embed, spelling) in self._there:
-                return spelling
+        """Returns how the files spell the names of the table, going by the embedding's name, or the
+        last norm's if the files lack it.
+        """
+        table = TABLES[self._published.family]
+        for path in (EMBED, NORM):
+            for spelling in SPELLINGS:
+                if spelled(table[path].names[0], spelling) in self._there:
+                    return spelling
         return SPELLINGS[0]
 
     def _names(self, entry: Entry, layer: int | None) -> tuple[str, ...]:
@@ -192,7 +219,15 @@ class Weights:
                     fix="--set model.tied=true if it shares the embedding",
                 )
             return table[EMBED]  # untied here: the head begins as the embedding
+        if path == EMBED and self._is_head_alone(table):
+            return table[HEAD]
         return entry
+
+    def _is_head_alone(self, table: Mapping[str, Entry]) -> bool:
+        """Returns True if the one matrix that embedding and head share has the head's name."""
+        (embed,), (head,) = (self._names(table[path], None) for path in (EMBED, HEAD))
+        is_tied = self._published.settings["tied"]
+        return is_tied and embed not in self._there and head in self._there
 
     def _layers(self, path: str) -> Sequence[int | None]:
         return range(self._model.stack_layers) if path.startswith("blocks.") else (None,)
@@ -206,6 +241,7 @@ class Weights:
         ]
         missing = [name for name in wanted if name not in self._there]
         if missing:
+            self._refuse_fused(missing[0])
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise CheckpointError(
                 f"{self.folder} lacks {missing[0]}{more}",
@@ -214,6 +250,16 @@ class Weights:
                 fix="downloading all of its files",
             )
         self._used |= set(wanted)
+
+    def _refuse_fused(self, missing: str) -> None:
+        """Refuses experts in one tensor for all of a layer, if they are expected apart."""
+        fused = next((name for name in self._there if FUSED_EXPERTS.search(name)), None)
+        if fused and ".experts." in missing:
+            raise CheckpointError(
+                f"{self.folder} holds the experts of a layer in one tensor, {fused}",
+                asked=missing,
+                fix="model.save_pretrained(DIR, save_original_format=True) in transformers 5",
+            )
 
     def _count_layers(self, wanted: Sequence[str]) -> int:
         """Counts the layers of which at least one tensor exists."""
@@ -229,12 +275,7 @@ class Weights:
                 raise CheckpointError(
                     f"{self.folder} holds no {pattern} that nothing reads", fix="no --ignore for it"
                 )
-        left = [
-            name
-            for name in left
-            if not SAY_NOTHING.fullmatch(name)
-            and not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignored)
-        ]
+        left = [name for name in left if not _is_ignored(name, ignored)]
         if not left:
             return
         more = f", and {len(left) - 1} more" if len(left) > 1 else ""
@@ -298,6 +339,32 @@ def sizes_of(model: TransformerConfig) -> Sizes:
         query_rank=(latent.query_rank or 0) if latent else 0,
         rope_dim=latent.rope_dim if latent else 0,
     )
+
+
+def check_dtypes(tensors: Mapping[str, Tensor], ignored: Sequence[str] = ()) -> None:
+    """Raises CheckpointError if a tensor that counts has numbers of a type that holds no weights.
+
+    Tensors that say nothing, such as the masks that older versions stored, may have any.
+    """
+    for name, tensor in tensors.items():
+        if not _is_ignored(name, ignored):
+            _ = tensor.dtype  # which raises
+
+
+def _is_ignored(name: str, ignored: Sequence[str]) -> bool:
+    if SAY_NOTHING.fullmatch(name):
+        return True
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in ignored)
+
+
+def _is_finite(numbers: np.ndarray) -> bool:
+    """Returns True if there is no NaN and no infinity; of 16 bits by their exponents, as numpy
+    is slow at foreign dtypes.
+    """
+    exponent = EXPONENTS.get(numbers.dtype.name)
+    if exponent is None:
+        return bool(np.isfinite(numbers).all())
+    return not ((numbers.view(np.uint16) & exponent) == exponent).any()
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:

@@ -16,6 +16,8 @@ from chat_templates import FAMILIES, TOKENS
 
 from spmdtrain.cli.published.check import check_logits
 from spmdtrain.config import load
+from spmdtrain.config.published.families import FAMILIES as KNOWN
+from spmdtrain.config.published.reading import read_published
 from spmdtrain.data.chats.conversation import of_messages
 from spmdtrain.data.chats.encode import encode_conversation
 from spmdtrain.data.chats.jinja_template import JinjaTemplate, JinjaText
@@ -310,3 +312,12 @@ def test_three_steps_are_those_of_torch(tmp_path):
         difference = np.sqrt(np.mean((found[name].map() - want) ** 2))
         assert moved > 1e-3
         assert difference < 1e-5, (name, difference)
+
+
+@pytest.mark.parametrize("family", KNOWN)
+def test_the_keys_that_transformers_writes_by_itself_are_read(family, tmp_path):
+    """A class with its own defaults, as `save_pretrained` saves it: no key of it is unknown."""
+    import transformers
+
+    transformers.CONFIG_MAPPING[family]().save_pretrained(tmp_path)
+    assert read_published(tmp_path).family == family

@@ -304,6 +304,7 @@ def _gpt_oss(keys: Keys) -> ModelSettings:
     keys.take("quantization_config")  # read with the weights
     keys.take("initial_context_length")  # another word for that of the rotary positions
     keys.must_be("swiglu_limit", 7.0)
+    keys.must_be("swiglu_alpha", 1.702)
     keys.whole("experts_per_token")  # another word for num_experts_per_tok
     keys.flag("attention_bias")
     experts = _experts(keys, "num_local_experts") | {"logit_bias": True}

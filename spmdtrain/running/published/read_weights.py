@@ -18,7 +18,7 @@ def read_weights(
     """Returns the weights of a published model in the shards of `setup`, and where they came from.
 
     All processes call it, and each reads its own parts. Raises CheckpointError in all of them if
-    the files do not hold this model.
+    the files do not hold this model, or numbers that are not finite.
     """
     wrong = None
     weights = None
@@ -32,4 +32,11 @@ def read_weights(
             fix="a folder that every host sees as the same one",
         )
     assert weights is not None
-    return params_from_layers(setup, weights.read), weights
+    params = params_from_layers(setup, weights.read)
+    if any_process(weights.not_finite is not None):
+        raise CheckpointError(
+            f"{published.folder} holds a NaN or an infinity",
+            found=weights.not_finite or "in what another process has read",
+            fix="a checkpoint from before, or downloading it again",
+        )
+    return params, weights

@@ -18,6 +18,7 @@ from spmdtrain.config.run_files import newest_step
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.tokenizers.difference import Spec
 from spmdtrain.interop.files import open_tensors
+from spmdtrain.interop.weights import check_dtypes
 from spmdtrain.running.same_tokenizer import check_same
 
 MOST_ASIDE = 1000  # runs that --fresh has set aside
@@ -161,7 +162,7 @@ def _check_weights(source: str, directory: Path, fresh: bool) -> None:
         if is_published(Path(source)):
             published = read_published(Path(source))
             is_float8 = published.packing == "fp8"
-            open_tensors(published.folder, is_float8=is_float8)  # refuses what it cannot read
+            check_dtypes(open_tensors(published.folder, is_float8=is_float8))
             return
         raise CheckpointError(f"{asked} holds no checkpoint", fix=fix)
 
