@@ -59,6 +59,7 @@ ASSUMED = {
     "zb_table9": "no communication in it",
     "zb_table4": "vocabulary 32000 (unprinted; its scripts name a SentencePiece tokenizer); "
     "network 25 GB/s",
+    "hagemann_layouts": "vocabulary 128000 and global batch from the printed MFU; network 25 GB/s",
     "llama3_table4": "v 8, microbatch 1, ZeRO-2-like; network 50 GB/s",
     "torchtitan_h100_2024": "8B, bfloat16 rows; power limit 500 W as stated; flash attention 2; "
     "network 50 GB/s",
@@ -139,6 +140,18 @@ def llama(layers: int, embed: int, heads: int, ffn: int) -> ModelShape:
         bias=False,
         layernorm=False,
     )
+
+
+def llama1(layers: int, embed: int, heads: int, ffn: int) -> ModelShape:
+    """Llama of 2023, whose queries all have keys of their own, with a vocabulary of 128000."""
+    return replace(llama(layers, embed, heads, ffn), kv_heads=heads, vocab=128000)
+
+
+HAGEMANN_MODELS = {
+    "13B": llama1(40, 5120, 40, 13824),
+    "30B": llama1(60, 6656, 52, 17920),
+    "65B": llama1(80, 8192, 64, 22016),
+}
 
 
 def qwen3_moe(layers: int, embed: int, heads: int, ffn: int) -> ModelShape:
@@ -409,6 +422,26 @@ def _zb_shapes(all_tables: Mapping[str, Row]) -> dict[str, tuple[ModelShape, int
     }
 
 
+def hagemann_layouts(table: Row) -> Iterator[Case]:
+    for row in rows(table):
+        workload = Workload(
+            model=HAGEMANN_MODELS[row["model"]],
+            sequence_length=row["sequence"],
+            global_batch=row["global_batch"],
+            microbatch=row["microbatch"],
+            mesh=MeshShape(
+                pipeline=row["pp"], data=row["gpus"] // row["pp"] // row["tp"], tensor=row["tp"]
+            ),
+            zero=1,
+            sequence_parallel=bool(row["sequence_parallel"]) and row["tp"] > 1,
+        )
+        group = f"{row['model']} {row['sequence']} on {row['gpus']}"
+        split = " split" if row["sequence_parallel"] else ""
+        layout = f"microbatch {row['microbatch']} tp {row['tp']} pp {row['pp']}{split}"
+        predict = predictor(workload, A100, "scaling-2023")
+        yield Case(table["id"], f"{group} {layout}", row["step_s"], group, predict)
+
+
 def llama3_table4(table: Row) -> Iterator[Case]:
     for row in rows(table):
         workload = Workload(
@@ -567,6 +600,7 @@ def moe_workload(row: Row) -> Workload:
         # Qwen3-235B's embedding and head take the places of layers; DeepSeek-V3's last stage has
         # what the others leave (the map of layouts in its recipe).
         short_ends=0 if model.latent else -model.layers % (stages * row["virtual_stages"]) // 2,
+        last_takes_rest=model.latent is not None,
         sequence_parallel=tensor > 1,
         experts_over_tensor=tensor > 1,
         **interleaved(row["virtual_stages"]),
@@ -631,6 +665,7 @@ MAKERS: Mapping[str, Callable[[Row], Iterator[Case]]] = {
         korthikanti_table4,
         sc21_table2,
         zb_table4,
+        hagemann_layouts,
         llama3_table4,
         torchtitan_h100_2024,
         jax_toolbox_pax,

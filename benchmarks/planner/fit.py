@@ -1,7 +1,10 @@
 """How far the planner's step times are from published ones; `--fit` fits the six constants to the
 training tables.
 
-    python benchmarks/planner/fit.py [--fit] [--rows]
+    python benchmarks/planner/fit.py [--fit] [--rows] [--keep-back]
+
+`--keep-back` fits without one training table after the other, and judges each by the fit that has
+not seen it.
 
 For every table: mean and worst absolute error in % as predicted blind, and after calibrating each
 group of its rows on the group's first row.
@@ -9,6 +12,8 @@ group of its rows on the group's first row.
 
 import argparse
 import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +22,7 @@ from frameworks import SoftwareTable, software_table
 
 from spmdtrain.planner.cost.software import FITTED
 
+RANKED = ("hagemann_layouts", "zb_table4")  # whose groups are one run in several layouts
 SPLIT = tomllib.loads((Path(__file__).parent / "split.toml").read_text())
 
 
@@ -37,6 +43,45 @@ def calibrated(found: list[Case], blind: np.ndarray) -> np.ndarray:
     return np.array(left)
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """The order that a planner gives to the layouts of one group.
+
+    correlation: Spearman's, of predicted and measured times. `first_choice`: the time that the
+    predicted best takes longer than the measured best, as a share.
+    """
+
+    correlation: float
+    first_choice: float
+
+
+def ranks(found: list[Case], table: SoftwareTable) -> dict[str, Ranks]:
+    """Returns the ranks within each group of rows."""
+    groups: dict[str, list[Case]] = {}
+    for case in found:
+        groups.setdefault(case.group, []).append(case)
+    return {group: _ranks(layouts, table) for group, layouts in groups.items()}
+
+
+def _ranks(layouts: list[Case], table: SoftwareTable) -> Ranks:
+    predicted = np.array([case.predict(table) for case in layouts])
+    measured = np.array([case.measured for case in layouts])
+    orders = (times.argsort().argsort() for times in (predicted, measured))
+    correlation = np.corrcoef(*orders)[0, 1]
+    return Ranks(float(correlation), float(measured[predicted.argmin()] / measured.min() - 1))
+
+
+def kept_back() -> Iterator[tuple[str, np.ndarray]]:
+    """Yields each training table with its errors by a fit to the other ones.
+
+    A constant of a device that no other table has keeps its value.
+    """
+    for name in SPLIT["train"]:
+        others = [cases(other) for other in SPLIT["train"] if other != name]
+        values, _ = fit(others)
+        yield name, errors(cases(name), software_table(*values))
+
+
 def residuals(logs: np.ndarray, groups: list[list[Case]]) -> np.ndarray:
     """log(predicted / measured) at the constants exp(logs).
 
@@ -54,7 +99,8 @@ def fit(groups: list[list[Case]]) -> tuple[np.ndarray, np.ndarray]:
         now = residuals(logs, groups)
         slope = _slope(logs, now, groups)
         normal = slope.T @ slope
-        step = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -slope.T @ now)
+        scale = np.maximum(np.diag(normal), 1e-9)  # of a constant that no row depends on
+        step = np.linalg.solve(normal + damping * np.diag(scale), -slope.T @ now)
         if (residuals(logs + step, groups) ** 2).sum() < (now**2).sum():
             logs = logs + step
             damping /= 3
@@ -62,7 +108,7 @@ def fit(groups: list[list[Case]]) -> tuple[np.ndarray, np.ndarray]:
             damping *= 4
     variance = (now**2).sum() / (len(now) - len(logs))
     values = np.exp(logs)
-    return values, values * np.sqrt(variance * np.diag(np.linalg.inv(slope.T @ slope)))
+    return values, values * np.sqrt(variance * np.diag(np.linalg.pinv(slope.T @ slope)))
 
 
 def _slope(logs: np.ndarray, now: np.ndarray, groups: list[list[Case]]) -> np.ndarray:
@@ -92,12 +138,21 @@ def show_rows(found: list[Case], blind: np.ndarray) -> None:
         print(f"    {case.name:<34}{case.measured:>10.3f}{predicted:>10.3f}{100 * error:>+8.1f}")
 
 
+def show_ranks(of_groups: Mapping[str, Ranks]) -> None:
+    for group, order in of_groups.items():
+        print(
+            f"    {group:<34} rank correlation {order.correlation:.2f}, "
+            f"first choice +{100 * order.first_choice:.0f} %"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--rows", action="store_true")
+    parser.add_argument("--keep-back", action="store_true")
     parsed = parser.parse_args()
     unknown = set(MAKERS) - set(SPLIT["train"]) - set(SPLIT["validate"])
     assert not unknown, f"split.toml does not say what {unknown} are for"
@@ -107,6 +162,10 @@ def main() -> None:
         for name, value, deviation in zip(FITTED, values, deviations, strict=True):
             print(f'    "{name}": ({value:.4g}, {deviation:.2g}),')
     software = software_table(*values)
+    if parsed.keep_back:
+        for name, off in kept_back():
+            print(f"{name:<28}{100 * abs(off).mean():>6.1f} mean{100 * off.mean():>+7.1f} bias")
+        return
     print(
         f"{'table':<28}{'rows':>5}{'blind mean':>12}{'worst':>8}{'bias':>8}"
         f"{'calibrated mean':>17}{'worst':>8}"
@@ -118,6 +177,8 @@ def main() -> None:
             blind = show_table(table, own, software, trains=name in SPLIT["train"])
             if parsed.rows:
                 show_rows(own, blind)
+        if name in RANKED:
+            show_ranks(ranks(cases(name), software))
         if parsed.rows:
             print(f"    assumed: {ASSUMED[name]}")
 

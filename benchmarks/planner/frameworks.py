@@ -80,6 +80,16 @@ def software_table(
             ),
             {},
         ),
+        # Aleph Alpha's, with ZeRO-1: it hides nothing, and its attention is FlashAttention 2.
+        (
+            replace(
+                megatron_2021,
+                name="scaling-2023",
+                attention_share=0.6,
+                gathered_parameter_bytes=2,
+            ),
+            {},
+        ),
         (megatron_core, {"attention_share": 0.6}),
         *((software, {}) for software in _with_experts(megatron_core, elementwise)),
         (replace(compiled, name="pax-unfused", attention_share=0.0), {}),

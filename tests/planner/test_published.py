@@ -119,6 +119,7 @@ def test_flops_of_published_models_with_experts():
         ("korthikanti_table4", 3.6, 5),
         ("sc21_table2", 3, 7),
         ("zb_table4", 2.5, 7),
+        ("hagemann_layouts", 13.3, 28.5),
         ("llama3_table4", 7.8, 9.2),
         ("torchtitan_h100_2024", 3.6, 7),
         ("jax_toolbox_pax", 8.5, 19),
@@ -132,6 +133,55 @@ def test_step_times(table, mean, worst):
     errors = 100 * abs(fit.errors(found, SOFTWARE))
     assert errors.mean() < mean
     assert errors.max() < worst
+
+
+# A little below what fit.py prints of each group: the rank correlation, and above, what the first
+# choice costs in %.
+@pytest.mark.parametrize(
+    ("group", "correlation", "first_choice"),
+    [
+        ("13B 2048 on 32", 0.85, 0.5),
+        ("13B 8192 on 64", 0.92, 7),
+        ("30B 8192 on 64", 0.75, 0.5),
+        ("30B 2048 on 64", 0.62, 7),
+        ("65B 2048 on 64", 0.82, 0.5),
+    ],
+)
+def test_ranks_of_the_layouts_of_one_run(group, correlation, first_choice):
+    order = fit.ranks(cases.cases("hagemann_layouts"), SOFTWARE)[group]
+    assert order.correlation > correlation
+    assert 100 * order.first_choice < first_choice
+
+
+def test_ranks_of_the_same_layouts_by_our_own_software():
+    """Ours is what `plan` ranks by; only the order of another framework's times says anything."""
+    ours = {"scaling-2023": SOFTWARE["spmdtrain"]}
+    for group, order in fit.ranks(cases.cases("hagemann_layouts"), ours).items():
+        assert order.correlation > 0.85, group
+        assert order.first_choice < 0.01, group
+
+
+@pytest.mark.parametrize(("layers", "stages", "last"), [(60, 16, 3), (60, 8, 7), (64, 8, 8)])
+def test_layers_that_stages_do_not_divide_are_spread_over_them(layers, stages, last):
+    """The last stage once had what full stages leave: of 60 layers on 16 stages none."""
+    workload = Workload(
+        replace(cases.HAGEMANN_MODELS["30B"], layers=layers),
+        sequence_length=8192,
+        global_batch=512,
+        microbatch=1,
+        mesh=MeshShape(pipeline=stages, tensor=4),
+    )
+    assert workload.layers_of_last_stage == last
+    rest = replace(workload, last_takes_rest=True).layers_of_last_stage
+    assert rest == layers - (stages - 1) * workload.layers_per_stage
+
+
+@pytest.mark.long
+def test_tables_that_a_fit_has_not_seen():
+    """Each training table, kept back from the fit, is predicted by the others."""
+    for name, errors in fit.kept_back():
+        assert 100 * abs(errors).mean() < 6, name
+        assert 100 * abs(errors.mean()) < 4.2, name
 
 
 def test_models_with_experts_after_calibrating_on_one_of_each_hardware_and_software():

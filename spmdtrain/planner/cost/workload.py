@@ -432,6 +432,7 @@ class Workload:
     sequence_parallel: bool = False
     collective_matmul: bool = False  # only with sequence_parallel
     short_ends: int = 0  # layers that the first and the last stage each have fewer
+    last_takes_rest: bool = False  # the last stage has the layers that full stages leave
     dtype: str = "bfloat16"  # of the computation
     # How attention reaches keys on other devices of `context`. This framework's ways are "auto",
     # "ring", "gather" and "ulysses"; "balanced" gathers, with the tokens in zigzag order (Llama 3).
@@ -564,14 +565,18 @@ class Workload:
 
     @property
     def layers_of_last_stage(self) -> int:
-        """The number of layers of the last stage, if no stage pads and blocks of further tokens run
-        on it alone: what the others leave, and these blocks.
+        """The number of layers of the last stage of software that pads no stage.
+
+        Layers that the stages do not divide are spread over them, one more for some of them, unless
+        `last_takes_rest`. Blocks of further tokens run on the last stage alone.
         """
         further = self.model.further
         full = self.layers_per_stage - further
         if self.short_ends:
             return full - self.short_ends + further
-        return max(0, self.model.layers - (self.mesh.pipeline - 1) * full) + further
+        if self.last_takes_rest:
+            return max(0, self.model.layers - (self.mesh.pipeline - 1) * full) + further
+        return min(full, self.model.layers // self.mesh.pipeline) + further
 
     @property
     def remat_setting(self) -> str:
