@@ -95,10 +95,25 @@ def with_tensors(folder, change) -> None:
         ({"hidden_size": None}, "lacks hidden_size"),
         ({"num_hidden_layers": "3"}, "num_hidden_layers='3' must be a number"),
         (
-            {"model_type": "mistral", "layer_types": ["full_attention"]},
+            {"model_type": "qwen2", "layer_types": ["full_attention"]},
             "must be a list of 3 kinds",
         ),
         ({"layer_types": ["sliding_attention"] * 3}, "'sliding_attention'] has no setting"),
+        # What the class of the family does not read says nothing about its weights.
+        ({"partial_rotary_factor": 0.5}, "transformers' class of llama turns all channels"),
+        (
+            {"rope_scaling": None, "rope_parameters": {"partial_rotary_factor": 0.5}},
+            "transformers' class of llama turns all channels",
+        ),
+        ({"model_type": "qwen3", "mlp_bias": True}, "mlp_bias=True has no setting here"),
+        (
+            {"model_type": "gemma3_text", "attn_logit_softcapping": 5.0},
+            "attn_logit_softcapping=5.0 has no setting here",
+        ),
+        (
+            {"model_type": "phi3", "rope_scaling": {"type": "linear", "factor": 2.0}},
+            "rope_type='linear' has no setting here",
+        ),
     ],
 )
 def test_a_config_that_means_something_else_is_refused(changes, line, folder):

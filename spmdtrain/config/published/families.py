@@ -123,9 +123,13 @@ def _qwen_windows(keys: Keys) -> ModelSettings:
     `max_window_layers` on.
     """
     first = keys.whole("max_window_layers") or 0
-    kinds = [number >= first for number in range(keys.count("num_hidden_layers"))]
-    found = _windows(keys, kinds)
-    return found if keys.flag("use_sliding_window") else {}
+    return _if_used(keys, [number >= first for number in range(keys.count("num_hidden_layers"))])
+
+
+def _if_used(keys: Keys, has_window: Sequence[bool]) -> ModelSettings:
+    """Returns `windows` as `_windows` does, if `use_sliding_window` says that there are any."""
+    windows = _windows(keys, has_window)
+    return windows if keys.flag("use_sliding_window") else {}
 
 
 def _qwen2(keys: Keys) -> ModelSettings:
@@ -151,7 +155,7 @@ def _write_qwen3(model: TransformerConfig) -> dict[str, Any]:
 
 
 def _gemma(keys: Keys) -> ModelSettings:
-    keys.take("hidden_act")  # of older files; `hidden_activation` is what counts
+    keys.pass_over("hidden_act")  # of older files; `hidden_activation` is what counts
     keys.must_be("use_bidirectional_attention", False, None)
     found = _biases(keys) | {"score_scale": (keys.number("query_pre_attn_scalar") or 1) ** -0.5}
     for ours, theirs in (
@@ -169,9 +173,8 @@ def _gemma2(keys: Keys) -> ModelSettings:
 
 
 def _gemma3(keys: Keys) -> ModelSettings:
-    newer = keys.whole("_sliding_window_pattern")
-    older = keys.whole("sliding_window_pattern")
-    return _gemma(keys) | _windows(keys, _every(keys, newer or older or 6))
+    pattern = keys.whole("sliding_window_pattern") or 6
+    return _gemma(keys) | _windows(keys, _every(keys, pattern))
 
 
 def _write_gemma(model: TransformerConfig) -> dict[str, Any]:
@@ -227,7 +230,8 @@ def _smollm3(keys: Keys) -> ModelSettings:
         if not isinstance(listed, list) or len(listed) != layers:
             raise keys.refused("no_rope_layers", listed, f"a list of {layers} numbers")
         turns = [bool(each) for each in listed]
-    found = _biases(keys) | _qwen_windows(keys)
+    keys.pass_over("max_window_layers")
+    found = _biases(keys) | _if_used(keys, [not turn for turn in turns])
     return found if all(turns) else found | {"rope_layers": shortest(turns)}
 
 
@@ -284,7 +288,8 @@ def _qwen3_moe(keys: Keys) -> ModelSettings:
         "ffn": keys.count("moe_intermediate_size"),
         "normalise": keys.flag("norm_topk_prob"),
     }
-    return _qwen3(keys) | {"experts": experts}
+    keys.pass_over("max_window_layers")
+    return _biases(keys) | _if_used(keys, _all_layers(keys)) | {"experts": experts}
 
 
 def _write_qwen3_moe(model: TransformerConfig) -> dict[str, Any]:
@@ -305,6 +310,7 @@ def _gpt_oss(keys: Keys) -> ModelSettings:
     keys.take("initial_context_length")  # another word for that of the rotary positions
     keys.must_be("swiglu_limit", 7.0)
     keys.must_be("swiglu_alpha", 1.702)
+    keys.pass_over("hidden_act")  # its class has one activation
     keys.whole("experts_per_token")  # another word for num_experts_per_tok
     keys.flag("attention_bias")
     experts = _experts(keys, "num_local_experts") | {"logit_bias": True}
@@ -315,7 +321,6 @@ def _write_gpt_oss(model: TransformerConfig) -> dict[str, Any]:
     if model.experts is None:
         return {}
     return {
-        "hidden_act": "silu",
         "intermediate_size": model.experts.ffn,
         "num_local_experts": model.experts.count,
         "num_experts_per_tok": model.experts.chosen,
@@ -602,9 +607,9 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
-def read_positions(family: Family, keys: Keys) -> ModelSettings:
-    """Returns the settings of rotary positions."""
-    return read_rope(keys, by_kind=family.rope_by_kind)
+def read_positions(name: str, keys: Keys) -> ModelSettings:
+    """Returns the settings of rotary positions in the family of this name."""
+    return read_rope(keys, name, by_kind=FAMILIES[name].rope_by_kind)
 
 
 def write_positions(family: Family, model: TransformerConfig) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Takes the keys of a config.json, each once, and refuses what is left over."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from spmdtrain.config.errors import ConfigError
@@ -29,11 +29,22 @@ HARMLESS = re.compile(
 
 
 class Keys:
-    """The keys of the config.json at `where`, with the defaults that its family gives them."""
+    """The keys of the config.json at `where`, with the defaults that its family gives them.
 
-    def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any], where: str):
+    `unread`: those that the family's class in transformers does not read. They are not believed
+    here either, and refused if they say something.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        defaults: Mapping[str, Any],
+        where: str,
+        unread: Collection[str] = (),
+    ):
         self.values = values
         self._defaults = defaults
+        self._unread = unread
         self._taken: set[str] = set()
         self.where = where
 
@@ -42,8 +53,15 @@ class Keys:
 
     def take(self, name: str, default: Any = None) -> Any:
         """Returns the value of a key: from the file, else the family's default, else `default`."""
+        by_default = self._defaults.get(name, default)
+        if name in self._unread:
+            return by_default
         self._taken.add(name)
-        return self.values.get(name, self._defaults.get(name, default))
+        return self.values.get(name, by_default)
+
+    def pass_over(self, *names: str) -> None:
+        """Accepts any value of keys that published files have, and that nothing reads."""
+        self._taken.update(names)
 
     def number(self, name: str, default: Any = None) -> float | None:
         """Returns a number, or None if it is null."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdtrain.config.errors import CheckpointError, ConfigError
+from spmdtrain.config.published.class_keys import unread_by_class
 from spmdtrain.config.published.families import (
     FAMILIES,
     GATED,
@@ -90,8 +91,8 @@ def as_published(folder: Path, values: dict[str, Any]) -> Published:
         raise _unknown_family(folder, values)
     if "auto_map" in values:
         remarks.append(f"{folder} contains code, which is not run: it is read as {name}")
-    keys = Keys(values, family.defaults, where)
-    settings = _read_gpt2(family, keys) if family.is_gpt2 else _read_llama(family, keys)
+    keys = Keys(values, family.defaults, where, unread_by_class(name))
+    settings = _read_gpt2(family, keys) if family.is_gpt2 else _read_llama(name, keys)
     keys.check_all_taken()
     dtype = values.get("dtype", values.get("torch_dtype"))
     if dtype not in DTYPES:
@@ -194,8 +195,9 @@ def _read_gpt2(family: Family, keys: Keys) -> ModelSettings:
     } | family.read(keys)
 
 
-def _read_llama(family: Family, keys: Keys) -> ModelSettings:
+def _read_llama(name: str, keys: Keys) -> ModelSettings:
     """Returns the settings of a model whose keys have Llama's names: of any family but GPT-2."""
+    family = FAMILIES[name]
     heads = keys.count("num_attention_heads")
     embed = keys.count("hidden_size")
     settings = {
@@ -212,7 +214,7 @@ def _read_llama(family: Family, keys: Keys) -> ModelSettings:
         "norm_epsilon": float(keys.number("rms_norm_eps") or 0),
         "tied": keys.flag("tie_word_embeddings"),
     }
-    settings |= read_positions(family, keys) | dict(family.settings) | family.read(keys)
+    settings |= read_positions(name, keys) | dict(family.settings) | family.read(keys)
     if "windows" not in settings:
         settings.pop("rope_theta_window", None)
         if set(keys.values.get("layer_types") or ()) <= {FULL}:

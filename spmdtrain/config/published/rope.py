@@ -11,26 +11,36 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.published.class_keys import (
+    READ,
+    ROPE_KINDS,
+    SHARE,
+    WINDOW_THETA,
+    check_share,
+)
 from spmdtrain.config.published.keys import Keys
 from spmdtrain.config.schema import TransformerConfig
 
 FULL, WINDOW = "full_attention", "sliding_attention"
+ORIGINAL = "original_max_position_embeddings"
 Table = Mapping[str, Any]
 ANOTHER = "a model with linear, llama3, yarn or longrope"
 
 
-def read_rope(keys: Keys, *, by_kind: bool = False) -> dict[str, Any]:
-    """Returns the settings of [model] for rotary positions.
+def read_rope(keys: Keys, family: str, *, by_kind: bool = False) -> dict[str, Any]:
+    """Returns the settings of [model] for rotary positions, as the class of `family` reads them.
 
     `by_kind`: layers with a window have a theta of their own, and are not scaled.
     """
+    check_share(family, keys.values.get(SHARE), keys.where)
+    keys.pass_over(SHARE)
     theta = keys.number("rope_theta", 10_000.0)
-    window_theta = keys.number("rope_local_base_freq", theta)
+    window_theta = keys.number(WINDOW_THETA, theta)
     old = keys.table("rope_scaling")
-    share = keys.number("partial_rotary_factor")
+    share = keys.number(SHARE)
     length = keys.whole("max_position_embeddings")
-    original = keys.whole("original_max_position_embeddings")
-    full = {"rope_theta": theta, "partial_rotary_factor": share} | dict(old or {})
+    original = keys.whole(ORIGINAL)
+    full = {"rope_theta": theta, SHARE: share} | dict(old or {})
     window: dict[str, Any] = {"rope_theta": window_theta}
     if new := keys.table("rope_parameters"):
         if FULL in new:
@@ -38,17 +48,21 @@ def read_rope(keys: Keys, *, by_kind: bool = False) -> dict[str, Any]:
             new = new[FULL]
         full = full | dict(new)
     if original is not None:
-        full.setdefault("original_max_position_embeddings", original)
+        full.setdefault(ORIGINAL, original)
     inner = Keys(full, {}, f"{keys.where}: rope")
     settings: dict[str, Any] = {"rope_theta": float(inner.number("rope_theta") or 10_000.0)}
     if by_kind:
         settings["rope_theta_window"] = float(window["rope_theta"])
-        if _kind(window) != "default":
+        has_own = WINDOW_THETA in READ[family] or window["rope_theta"] == full["rope_theta"]
+        if _kind(window) != "default" or not has_own:
             raise keys.unknown("rope_parameters", {WINDOW: window})
-    share = inner.number("partial_rotary_factor")
+    share = inner.number(SHARE)
+    check_share(family, share, keys.where)
     if share not in (None, 1):
         settings["rope_share"] = float(share or 0)
-    if scaling := _read_scaling(inner, _kind(full), length):
+    if (kind := _kind(full)) not in ("default", *ROPE_KINDS.get(family, (kind,))):
+        raise keys.unknown("rope_type", kind)
+    if scaling := _read_scaling(inner, kind, length):
         settings["rope_scaling"] = scaling
     inner.check_all_taken()
     return settings
@@ -63,7 +77,7 @@ def _read_scaling(keys: Keys, kind: str, length: int | None) -> dict[str, Any] |
     """Returns [model.rope_scaling], or None if positions are not scaled."""
     keys.take("rope_type")
     keys.take("type")
-    original = keys.whole("original_max_position_embeddings")
+    original = keys.whole(ORIGINAL)
     if kind == "default":
         return None
     if kind not in ("linear", "llama3", "yarn", "longrope"):
@@ -118,14 +132,16 @@ def yarn_scale(factor: float, times: float) -> float:
 def write_rope(model: TransformerConfig, *, by_kind: bool = False) -> dict[str, Any]:
     """Returns the keys in both forms. `by_kind` is as in `read_rope`."""
     scaling = _write_scaling(model)
-    share = {} if model.rope_share == 1 else {"partial_rotary_factor": model.rope_share}
+    share = {} if model.rope_share == 1 else {SHARE: model.rope_share}
     full = {"rope_theta": model.rope_theta, **share, **(scaling or {"rope_type": "default"})}
     keys = {"rope_theta": model.rope_theta, "rope_scaling": scaling, **share}
+    if scaling and scaling["rope_type"] == "longrope":  # where transformers 4 looks for it
+        keys[ORIGINAL] = scaling[ORIGINAL]
     if not by_kind:
         return keys | {"rope_parameters": full}
     theta = model.rope_theta_window or model.rope_theta
     window = {"rope_theta": theta, "rope_type": "default"}
-    return keys | {"rope_local_base_freq": theta, "rope_parameters": {FULL: full, WINDOW: window}}
+    return keys | {WINDOW_THETA: theta, "rope_parameters": {FULL: full, WINDOW: window}}
 
 
 def _write_scaling(model: TransformerConfig) -> dict[str, Any] | None:
@@ -135,7 +151,7 @@ def _write_scaling(model: TransformerConfig) -> dict[str, Any] | None:
     keys: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
     if scaling.kind == "linear":
         return keys
-    keys["original_max_position_embeddings"] = scaling.original_length
+    keys[ORIGINAL] = scaling.original_length
     if scaling.kind == "llama3":
         keys |= {"low_freq_factor": scaling.low_factor, "high_freq_factor": scaling.high_factor}
     if scaling.kind == "yarn":
@@ -143,6 +159,8 @@ def _write_scaling(model: TransformerConfig) -> dict[str, Any] | None:
         keys |= {} if scaling.truncate else {"truncate": False}
     if scaling.kind == "longrope":
         keys |= {"short_factor": list(scaling.short), "long_factor": list(scaling.long)}
+        # transformers 4 would compute it from the ratio of the lengths, in place of the factor.
+        keys["attention_factor"] = scaling.amplitude
     if scaling.scale is not None:
         keys["attention_factor"] = scaling.scale
     return keys

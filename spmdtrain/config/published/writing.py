@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdtrain.config.errors import ConfigError, UserError
+from spmdtrain.config.published.class_keys import unread_by_class
 from spmdtrain.config.published.families import FAMILIES, GATED, PLAIN, Family, write_positions
 from spmdtrain.config.published.reading import Published, as_published
 from spmdtrain.config.schema import GPT, ExpertsConfig, Llama, TransformerConfig
@@ -60,7 +61,8 @@ def function_of(model: TransformerConfig) -> dict[str, Any]:
     """
     scaling = None
     if model.rope_scaling and any(kind.is_scaled for kind in model.layer_kinds):
-        scaling = model.rope_scaling.model_dump()
+        scaling = model.rope_scaling
+        scaling = scaling.model_dump() | {"scale": scaling.amplitude}
     plain = ("layers", "embed", "heads", "vocab", "max_length", "positions", "norm", "mlp", "tied")
     plain += ("score_cap", "logit_cap", "sinks", "query_norm", "norm_places", "norm_epsilon")
     plain += ("norm_offset", "residual_scale")
@@ -108,7 +110,7 @@ def _reads_as(keys: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _written(family: Family, name: str, model: TransformerConfig) -> dict[str, Any]:
-    """Returns the keys that a family has for a model.
+    """Returns the keys that a family's class in transformers reads, as they are for a model.
 
     The caller checks whether they describe it fully.
     """
@@ -128,7 +130,7 @@ def _written(family: Family, name: str, model: TransformerConfig) -> dict[str, A
             "activation_function": _name_of(PLAIN, model.mlp),
             "layer_norm_epsilon": model.norm_epsilon,
         }
-    return (
+    keys = (
         common
         | {
             "num_hidden_layers": model.layers,
@@ -144,6 +146,8 @@ def _written(family: Family, name: str, model: TransformerConfig) -> dict[str, A
         | write_positions(family, model)
         | family.write(model)
     )
+    unread = unread_by_class(name)
+    return {key: value for key, value in keys.items() if key not in unread}
 
 
 def _name_of(known: Mapping[str, str], mlp: str) -> str | None:

@@ -1,0 +1,185 @@
+"""Models near those of published families, drawn by a seed, and other values of published keys."""
+
+import random
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import directories
+from pydantic import ValidationError
+
+from spmdtrain.config.errors import UserError
+from spmdtrain.config.published.reading import as_published
+from spmdtrain.config.published.rope import FULL, WINDOW
+from spmdtrain.config.published.writing import as_model
+from spmdtrain.config.schema import TransformerConfig
+
+YARN = {"kind": "yarn", "factor": 4.0, "original_length": 16}
+LLAMA3 = {"kind": "llama3", "factor": 8.0, "original_length": 32}
+LONGROPE = "longrope"  # whose lists are as long as the channels that turn
+
+# Values of [model]; None takes a setting away.
+SETTINGS: dict[str, tuple[Any, ...]] = {
+    "layers": (4, 5),
+    "kv_heads": (1, 6),
+    "head_dim": (8, 16),
+    "ffn": (40,),
+    "max_length": (32, 64),
+    "mlp": ("swiglu", "geglu", "gelu", "gelu_exact", "swiglu_clamped"),
+    "qkv_bias": (True, False),
+    "out_bias": (True, False),
+    "mlp_bias": (True, False),
+    "tied": (True, False),
+    "rope_theta": (10_000.0, 500_000.0, 2e6),
+    "rope_theta_window": (90.0, 10_000.0),
+    "rope_layers": ((True, False), (True, True, True, False)),
+    "rope_share": (0.25, 0.5, 0.75),
+    "rope_scaling": (
+        None,
+        {"kind": "linear", "factor": 2.0},
+        LLAMA3,
+        YARN,
+        YARN | {"factor": 3.0, "truncate": False},
+        YARN | {"original_length": 20, "scale": 1.3},
+        LONGROPE,
+    ),
+    "windows": ((), (7,), (7, 0), (0, 7), (7, 7, 0), (16, 16, 16, 0), (0, 7, 7)),
+    "score_scale": (None, 0.1),
+    "score_cap": (None, 5.0),
+    "sinks": (True, False),
+    "query_norm": ("none", "head", "all"),
+    "norm_epsilon": (1e-3,),
+    "norm_places": ("before", "after", "both"),
+    "norm_offset": (0.0, 1.0),
+    "embed_scale": (1.0, "sqrt", 12.0),
+    "residual_scale": (1.0, 0.22),
+    "logit_scale": (1.0, 0.125),
+    "logit_cap": (None, 3.0),
+    "experts.normalise": (True, False),
+    "experts.score": ("softmax", "sigmoid"),
+    "experts.scale": (1.0, 2.0),
+    "experts.logit_bias": (True, False),
+    "experts.shared": (0, 1),
+    "experts.first_dense": (0, 1),
+    "experts.every": (2,),
+    "experts.ffn": (16,),
+    "experts.chosen": (1,),
+    "experts.bias_rate": (0.0, None),
+    "experts.groups": (1, 2),
+    "latent.query_rank": (None, 8),
+    "latent.rank": (12,),
+    "latent.value_dim": (8,),
+    "multi_token": (None, {"depth": 1}),
+}
+
+# Another value of each key by which a class of transformers chooses what it computes.
+OTHER_VALUES: dict[str, Any] = {
+    "activation_function": "gelu",
+    "add_cross_attention": True,
+    "attention_bias": True,
+    "attention_multiplier": 0.7,
+    "attn_logit_softcapping": 2.0,
+    "decoder_sparse_step": 2,
+    "embedding_multiplier": 3.0,
+    "final_logit_softcapping": 2.0,
+    "first_k_dense_replace": 2,
+    "head_dim": 8,
+    "hidden_act": "gelu",
+    "hidden_activation": "gelu",
+    "intermediate_size": 40,
+    "kv_lora_rank": 12,
+    "layer_norm_epsilon": 1e-2,
+    "layer_types": (WINDOW, FULL),
+    "logits_scaling": 3.0,
+    "max_window_layers": 2,
+    "mlp_bias": True,
+    "mlp_only_layers": [0],
+    "moe_intermediate_size": 16,
+    "n_group": 2,
+    "n_inner": 40,
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "no_rope_layer_interval": 2,
+    "no_rope_layers": (0, 1),
+    "norm_topk_prob": False,
+    "num_experts": 4,
+    "num_experts_per_tok": 1,
+    "num_key_value_heads": 1,
+    "num_local_experts": 2,
+    "partial_rotary_factor": 0.5,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "query_pre_attn_scalar": 7,
+    "residual_multiplier": 0.7,
+    "rms_norm_eps": 1e-2,
+    "rope_interleave": False,
+    "rope_local_base_freq": 11.0,
+    "routed_scaling_factor": 1.0,
+    "scale_attn_by_inverse_layer_idx": True,
+    "scale_attn_weights": False,
+    "sliding_window": 5,
+    "sliding_window_pattern": 2,
+    "tie_word_embeddings": True,
+    "topk_group": 1,
+    "use_bidirectional_attention": True,
+    "use_sliding_window": True,
+    "v_head_dim": 8,
+}
+
+
+def other_values(key: str, config: dict[str, Any]) -> Iterator[Any]:
+    """Yields values of a key that differ from that of a config.json."""
+    value = OTHER_VALUES[key]
+    if isinstance(value, tuple):  # a pattern over the layers
+        layers = config["num_hidden_layers"]
+        yield [value[number % len(value)] for number in range(layers)]
+        yield [value[-1 - number % len(value)] for number in range(layers)]
+        return
+    yield value
+    if isinstance(value, bool):
+        yield not value
+
+
+def models(seeds: Iterable[int]) -> Iterator[TransformerConfig]:
+    """Yields a model for each seed whose settings fit together."""
+    for seed in seeds:
+        try:
+            yield as_model(_settings(seed))
+        except (UserError, ValidationError):
+            continue
+
+
+def _settings(seed: int) -> dict[str, Any]:
+    """Returns the settings of a published family with one to three of them changed."""
+    random_ = random.Random(seed)
+    family = list(directories.CONFIGS)[seed % len(directories.CONFIGS)]
+    settings = dict(as_published(Path(), dict(directories.CONFIGS[family])).settings)
+    for _ in range(random_.choice((1, 1, 2, 3))):
+        name = random_.choice([*SETTINGS])
+        _change(settings, name, random_.choice(SETTINGS[name]))
+    return settings
+
+
+def _change(settings: dict[str, Any], name: str, value: Any) -> None:
+    table, _, inner = name.rpartition(".")
+    if table:
+        if not settings.get(table):
+            return
+        settings[table] = dict(settings[table])
+        settings, name = settings[table], inner
+    if value == LONGROPE:
+        value = _longrope(int(settings.get("head_dim", 8) * settings.get("rope_share", 1)) // 2)
+    if value is None:
+        settings.pop(name, None)
+    else:
+        settings[name] = value
+
+
+def _longrope(pairs: int) -> dict[str, Any]:
+    """Returns a scaling whose factor is not the ratio of the lengths."""
+    lists = {
+        name: [1 + rise * pair for pair in range(pairs)]
+        for name, rise in (("short", 0.1), ("long", 0.3))
+    }
+    return {"kind": LONGROPE, "factor": 3.0, "original_length": 16, "use": "long", **lists}
