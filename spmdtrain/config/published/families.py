@@ -48,11 +48,18 @@ class Family:
 
 
 def shortest(pattern: Sequence) -> list:
-    """Returns the shortest list that gives the pattern when repeated."""
-    for size in range(1, len(pattern) + 1):
-        if all(pattern[at] == pattern[at % size] for at in range(len(pattern))):
-            return list(pattern[:size])
-    return []
+    """Returns the shortest list that gives the pattern when repeated.
+
+    In one pass (Knuth, Morris and Pratt): `borders` has, for each beginning of the pattern, the
+    length of the longest shorter beginning that also ends it.
+    """
+    borders = [0] * (len(pattern) + 1)
+    for end in range(2, len(pattern) + 1):
+        border = borders[end - 1]
+        while border and pattern[end - 1] != pattern[border]:
+            border = borders[border]
+        borders[end] = border + (pattern[end - 1] == pattern[border])
+    return list(pattern[: len(pattern) - borders[-1]])
 
 
 def _windows(keys: Keys, has_window: Sequence[bool]) -> ModelSettings:
@@ -70,8 +77,10 @@ def _windows(keys: Keys, has_window: Sequence[bool]) -> ModelSettings:
                     fix=f"a model of {FULL} and {WINDOW}",
                 )
         has_window = [kind == WINDOW for kind in kinds]
-    if not window or not any(has_window):
+    if window is None or not any(has_window):
         return {}
+    if window == 0:
+        raise keys.refused("sliding_window", window, "at least 1")
     return {"windows": shortest([window if has else 0 for has in has_window])}
 
 
@@ -157,13 +166,13 @@ def _write_qwen3(model: TransformerConfig) -> dict[str, Any]:
 def _gemma(keys: Keys) -> ModelSettings:
     keys.pass_over("hidden_act")  # of older files; `hidden_activation` is what counts
     keys.must_be("use_bidirectional_attention", False, None)
-    found = _biases(keys) | {"score_scale": (keys.number("query_pre_attn_scalar") or 1) ** -0.5}
+    found = _biases(keys) | {"score_scale": (keys.positive("query_pre_attn_scalar") or 1) ** -0.5}
     for ours, theirs in (
         ("score_cap", "attn_logit_softcapping"),
         ("logit_cap", "final_logit_softcapping"),
     ):
-        cap = keys.number(theirs)
-        if cap:
+        cap = keys.positive(theirs)
+        if cap is not None:
             found[ours] = float(cap)
     return found
 
@@ -173,7 +182,7 @@ def _gemma2(keys: Keys) -> ModelSettings:
 
 
 def _gemma3(keys: Keys) -> ModelSettings:
-    pattern = keys.whole("sliding_window_pattern") or 6
+    pattern = keys.some("sliding_window_pattern") or 6
     return _gemma(keys) | _windows(keys, _every(keys, pattern))
 
 
@@ -223,12 +232,13 @@ def _write_olmo3(model: TransformerConfig) -> dict[str, Any]:
 def _smollm3(keys: Keys) -> ModelSettings:
     """Reads `no_rope_layers`, which is 1 for a layer that HAS rotary positions."""
     layers = keys.count("num_hidden_layers")
-    interval = keys.whole("no_rope_layer_interval") or layers + 1
+    interval = keys.some("no_rope_layer_interval") or layers + 1
     listed = keys.take("no_rope_layers")
     turns = [(number + 1) % interval != 0 for number in range(layers)]
-    if listed:
-        if not isinstance(listed, list) or len(listed) != layers:
-            raise keys.refused("no_rope_layers", listed, f"a list of {layers} numbers")
+    if listed is not None:
+        is_list = isinstance(listed, list) and len(listed) == layers
+        if not is_list or any(each not in (0, 1) for each in listed):
+            raise keys.refused("no_rope_layers", listed, f"a list of {layers} times 0 or 1")
         turns = [bool(each) for each in listed]
     keys.pass_over("max_window_layers")
     found = _biases(keys) | _if_used(keys, [not turn for turn in turns])
@@ -242,10 +252,10 @@ def _write_smollm3(model: TransformerConfig) -> dict[str, Any]:
 
 def _granite(keys: Keys) -> ModelSettings:
     return _biases(keys) | {
-        "score_scale": float(keys.number("attention_multiplier") or 1),
-        "embed_scale": float(keys.number("embedding_multiplier") or 1),
-        "residual_scale": float(keys.number("residual_multiplier") or 1),
-        "logit_scale": 1 / (keys.number("logits_scaling") or 1),
+        "score_scale": float(keys.positive("attention_multiplier") or 1),
+        "embed_scale": float(keys.positive("embedding_multiplier") or 1),
+        "residual_scale": float(keys.positive("residual_multiplier") or 1),
+        "logit_scale": 1 / (keys.positive("logits_scaling") or 1),
     }
 
 
@@ -343,7 +353,7 @@ def _deepseek_v3(keys: Keys) -> ModelSettings:
         keys.take(name)  # of training, or a sum of others
     latent = {
         "rank": keys.count("kv_lora_rank"),
-        "query_rank": keys.whole("q_lora_rank"),
+        "query_rank": keys.some("q_lora_rank"),
         "plain_dim": keys.count("qk_nope_head_dim"),
         "rope_dim": keys.count("qk_rope_head_dim"),
         "value_dim": keys.count("v_head_dim"),
@@ -354,9 +364,9 @@ def _deepseek_v3(keys: Keys) -> ModelSettings:
         "first_dense": keys.whole("first_k_dense_replace") or 0,
         "score": "sigmoid",
         "normalise": keys.flag("norm_topk_prob"),
-        "scale": float(keys.number("routed_scaling_factor") or 1),
-        "groups": keys.whole("n_group") or 1,
-        "groups_kept": keys.whole("topk_group"),
+        "scale": float(keys.positive("routed_scaling_factor") or 1),
+        "groups": keys.some("n_group") or 1,
+        "groups_kept": keys.some("topk_group"),
         "bias_rate": 0.0,
     }
     further = keys.whole("num_nextn_predict_layers")

@@ -28,6 +28,16 @@ HARMLESS = re.compile(
 )
 
 
+# The largest whole number of a key, and the largest of those that are counted one by one. Published
+# models have up to 126 layers and 512 experts in each.
+LARGEST = 2**31 - 1
+LARGEST_FLOAT = 3e38  # of 32 bits
+LARGEST_OF = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_nextn_predict_layers"), 10_000),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 10_000),
+}
+
+
 class Keys:
     """The keys of the config.json at `where`, with the defaults that its family gives them.
 
@@ -64,10 +74,21 @@ class Keys:
         self._taken.update(names)
 
     def number(self, name: str, default: Any = None) -> float | None:
-        """Returns a number, or None if it is null."""
+        """Returns a finite number, or None if it is null."""
         value = self.take(name, default)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.refused(name, value, "a number")
+        if not is_within_bounds(value):
+            raise self.refused(name, value, "a number that a computation can hold")
+        return value
+
+    def positive(self, name: str, default: Any = None) -> float | None:
+        """Returns a number above 0, or None if it is null: a 0 is no absent number."""
+        value = self.number(name, default)
+        if value is not None and value <= 0:
+            raise self.refused(name, value, "above 0")
         return value
 
     def whole(self, name: str, default: Any = None) -> int | None:
@@ -77,7 +98,17 @@ class Keys:
             return None
         if value != int(value) or value < 0:
             raise self.refused(name, value, "a whole number")
+        largest = LARGEST_OF.get(name, LARGEST)
+        if value > largest:
+            raise self.refused(name, value, f"at most {largest:,}")
         return int(value)
+
+    def some(self, name: str, default: Any = None) -> int | None:
+        """Returns a whole number of at least 1, or None if it is null: a 0 is no absent number."""
+        value = self.whole(name, default)
+        if value == 0:
+            raise self.refused(name, value, "at least 1")
+        return value
 
     def count(self, name: str) -> int:
         """Returns a whole number of at least 1. Raises ConfigError if there is none."""
@@ -110,11 +141,23 @@ class Keys:
         if value not in allowed:
             raise self.unknown(name, value)
 
+    def check_numbers(self) -> None:
+        """Raises ConfigError if a number in a list or a table of a key has no bounds: a NaN."""
+        held = [(name, value) for name, value in self.values.items() if not is_harmless(name)]
+        while held:
+            name, value = held.pop()
+            if isinstance(value, dict):
+                held += [(f"{name}.{inner}", each) for inner, each in value.items()]
+            elif isinstance(value, list):
+                held += [(name, each) for each in value]
+            elif isinstance(value, int | float) and not is_within_bounds(value):
+                raise self.refused(name, value, "a number that a computation can hold")
+
     def check_all_taken(self) -> None:
         """Raises ConfigError if a key that may change the model has not been read."""
         for name, value in self.values.items():
             says_nothing = value is None or value is False or value == [] or value == {}
-            if name in self._taken or says_nothing or HARMLESS.fullmatch(name):
+            if name in self._taken or says_nothing or is_harmless(name):
                 continue
             raise self.unknown(name, value)
 
@@ -128,3 +171,13 @@ class Keys:
     def refused(self, name: str, value: Any, wanted: str) -> ConfigError:
         """Returns the error for a value of the wrong type."""
         return ConfigError(f"{self.where}: {name}={value!r:.80} must be {wanted}")
+
+
+def is_harmless(name: str) -> bool:
+    """Returns True for a key that does not change what a model computes."""
+    return HARMLESS.fullmatch(name) is not None
+
+
+def is_within_bounds(value: float) -> bool:
+    """Returns True for a number that float32 can hold: neither a NaN nor an infinity."""
+    return -LARGEST_FLOAT <= value <= LARGEST_FLOAT

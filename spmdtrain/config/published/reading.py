@@ -21,6 +21,7 @@ from spmdtrain.config.published.rope import FULL
 
 NAME = "config.json"
 LARGEST = 16 * 2**20  # bytes
+MOST_EXPERTS = 2**18  # in all layers
 DTYPES = ("float32", "bfloat16", "float16")
 # Keys of a model with a vision tower; only its text part is read.
 OF_VISION = "gemma3"
@@ -92,8 +93,10 @@ def as_published(folder: Path, values: dict[str, Any]) -> Published:
     if "auto_map" in values:
         remarks.append(f"{folder} contains code, which is not run: it is read as {name}")
     keys = Keys(values, family.defaults, where, unread_by_class(name))
+    keys.check_numbers()
     settings = _read_gpt2(family, keys) if family.is_gpt2 else _read_llama(name, keys)
     keys.check_all_taken()
+    _check_count(where, settings)
     dtype = values.get("dtype", values.get("torch_dtype"))
     if dtype not in DTYPES:
         dtype = None
@@ -119,6 +122,19 @@ def _read(folder: Path) -> dict[str, Any]:
             f"{path} is not a table", found=f"{found!r:.40}", fix="downloading it again"
         )
     return found
+
+
+def _check_count(where: str, settings: ModelSettings) -> None:
+    """Refuses more experts in all layers than could be looked for one by one."""
+    experts = settings.get("experts") or {"count": 0}
+    count = settings["layers"] * experts["count"]
+    if count > MOST_EXPERTS:
+        raise ConfigError(
+            f"{where}: {settings['layers']} layers of {experts['count']} experts are too many",
+            asked=f"{count:,} experts",
+            found=f"at most {MOST_EXPERTS:,} are read",
+            fix="the config.json that the weights were published with",
+        )
 
 
 def _text_part(values: dict[str, Any]) -> dict[str, Any]:
@@ -186,11 +202,11 @@ def _read_gpt2(family: Family, keys: Keys) -> ModelSettings:
         "layers": keys.count("n_layer"),
         "embed": embed,
         "heads": keys.count("n_head"),
-        "ffn": keys.whole("n_inner") or 4 * embed,
+        "ffn": keys.some("n_inner") or 4 * embed,
         "vocab": keys.count("vocab_size"),
         "max_length": keys.count("n_positions"),
         "mlp": _activation(keys, family.activation, PLAIN),
-        "norm_epsilon": float(keys.number("layer_norm_epsilon") or 0),
+        "norm_epsilon": float(keys.positive("layer_norm_epsilon") or 0),
         "tied": keys.flag("tie_word_embeddings"),
     } | family.read(keys)
 
@@ -205,13 +221,13 @@ def _read_llama(name: str, keys: Keys) -> ModelSettings:
         "layers": keys.count("num_hidden_layers"),
         "embed": embed,
         "heads": heads,
-        "kv_heads": keys.whole("num_key_value_heads") or heads,
-        "head_dim": keys.whole("head_dim") or embed // heads,
+        "kv_heads": keys.some("num_key_value_heads") or heads,
+        "head_dim": keys.some("head_dim") or embed // heads,
         "ffn": keys.count("intermediate_size"),
         "vocab": keys.count("vocab_size"),
         "max_length": keys.count("max_position_embeddings"),
         "mlp": _activation(keys, family.activation, GATED),
-        "norm_epsilon": float(keys.number("rms_norm_eps") or 0),
+        "norm_epsilon": float(keys.positive("rms_norm_eps") or 0),
         "tied": keys.flag("tie_word_embeddings"),
     }
     settings |= read_positions(name, keys) | dict(family.settings) | family.read(keys)
@@ -224,7 +240,7 @@ def _read_llama(name: str, keys: Keys) -> ModelSettings:
 
 def _activation(keys: Keys, name: str, known: Mapping[str, str]) -> str:
     value = keys.take(name, next(iter(known)))
-    if value not in known:
+    if not isinstance(value, str) or value not in known:
         raise keys.unknown(name, value)
     return known[value]
 

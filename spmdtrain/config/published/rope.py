@@ -34,12 +34,12 @@ def read_rope(keys: Keys, family: str, *, by_kind: bool = False) -> dict[str, An
     """
     check_share(family, keys.values.get(SHARE), keys.where)
     keys.pass_over(SHARE)
-    theta = keys.number("rope_theta", 10_000.0)
-    window_theta = keys.number(WINDOW_THETA, theta)
+    theta = keys.positive("rope_theta", 10_000.0)
+    window_theta = keys.positive(WINDOW_THETA, theta)
     old = keys.table("rope_scaling")
-    share = keys.number(SHARE)
+    share = keys.positive(SHARE)
     length = keys.whole("max_position_embeddings")
-    original = keys.whole(ORIGINAL)
+    original = keys.some(ORIGINAL)
     full = {"rope_theta": theta, SHARE: share} | dict(old or {})
     window: dict[str, Any] = {"rope_theta": window_theta}
     if new := keys.table("rope_parameters"):
@@ -50,16 +50,17 @@ def read_rope(keys: Keys, family: str, *, by_kind: bool = False) -> dict[str, An
     if original is not None:
         full.setdefault(ORIGINAL, original)
     inner = Keys(full, {}, f"{keys.where}: rope")
-    settings: dict[str, Any] = {"rope_theta": float(inner.number("rope_theta") or 10_000.0)}
+    settings: dict[str, Any] = {"rope_theta": float(inner.positive("rope_theta") or 10_000.0)}
     if by_kind:
-        settings["rope_theta_window"] = float(window["rope_theta"])
+        of_window = Keys(window, {}, f"{keys.where}: rope")
+        settings["rope_theta_window"] = float(of_window.positive("rope_theta") or 10_000.0)
         has_own = WINDOW_THETA in READ[family] or window["rope_theta"] == full["rope_theta"]
         if _kind(window) != "default" or not has_own:
             raise keys.unknown("rope_parameters", {WINDOW: window})
-    share = inner.number(SHARE)
+    share = inner.positive(SHARE)
     check_share(family, share, keys.where)
     if share not in (None, 1):
-        settings["rope_share"] = float(share or 0)
+        settings["rope_share"] = float(share)
     if (kind := _kind(full)) not in ("default", *ROPE_KINDS.get(family, (kind,))):
         raise keys.unknown("rope_type", kind)
     if scaling := _read_scaling(inner, kind, length):
@@ -69,7 +70,9 @@ def read_rope(keys: Keys, family: str, *, by_kind: bool = False) -> dict[str, An
 
 
 def _kind(table: Table) -> str:
-    kind = table.get("rope_type", table.get("type")) or "default"
+    kind = table.get("rope_type", table.get("type"))
+    if kind is None:
+        return "default"
     return "longrope" if kind == "su" else str(kind)
 
 
@@ -77,14 +80,14 @@ def _read_scaling(keys: Keys, kind: str, length: int | None) -> dict[str, Any] |
     """Returns [model.rope_scaling], or None if positions are not scaled."""
     keys.take("rope_type")
     keys.take("type")
-    original = keys.whole(ORIGINAL)
+    original = keys.some(ORIGINAL)
     if kind == "default":
         return None
     if kind not in ("linear", "llama3", "yarn", "longrope"):
         why = "depends on the length of each sequence" if kind == "dynamic" else "is not known here"
         where = keys.where.removesuffix(": rope")
         raise ConfigError(f"{where}: rope_type {kind!r} {why}", fix=ANOTHER)
-    factor = keys.number("factor")
+    factor = keys.positive("factor")
     if factor is None and length and original:
         factor = length / original
     if factor is None:
@@ -93,11 +96,11 @@ def _read_scaling(keys: Keys, kind: str, length: int | None) -> dict[str, Any] |
     if kind == "linear":
         return scaling
     scaling["original_length"] = original or length
-    scale = keys.number("attention_factor")
+    scale = keys.positive("attention_factor")
     if kind == "llama3":
-        scaling["low_factor"] = float(keys.number("low_freq_factor", 1.0) or 0)
-        scaling["high_factor"] = float(keys.number("high_freq_factor", 4.0) or 0)
-    if kind == "yarn":
+        scaling["low_factor"] = float(keys.positive("low_freq_factor", 1.0) or 1)
+        scaling["high_factor"] = float(keys.positive("high_freq_factor", 4.0) or 4)
+    if kind == "yarn":  # transformers takes a 0 of these for absent, too
         scaling["beta_fast"] = float(keys.number("beta_fast") or 32)
         scaling["beta_slow"] = float(keys.number("beta_slow") or 1)
         scaling["truncate"] = keys.flag("truncate", True)
