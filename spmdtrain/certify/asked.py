@@ -1,12 +1,16 @@
-"""Examines the run in its own precision: the layouts as configured, and the width of their sums."""
+"""Examines the run in its own precision: its gradients against those of float32, the layouts as
+configured, and the width of their sums.
+"""
 
 from dataclasses import replace
 
 from spmdtrain.certify.certify import Certificate, Say, examine, line_of, told
+from spmdtrain.certify.cover import Layout
 from spmdtrain.certify.noise import make_reference
 from spmdtrain.certify.shrink import Shrunk
 from spmdtrain.certify.stepper import Own
-from spmdtrain.certify.witnesses.narrow import narrow_sums
+from spmdtrain.certify.witnesses.exchanged import narrow_sums
+from spmdtrain.certify.witnesses.narrow import is_narrow, narrow_gradients
 
 
 def in_asked_precision(found: Certificate, asked: Shrunk, own: Own, say: Say) -> None:
@@ -24,3 +28,24 @@ def in_asked_precision(found: Certificate, asked: Shrunk, own: Own, say: Say) ->
     sums = [narrow_sums(asked.config, layout, own) for layout in chosen]
     found.others += sums
     say(told("sums", sums))
+
+
+def against_float32(found: Certificate, asked: Shrunk, own: Own, say: Say) -> None:
+    """Adds what the run's own precision does to its gradients, on one device and as configured.
+
+    It does nothing for a run in float32. A model that mixes the samples of a batch is left on one
+    device: elsewhere it is another model.
+    """
+    if not is_narrow(asked.config.precision):
+        return
+    layouts = [Layout((), "one device")]
+    if not found.reference.mixes_samples:
+        agreed = [each.layout for each in found.layouts if each.verdict == "agrees"]
+        configured = [layout for layout in agreed if layout.why == "as configured"]
+        layouts += (configured or agreed)[:1]
+    wide = found.shrunk.config
+    made = [narrow_gradients(wide, asked.config, layout, own) for layout in layouts]
+    found.others += made
+    say(told("narrow", made))
+    for witness in made:
+        say(f"{'':<11} {witness.name}: {witness.said}")

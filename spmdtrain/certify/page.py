@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from spmdtrain.certify.certify import Certificate, Examined
 from spmdtrain.certify.compare import MARGIN
+from spmdtrain.certify.witnesses.narrow import TOKENS
 from spmdtrain.certify.witnesses.witness import Witness
 
 LEAST, MOST = -3, 8  # powers of ten on the axis
@@ -145,12 +146,13 @@ def not_proved(found: Certificate) -> list[str]:
         *(f"{name}: refused by the trainer itself" for name in refused),
         f"Kernels that are chosen by shape or for a GPU: this is width {width} on a CPU. "
         "spmdtrain doctor --measure compares kernels.",
-        "Long sums in 16 bits, ids beyond 2^31, long sequences: they show at the real size only.",
+        f"Ids beyond 2^31, long sequences, and sums in 16 bits over more than {TOKENS:,} tokens of "
+        "a device: they show at the real size only.",
         "Other optimizers, losses and schedules than those of this run.",
         "That the settings train a good model.",
     ]
     if all(each.precision == "float32" for each in found.layouts):
-        lines.append("16-bit numerics: --precision asked certifies the run's own precision too.")
+        lines.append("Layouts in the run's own precision: --precision asked compares them too.")
     return lines
 
 

@@ -8,6 +8,8 @@
 5. A setting that is changed before it goes on is obeyed, or refused by name: the checkpoint is not
    to blame.
 6. Its files agree with each other and with what happened (files.py).
+7. In 16 bits its gradients are those of float32, leaf by leaf, in its layout and on one device:
+   two runs that are equally narrow agree whatever they lose.
 """
 
 import json
@@ -29,6 +31,10 @@ from fuzz.draw import ONE_DEVICE, Draw, after, settings_of
 from fuzz.kinds import without_numbers
 from fuzz.runs import Run, Stop, lines_of, run
 from fuzz.settings import BASE_FILE, Values, overrides
+from spmdtrain.certify.cover import Layout
+from spmdtrain.certify.shrink import shrink
+from spmdtrain.certify.stepper import Own
+from spmdtrain.certify.witnesses.narrow import is_narrow, narrow_gradients
 from spmdtrain.config import RunConfig, UserError, load
 from spmdtrain.data.source import open_data
 from spmdtrain.train.shard import shard
@@ -37,6 +43,7 @@ ADVICE = re.compile(
     r"--set ((?:rules|pipeline|train\.microbatch|train\.remat|model\.attention)[\w.]*)=([\w,]*)"
 )
 MOST_ADVICE = 6
+NARROW_TOKENS = 2048  # of a device in one microbatch: a sum that is not wide loses most of them
 # What decides which tokens a sample index means: a checkpoint cannot go on with another.
 STREAM = (
     "train.seed",
@@ -101,12 +108,35 @@ def examine(draw: Draw, oracles: Oracles, room: Path) -> Report:
     if not _sound(report, oracle.run, draw.numbers, ONE_DEVICE, "one device"):
         report.alone = report.outcome == "refused"
         return report
+    _narrow(report)
     with tempfile.TemporaryDirectory(dir=room) as directory:
         if draw.end in ("whole", "same"):
             _whole(report, oracle, Path(directory))
         else:
             _moved(report, oracle, Path(directory))
     return report
+
+
+def _narrow(report: Report) -> None:
+    """Holds the gradients of a draw in 16 bits against float32, on one device and in its layout."""
+    draw = report.draw
+    for values in (ONE_DEVICE, draw.layout):
+        settings, devices = settings_of(draw.numbers, values)
+        config = load(BASE_FILE, overrides(settings))
+        if not is_narrow(config.precision) or config.train.learns_pairs:
+            return
+        wide, narrow = (
+            shrink(config, as_is=True, precision=which).config for which in ("float32", "asked")
+        )
+        here = sorted(settings.keys() & draw.layout.keys()) if values is draw.layout else ()
+        layout = Layout(tuple(overrides({key: settings[key] for key in here})), "drawn")
+        try:
+            found = narrow_gradients(wide, narrow, layout, Own(), tokens=NARROW_TOKENS)
+        except UserError as refused:
+            report.refused.append(f"narrow gradients: {without_numbers(str(refused))}")
+            return
+        if not found.holds:
+            report.find("a gradient in 16 bits is not that of float32", layout.name, found.said)
 
 
 # --- the four ends --------------------------------------------------------------------------------

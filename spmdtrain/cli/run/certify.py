@@ -144,7 +144,7 @@ def _start(parsed: argparse.Namespace) -> None:
 
 
 def _certified(parsed: argparse.Namespace, config: "RunConfig") -> "Certificate":
-    from spmdtrain.certify.asked import in_asked_precision
+    from spmdtrain.certify.asked import against_float32, in_asked_precision
     from spmdtrain.certify.certify import certify, told
     from spmdtrain.certify.shrink import shrink
     from spmdtrain.certify.stepper import Own
@@ -165,8 +165,9 @@ def _certified(parsed: argparse.Namespace, config: "RunConfig") -> "Certificate"
         first=parsed.first,
         say=say,
     )
+    asked = shrink(config, as_is=parsed.as_is, precision="asked")
+    against_float32(found, asked, own, say)
     if parsed.precision == "asked":
-        asked = shrink(config, as_is=parsed.as_is, precision="asked")
         in_asked_precision(found, asked, own, say)
     if parsed.hardware is not None:
         real = real_size(parsed.config, parsed.set, parsed.hardware, parsed.devices)

@@ -6,6 +6,7 @@ queries, keys and values. Each of them is a *part*, with its own adapter.
 i: the dims that a matmul contracts, o: its other ones, r: the rank.
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -139,12 +140,30 @@ def _norm(w: jax.Array, a: jax.Array, *, part: Part, b: jax.Array, scale: float)
     """Returns |W + s a b| over i, float32 [*o], without a further array of W's size."""
     w = part.of(w)
     over = tuple(range(a.ndim - 1))
-    dot = partial(jnp.tensordot, preferred_element_type=jnp.float32)
     wide = b.astype(jnp.float32)
     squares = jnp.sum(jnp.square(w.astype(jnp.float32)), over)
-    crossed = jnp.sum(dot(a, w, (over, over)) * wide, 0)
-    of_product = jnp.sum(jnp.tensordot(dot(a, a, (over, over)), wide, 1) * wide, 0)
+    crossed = jnp.sum(_contracted(a, w, over) * wide, 0)
+    of_product = jnp.sum(jnp.tensordot(_contracted(a, a, over), wide, 1) * wide, 0)
     return jnp.sqrt(squares + 2 * scale * crossed + scale**2 * of_product)
+
+
+def _contracted(a: jax.Array, w: jax.Array, over: tuple[int, ...]) -> jax.Array:
+    """Returns the product of a and w over their first dims, float32.
+
+    XLA's CPU backend makes a float32 product of 16-bit arrays only if both are matrices (jax 0.10
+    and 0.12). On a GPU a reshaped weight might have to be gathered.
+    """
+    dot = partial(jnp.tensordot, preferred_element_type=jnp.float32)
+
+    def as_matrices(a: jax.Array, w: jax.Array) -> jax.Array:
+        inner = math.prod(a.shape[: len(over)])
+        product = dot(a.reshape(inner, -1).T, w.reshape(inner, -1), 1)
+        return product.reshape(*a.shape[len(over) :], *w.shape[len(over) :])
+
+    def as_they_are(a: jax.Array, w: jax.Array) -> jax.Array:
+        return dot(a, w, (over, over))
+
+    return jax.lax.platform_dependent(a, w, cpu=as_matrices, default=as_they_are)
 
 
 def plain(path: tuple) -> tuple:

@@ -1,0 +1,124 @@
+"""Gradients in 16 and 8 bits are those of float32, for every kind of layer, weight and mesh."""
+
+import jax
+import pytest
+from fuzz.campaign import ROOT
+from helpers import MESHES, prepared
+from two_pythons import core
+
+from spmdtrain.certify.asked import against_float32
+from spmdtrain.certify.certify import Certificate
+from spmdtrain.certify.cover import Layout
+from spmdtrain.certify.noise import Reference
+from spmdtrain.certify.shrink import shrink
+from spmdtrain.certify.stepper import Own
+from spmdtrain.certify.witnesses.narrow import narrow_gradients
+from spmdtrain.certify.witnesses.witness import Witness
+from spmdtrain.config import load
+from spmdtrain.parallel.wide_sums import narrow_sums
+from spmdtrain.train.gradients import grad_accumulation
+from spmdtrain.train.step import make_gradients
+
+BFLOAT16 = "precision.compute=bfloat16"
+FLOAT8 = (BFLOAT16, "precision.matmul=float8")
+ONE_DEVICE = ()
+PIPELINE = ("mesh.pipeline=2", "mesh.context=2", "mesh.data=2", "train.microbatch=6")
+SHARDED = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "train.microbatch=6", "train.zero=1")
+EXPERTS = ("mesh.expert=2", "mesh.context=2", "mesh.tensor=2", "train.microbatch=12")
+LORA = ("finetune.kind=dora", "finetune.rank=4", "finetune.also_train=*norm*,tokens.*")
+
+# (config, settings, layout): each kind of layer, of weight and of mesh at least once.
+CASES = [
+    ("quickstart", (BFLOAT16,), ONE_DEVICE),  # tied, biases, learned positions
+    ("llama3_8b", (BFLOAT16,), SHARDED),  # not tied, gated, grouped heads
+    ("gpt_oss_20b", (BFLOAT16,), ONE_DEVICE),  # sinks, windows, experts with biases
+    ("deepseek_v3", (BFLOAT16,), ONE_DEVICE),  # latents, shared experts, further tokens
+    ("qwen3_30b_a3b", (BFLOAT16,), EXPERTS),  # norms of queries and keys
+    ("quickstart", (BFLOAT16,), PIPELINE),
+    ("quickstart", (BFLOAT16, *LORA), ONE_DEVICE),
+    ("quickstart", (BFLOAT16, "precision.params=bfloat16", "train.z_loss=1e-3"), SHARDED),
+    ("llama3_8b", ("precision.compute=float16",), ONE_DEVICE),
+    ("llama3_8b", FLOAT8, ONE_DEVICE),
+    ("llama3_8b", (*FLOAT8, "precision.scaling=delayed"), ONE_DEVICE),
+]
+
+
+def witness(config: str, settings, layout, **more) -> Witness:
+    asked = load(ROOT / "configs" / f"{config}.toml", settings)
+    wide, narrow = (shrink(asked, precision=which).config for which in ("float32", "asked"))
+    return narrow_gradients(wide, narrow, Layout(layout, "as configured"), Own(), **more)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("config", "settings", "layout"), CASES)
+def test_a_narrow_gradient_is_that_of_float32(config, settings, layout):
+    found = witness(config, settings, layout)
+    assert found.holds, found.said
+
+
+@core
+@pytest.mark.long
+def test_so_it_is_of_64k_tokens_of_a_tiny_vocabulary():
+    settings = (BFLOAT16, "model.layers=1", "model.vocab=8")
+    found = witness("llama3_8b", settings, ONE_DEVICE, tokens=2**16)
+    assert found.holds, found.said
+
+
+@pytest.fixture
+def narrow_everywhere(monkeypatch):
+    """The step as it was: sums over tokens in the dtype of their terms."""
+    monkeypatch.setattr(grad_accumulation, "with_wide_sums", lambda function, _: function)
+
+
+@core
+@pytest.mark.long
+@pytest.mark.usefixtures("narrow_everywhere")
+def test_sums_in_16_bits_are_found_and_their_leaves_named():
+    found = witness("quickstart", (BFLOAT16,), ONE_DEVICE)
+    assert not found.holds
+    assert "tokens.table_ve is" in found.said
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("narrow_everywhere")
+def test_no_certificate_is_given_then():
+    asked = load(ROOT / "configs" / "quickstart.toml", (BFLOAT16,))
+    reference = object.__new__(Reference)
+    object.__setattr__(reference, "mixed", [])
+    certificate = Certificate(shrink(asked), 2, reference, [], [])
+    lines: list[str] = []
+    against_float32(certificate, shrink(asked, precision="asked"), Own(), lines.append)
+    assert certificate.wrong == ["gradients in bfloat16 are those of float32 (one device)"]
+    assert any("FAILS" in line for line in lines)
+
+
+# --- the program of the step ----------------------------------------------------------------------
+
+TOKENS = ("data.corpus=tokens", "data.path=pairs.bin", "data.packing=best_fit")
+SMALL = ("model.layers=2", "model.embed=32", "model.heads=4", "model.vocab=64")
+LLAMA = ("model.name=llama", *SMALL)
+LATENTS = ("model.latent.rank=8", "model.latent.plain_dim=8", "model.latent.rope_dim=4")
+EXPERTS_OF_FOUR = tuple(f"model.experts.{x}" for x in ("count=4", "chosen=2", "ffn=16", "shared=1"))
+KINDS = {
+    "gpt": (),
+    "llama, packed": (*LLAMA, "data.packing=documents"),
+    "experts": (*LLAMA, *EXPERTS_OF_FOUR, "train.z_loss=1e-3"),
+    "latents": (*LLAMA, *LATENTS, "model.latent.value_dim=8"),
+    "further tokens": (*LLAMA, "model.multi_token.depth=1"),
+    "adapters": LORA,
+    "pairs": (*TOKENS, "model.positions=rope", "train.preference=simpo", "train.global_batch=8"),
+    "recomputed": ("train.remat=full",),
+    "written out": ("train.scan_layers=false",),
+    "float8": FLOAT8,
+}
+REFUSED_BESIDE_STAGES = ("further tokens", "written out")
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_program_of_a_step_has_no_long_sum_in_16_bits(kind, mesh):
+    if "pipeline" in mesh and kind in REFUSED_BESIDE_STAGES:
+        mesh = "one device"
+    setup = prepared(BFLOAT16, *KINDS[kind], *MESHES[mesh])
+    program = jax.make_jaxpr(make_gradients(setup))(setup.state.params, 0, setup.batch)
+    assert [str(equation.source_info.name_stack) for equation in narrow_sums(program)] == []
