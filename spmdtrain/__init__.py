@@ -10,7 +10,8 @@ the same losses. In Python, `import spmdtrain as st`:
 
     config, data = st.open_data(config)    # the corpus decides the vocabulary
     setup = st.shard(config)               # mesh, rules, model and state: shapes, no memory yet
-    state = st.init_state(setup)           # or st.restore("runs/mine", setup), onto any mesh
+    state = st.init_state(setup)           # fresh, or with the weights of train.init_from
+    state = st.restore("runs/mine", setup) # or with its moments too, onto any mesh
     step = st.make_step(setup)             # step(state, batch) -> (state, metrics)
 
     st.weights("runs/mine")                # plain arrays by path

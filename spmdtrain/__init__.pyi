@@ -28,8 +28,8 @@ from .running.distillation.teacher_weights import with_teacher as with_teacher
 from .running.loop import Outcome as Outcome
 from .running.loop import run as run
 from .running.save_state import save as save
+from .running.start.first_state import init_state as init_state
 from .train.evaluation import make_evaluate as make_evaluate
-from .train.fresh import init_state as init_state
 from .train.gradients.differentiable import make_gradients as make_gradients
 from .train.gradients.differentiable import make_loss as make_loss
 from .train.setup import Setup as Setup

@@ -6,7 +6,7 @@ step that was asked for is read or refused.
 
 import contextlib
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,7 +19,7 @@ from spmdtrain.checkpoints.meta import Meta
 from spmdtrain.checkpoints.model_code import SHIPPED, check_model_code
 from spmdtrain.checkpoints.newest import read_newest
 from spmdtrain.checkpoints.saved_steps import SavedSteps
-from spmdtrain.config.errors import CheckpointError, ConfigError, DamagedError
+from spmdtrain.config.errors import CheckpointError, ConfigError, DamagedError, UnfitError
 from spmdtrain.config.given import as_flag, as_run, as_step
 from spmdtrain.config.load import as_overrides, from_resolved
 from spmdtrain.config.own.names import home_of
@@ -62,9 +62,24 @@ def restore(run: str | Path, setup: Setup, step: int | None = None) -> TrainStat
             checkpoints.check_items(at, setup.state)
             return checkpoints.restore(at, setup.state)
 
-        at, (state, meta) = read_step(checkpoints, run, step, read)
+        with _naming_imported(run):
+            at, (state, meta) = read_step(checkpoints, run, step, read)
     check_model_code(meta["model_code"], code_of(setup), f"step {at} of {run}")
     return state
+
+
+@contextlib.contextmanager
+def _naming_imported(run: Path) -> Iterator[None]:
+    """Says what to do if a checkpoint does not fit because it is that of an imported model."""
+    try:
+        yield
+    except UnfitError as error:
+        if "imported" not in error.meta:
+            raise
+        raise CheckpointError(
+            f"{run} holds an imported model: step 0, without optimizer state",
+            fix=f"init_state(setup), with train.init_from={run} among the settings",
+        ) from None
 
 
 def weights(

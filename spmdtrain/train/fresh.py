@@ -17,7 +17,8 @@ from spmdtrain.train.updates import optimizers
 
 
 def init_state(setup: Setup) -> TrainState:
-    """Returns the state at step 0, each leaf born in its shards; values depend only on the seed.
+    """Returns a fresh state at step 0, each leaf born in its shards, whatever `train.init_from`
+    says: first_state.py reads that. Values depend only on the seed.
 
     Raises ConfigError if `train.epochs` has not been converted to steps, which the learning rate
     needs.

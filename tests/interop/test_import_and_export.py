@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from helpers import CHEAP_FLAGS, tiny
 
+import spmdtrain as st
 from spmdtrain.checkpoints import layers, store
 from spmdtrain.checkpoints.files import by_layer
 from spmdtrain.checkpoints.restore import weights
@@ -32,6 +33,7 @@ from spmdtrain.running.published.as_run import model_config
 from spmdtrain.running.published.export_run import export_run
 from spmdtrain.running.published.import_model import import_model
 from spmdtrain.running.published.read_weights import read_weights
+from spmdtrain.train.compared.in_order import plain_arrays
 from spmdtrain.train.shard import shard
 
 MESHES = {
@@ -105,6 +107,39 @@ def layer_shapes_on_one_device(folder):
     from spmdtrain.train.given.from_layers import layer_shapes
 
     return layer_shapes(setup_of(folder)[1]).items()
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.seconds
+def test_python_has_imported_weights_on_any_mesh(mesh, published, tmp_path):
+    """`init_state` reads what `train.init_from` names: an imported run, or the folder itself."""
+    run = tmp_path / "run"
+    import_model(published / "llama", run)
+    wanted = weights(run)
+    (tmp_path / "c.toml").write_text(f"[model]\nfrom = {str(published / 'llama')!r}\n{SHORT}")
+    for source, config in (
+        (run, lambda asked: st.run_config(run, asked)),
+        (published / "llama", lambda asked: load(tmp_path / "c.toml", asked)),
+    ):
+        asked = config([*MESHES[mesh], f"train.init_from={source}"])
+        count = int(np.prod([max(size, 1) for size in asked.mesh.sizes.values()]))
+        state = st.init_state(st.shard(asked, devices=jax.devices()[:count]))
+        params = plain_arrays(st.shard(asked, devices=jax.devices()[:count]), state.params)
+        assert int(state.step) == 0 and params.keys() == wanted.keys()
+        assert all(np.array_equal(x, wanted[path]) for path, x in params.items())
+
+
+def test_restore_says_that_an_imported_model_has_no_moments(published, tmp_path):
+    import_model(published / "llama", tmp_path / "run")
+    setup = st.shard(st.run_config(tmp_path / "run"), devices=jax.devices()[:1])
+    with pytest.raises(CheckpointError, match=r"imported model.*init_state.*train.init_from="):
+        st.restore(tmp_path / "run", setup)
+
+
+def test_weights_that_python_asks_for_are_there_or_refused(tmp_path):
+    setup = st.shard(tiny(f"train.init_from={tmp_path}"), devices=jax.devices()[:1])
+    with pytest.raises(CheckpointError, match="train.init_from='.*' holds no checkpoint"):
+        st.init_state(setup)
 
 
 @pytest.mark.seconds

@@ -13,7 +13,7 @@ import pytest
 
 from spmdtrain.cli import main
 from spmdtrain.config.errors import UserError
-from spmdtrain.config.published.class_keys import READ
+from spmdtrain.config.published.class_keys import unread_by_class
 from spmdtrain.config.published.reading import as_published
 from spmdtrain.config.published.writing import as_model, function_of
 
@@ -33,8 +33,7 @@ def says_nothing(config: dict, path: tuple) -> bool:
     """True for a key that the family's class does not look at."""
     if path[-1] == "sliding_window":
         return not config.get("use_sliding_window", True)
-    is_key = len(path) == 1
-    return path[-1] in SAY_NOTHING or (is_key and path[0] not in READ[config["model_type"]])
+    return path[-1] in SAY_NOTHING or path[0] in unread_by_class(config["model_type"])
 
 
 def places(value: Any, path: tuple = ()) -> Iterator[tuple]:

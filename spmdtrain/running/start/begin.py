@@ -1,7 +1,6 @@
 """Makes the first state of a run: fresh, given, with weights of another run, or resumed."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from spmdtrain.checkpoints.identity import changes, describe_changes
@@ -14,10 +13,8 @@ from spmdtrain.running.guards.early_stop import EarlyStop
 from spmdtrain.running.report import stages
 from spmdtrain.running.rollback import set_aside_damaged
 from spmdtrain.running.start.chosen_step import set_aside_later
-from spmdtrain.running.start.init_from import weights_of
+from spmdtrain.running.start.first_state import first_state
 from spmdtrain.running.start.session import Session
-from spmdtrain.train.fresh import init_state
-from spmdtrain.train.given.weights import with_weights
 from spmdtrain.train.state import TrainState
 
 
@@ -91,9 +88,8 @@ def _begin(session: Session) -> TrainState:
         took = pulse.phase().seconds
         reporter.event("started", session.done, mesh=mesh, init_from="state=", seconds=took)
         return session.given
-    source = setup.config.train.init_from
-    params = weights_of(Path(source), setup, reporter) if source else None
-    state = init_state(setup) if params is None else with_weights(setup, params)
+    state = first_state(setup, reporter.say, reporter.directory)
     took = pulse.phase().seconds
+    source = setup.config.train.init_from
     reporter.event("started", 0, mesh=mesh, init_from=source, seconds=took)
     return state

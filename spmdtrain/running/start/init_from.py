@@ -1,6 +1,7 @@
 """Reads the weights from which a new run starts: those of another run, or a published model's."""
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -16,7 +17,6 @@ from spmdtrain.config.run_files import newest_step
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.interop.directory import keep_files, kept_in
 from spmdtrain.running.published.read_weights import read_weights
-from spmdtrain.running.report.reporter import Reporter
 from spmdtrain.running.start.other_run import naming_settings, recorded
 from spmdtrain.train.given.weights import with_wide_base
 from spmdtrain.train.setup import Setup
@@ -26,8 +26,11 @@ from spmdtrain.train.setup import Setup
 OF_SHAPE = ("layers", "embed", "vocab", "max_length", "tied", "ffn")
 
 
-def weights_of(source: Path, setup: Setup, reporter: Reporter) -> dict[str, jax.Array]:
-    """Returns the parameters that `train.init_from` names, and keeps the files around them.
+def weights_of(
+    source: Path, setup: Setup, say: Callable[[str], None], directory: Path | None = None
+) -> dict[str, jax.Array]:
+    """Returns the parameters that `train.init_from` names, and keeps the files around them in the
+    run `directory`, if there is one.
 
     They are those of the newest intact checkpoint of another run, or of a directory of Hugging
     Face. The files are those that an export of this run includes: tokenizer and config.json.
@@ -35,15 +38,15 @@ def weights_of(source: Path, setup: Setup, reporter: Reporter) -> dict[str, jax.
     them the same way.
     """
     if newest_step(source) is None:
-        params = _published(source, with_wide_base(setup), reporter)
+        params = _published(source, with_wide_base(setup), say)
         around = source
     else:
         if not _is_quantised_alike(source, setup):
             setup = with_wide_base(setup)
-        params = _of_run(source, setup, reporter)
+        params = _of_run(source, setup, say)
         around = kept_in(source)
-    if around is not None and jax.process_index() == 0:
-        keep_files(around, reporter.directory)
+    if around is not None and directory is not None and jax.process_index() == 0:
+        keep_files(around, directory)
     return params
 
 
@@ -64,12 +67,12 @@ def _is_quantised_alike(run: Path, setup: Setup) -> bool:
     return theirs == ours
 
 
-def _published(folder: Path, setup: Setup, reporter: Reporter) -> dict[str, jax.Array]:
+def _published(folder: Path, setup: Setup, say: Callable[[str], None]) -> dict[str, jax.Array]:
     published = read_published(folder)
     _check_function(published, setup.config)
     params, _ = read_weights(setup, published)
     for line in published.remarks:
-        reporter.say(line)
+        say(line)
     return params
 
 
@@ -94,7 +97,7 @@ def _check_function(published: Published, config: RunConfig) -> None:
     )
 
 
-def _of_run(run: Path, setup: Setup, reporter: Reporter) -> dict[str, jax.Array]:
+def _of_run(run: Path, setup: Setup, say: Callable[[str], None]) -> dict[str, jax.Array]:
     """Returns the parameters of another run, which may lack those of adapters, but no others."""
     reading = contextlib.closing(Checkpoints(run, setup, keep=None))
 
@@ -112,12 +115,12 @@ def _of_run(run: Path, setup: Setup, reporter: Reporter) -> dict[str, jax.Array]
             checkpoints, run, lambda step: checkpoints.restore_params(step, asked_of(step))
         )
     if line:
-        reporter.say(line)
+        say(line)
     if begun := len(setup.state.params) - len(params):
-        reporter.say(f"{run} has no adapters: {begun} arrays of them start fresh")
+        say(f"{run} has no adapters: {begun} arrays of them start fresh")
     asked = f"train.init_from='{run}'"
     for line in check_model_code(meta["model_code"], code_of(setup), asked):
-        reporter.say(line)
+        say(line)
     for name, then, now in model_changes(meta, setup.config):
-        reporter.say(f"the weights of {run} were trained with {name}={then}; here it is {now}")
+        say(f"the weights of {run} were trained with {name}={then}; here it is {now}")
     return params
