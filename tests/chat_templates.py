@@ -13,7 +13,7 @@ ASKED = [
     {"role": "assistant", "content": "It is 3."},
 ]
 WITHOUT_SYSTEM = ASKED[1:]
-CALL = {"function": {"name": "add", "arguments": '{"a": 1, "b": "ü<|end|>"}'}}
+CALL = {"function": {"name": "add", "arguments": {"a": 1, "b": "ü<|end|>"}}}
 WITH_CALL = [
     {"role": "user", "content": "Add."},
     {"role": "assistant", "content": None, "tool_calls": [CALL]},

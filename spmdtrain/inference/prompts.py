@@ -10,6 +10,7 @@ import numpy as np
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.data.chats.conversation import of_messages
 from spmdtrain.data.chats.encode import Template, encode_prompt
+from spmdtrain.data.chats.stops import stop_of_closing
 from spmdtrain.data.chats.template_folder import template_from_spec
 from spmdtrain.data.tokenizers.tokenizer import Tokenizer
 from spmdtrain.inference.trained_run import OpenedRun
@@ -144,12 +145,11 @@ def stops_of(prompts: Prompts, texts: Sequence[str], end: int | None) -> Stops:
         raise ConfigError("--stop with a text needs a prompt of text", found="a prompt of ids")
     if prompts.ending is not None and prompts.tokenizer is not None:
         ids += prompts.ending.ids
-        text = prompts.ending.closing
-        first = prompts.tokenizer.encode_parts([text]).ids[:1].tolist()
-        if first and prompts.tokenizer.is_special(first[0]):
-            ids += first
-        elif text:
-            texts.append(text.rstrip() or text)
+        match stop_of_closing(prompts.ending.closing, prompts.tokenizer):
+            case int(token):
+                ids.append(token)
+            case str(text):
+                texts.append(text)
     return Stops(tuple(ids), tuple(texts))
 
 

@@ -116,7 +116,7 @@ def conversation(texts: list[str]) -> list[dict]:
 
 
 def encode_conversation(messages, *arguments, **named):
-    ids, loss, size, _ = encode.encode_conversation(
+    ids, loss, size, *_ = encode.encode_conversation(
         of_messages(messages, "here"), *arguments, **named
     )
     return ids, loss, size

@@ -58,9 +58,10 @@ def test_a_family_writes_and_masks_as_by_hand(name):
             encode_conversation(asked, ready(family.template), BYTES, "here")
     if family.last_only:
         asked = asked.with_last_answer_only()
-    ids, loss, size, has_gaps = encode_conversation(asked, ready(family.template), BYTES, "here")
-    assert marked(ids, loss) == family.text
-    assert size == len(ids) and not has_gaps
+    found = encode_conversation(asked, ready(family.template), BYTES, "here")
+    assert marked(found.ids, found.loss) == family.text
+    assert found.text_bytes == len(found.ids)
+    assert not found.has_gaps and not found.never_ends and not found.quotes_arguments
     prompt = encode_prompt(
         replace(asked, messages=asked.messages[:-1]), ready(family.template), BYTES, "here"
     )
@@ -131,7 +132,7 @@ def test_ids_are_the_text_and_the_learned_ones_the_answers(texts, name):
     tokenizer = opened("byte-level")
     asked = of_messages(conversation([f"{text}." for text in texts]), "here")
     found = encode_conversation(asked, ready(FAMILIES[name].template), tokenizer, "here")
-    own, _, _, _ = encode_conversation(asked, ready(FAMILIES[name].template), BYTES, "here")
+    own, *_ = encode_conversation(asked, ready(FAMILIES[name].template), BYTES, "here")
     assert tokenizer.decode(found.ids) == BYTES.decode(own)
     closing = "<end_of_turn>\n" if name == "gemma" else "<|im_end|>\n"
     answers = [message["content"] for message in asked.messages[1::2]]
@@ -270,7 +271,7 @@ def test_what_else_a_row_holds_is_kept():
         *("system", "user", "assistant", "tool", "assistant")
     ]
     assert found.messages[2]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
-    assert found.messages[4]["tool_calls"][0]["function"]["arguments"] == {"x": [1, "y"]}
+    assert found.messages[4]["tool_calls"] == calls  # a text stays a text
     assert (found.tools, found.variables) == ([{"name": "f"}], {"enable_thinking": False})
     earlier = {"prompt": [*PLAIN, PLAIN[0]], "completion": PLAIN[1:]}
     found = read_conversation(earlier, ChatFields(), "here")
@@ -290,6 +291,9 @@ def test_what_else_a_row_holds_is_kept():
         ({"messages": PLAIN, "tools": [{"a": "\ud800"}]}, "half a surrogate pair"),
         ({"messages": PLAIN, "tools": [{"a": DEEP}]}, "nested too deeply; found more than 100"),
         ({"messages": [PLAIN[0] | {"tool_calls": DEEP}]}, "nested too deeply"),
+        ({"messages": [PLAIN[0] | {"tool_calls": "["}]}, "'tool_calls' is not JSON"),
+        ({"messages": [PLAIN[0] | {"tool_calls": [3]}]}, "'tool_calls' is not a list of objects"),
+        ({"messages": [{"role": "user", "content": 5, "name": "x"}]}, "a content that is not a t"),
     ],
 )
 def test_a_row_that_is_no_conversation_is_named(row, said):

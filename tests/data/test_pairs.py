@@ -13,7 +13,7 @@ import spmdtrain as st
 from spmdtrain.cli import main
 from spmdtrain.config.errors import ConfigError, DataError
 from spmdtrain.data.batches import Range
-from spmdtrain.data.chats.conversation import ChatFields, read_pair
+from spmdtrain.data.chats.conversation import ChatFields, read_conversation, read_pair
 from spmdtrain.data.corpus import token_corpus
 from spmdtrain.data.packing import PackedWindows
 from spmdtrain.data.texts.tables import no_field
@@ -96,6 +96,73 @@ def test_what_both_answers_begin_with_is_not_learned():
 def test_a_row_that_is_no_pair_is_named(row, said):
     with pytest.raises(DataError, match=f"^here.*{said}"):
         read_pair(row, "here")
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+TURN = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
+OTHER = {"role": "user", "content": "p"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "whole"),
+    [
+        ("q", [SYSTEM, USER], [SYSTEM, USER]),
+        (" q\n", [USER], [USER]),
+        ("q", [*TURN, USER], [*TURN, USER]),
+        ("q", [USER, *TURN[1:], USER], [USER, *TURN[1:], USER]),
+        ([SYSTEM, USER], [USER], [SYSTEM, USER]),
+        ([SYSTEM, *TURN, USER], [*TURN, USER], [SYSTEM, *TURN, USER]),
+        ([USER], [SYSTEM, *TURN, USER], [SYSTEM, *TURN, USER]),
+        ([*TURN, USER], [], [*TURN, USER]),
+        ([USER], [*TURN[1:], USER], [USER, *TURN[1:], USER]),  # asked again, later
+        (TURN, [USER], [*TURN, USER]),
+    ],
+)
+def test_a_prompt_that_the_answers_hold_is_asked_once(prompt, answer, whole):
+    """Of pairs, and of prompts with a completion."""
+    row = {"prompt": prompt, "chosen": [*answer, GOOD], "rejected": [*answer, BAD]}
+    chosen, rejected = read_pair(row, "here")
+    assert (chosen.messages, rejected.messages) == ([*whole, GOOD], [*whole, BAD])
+    assert chosen.learned == rejected.learned == (False,) * len(whole) + (True,)
+    row = {"prompt": prompt, "completion": [*answer, GOOD]}
+    completed = read_conversation(row, ChatFields(), "here")
+    assert completed.messages == chosen.messages and completed.learned[-1]
+
+
+@pytest.mark.parametrize("answer", [[OTHER, GOOD], [SYSTEM, OTHER, GOOD], [USER]])
+def test_an_answer_that_asks_something_else_is_refused(answer):
+    row = {"prompt": "q", "chosen": answer, "rejected": [USER, BAD]}
+    with pytest.raises(DataError, match="^here: 'chosen' begins with .*does not hold the prompt"):
+        read_pair(row, "here")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "chosen", "rejected", "repeats"),
+    [
+        ("Q: 2?\nA:", " two", " three", True),
+        ("Q: 2?\nA:", "two", "three", True),
+        ("Q\n\n", "two", "three", True),
+        ("Hello", "! How are you?", " you", False),
+        ("Hello", "", " you", False),
+    ],
+)
+def test_texts_of_a_pair_that_both_begin_with_the_prompt_lose_it(prompt, chosen, rejected, repeats):
+    row = {"prompt": prompt, "chosen": prompt + chosen, "rejected": prompt + rejected}
+    pair = read_pair(row, "here")
+    before = "" if repeats else prompt
+    assert [each.messages[1]["content"] for each in pair] == [before + chosen, before + rejected]
+    assert [each.repeats for each in pair] == [repeats] * 2
+
+
+def test_the_command_counts_repeated_prompts(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    row = {"prompt": "Q:", "chosen": "Q: good", "rejected": "Q: bad", "completion": "Q: good"}
+    Path("a.jsonl").write_text(json.dumps(row) + "\n")
+    command = ["data", "prepare", "a.jsonl", "--chat", "--out"]
+    for arguments, said in ((["pairs", "--pairs"], "written once"), (["one"], "as part of the")):
+        assert main([*command, *arguments]) == 0
+        line = "1 conversation has the prompt again at the beginning of what answers it"
+        assert f"{line}; it is " in (printed := capsys.readouterr().out) and said in printed
 
 
 @pytest.mark.seconds

@@ -4,6 +4,7 @@ import argparse
 
 from spmdtrain.cli.shared_arguments import add_documents, positive_int, unescaped
 from spmdtrain.config import DONE, ConfigError
+from spmdtrain.data.chats.tool_calls import PARSE_ARGUMENTS
 from spmdtrain.processes import signals
 
 
@@ -68,6 +69,12 @@ def add_prepare(commands) -> None:
         help="with --chat: rows have chosen and rejected answers, for train.preference",
     )
     prepare.add_argument(
+        PARSE_ARGUMENTS,
+        action="store_true",
+        help="read the arguments of a tool call that are a text as the object that the text "
+        "describes (default: a Jinja template sees the text, as in transformers)",
+    )
+    prepare.add_argument(
         "--parse-special",
         action="store_true",
         help="read a special token spelled in a text, such as <|endoftext|>, as that token "
@@ -95,7 +102,10 @@ def run_prepare(parsed: argparse.Namespace) -> int:
     from spmdtrain.data.prepare.prepare import Job
     from spmdtrain.data.prepare.prepare import prepare as write
 
-    of_chats = ("template", "chat_template", "chat_set", "last_answer_only", "pairs")
+    of_chats = (
+        *("template", "chat_template", "chat_set", "last_answer_only", "pairs"),
+        "parse_arguments",
+    )
     given = [name for name in of_chats if getattr(parsed, name)]
     if given and not parsed.chat:
         option = f"--{given[0].replace('_', '-')}"
@@ -117,6 +127,7 @@ def run_prepare(parsed: argparse.Namespace) -> int:
         last_answer_only=parsed.last_answer_only,
         pairs=parsed.pairs,
         parse_special=parsed.parse_special,
+        parse_arguments=parsed.parse_arguments,
         workers=parsed.workers,
         shard_tokens=parsed.shard_tokens,
     )

@@ -6,14 +6,20 @@ conversation including the answer. The first must be a prefix of the second, and
 whole. That fails for templates that write an earlier answer differently from the last, such as
 those that leave out old thoughts.
 
+A message without a content has no such key, as in transformers 5. Where a template then leaves out
+what the message holds, or fails, its content is null, as in transformers 4.
+
 This runs in the process of `jinja_program.py`.
 """
 
+import json
 import re
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-ANSWERS = "assistant"
+from spmdtrain.data.chats.roles import ANSWERS
+from spmdtrain.data.chats.trial import labelled, left_out, never_ending
+
 QUESTION, REPLY = "a question 7412", "a reply 7412"  # to try out a template
 
 
@@ -39,6 +45,7 @@ class Asked:
     learned: list[bool] | None
     marks: tuple[str, str]  # two characters that are nowhere in the conversation
     size: int  # characters of the conversation
+    stops: list[str]  # the texts at which a model stops
 
 
 class Renders(Protocol):
@@ -85,7 +92,7 @@ def _tried(program: Renders, question: Any, reply: Any) -> tuple[str, str]:
     """Returns the text of a question with the opening of an answer, and with the answer; empty if
     refused.
     """
-    asked = Asked([], None, None, {}, None, ("", ""), 0)
+    asked = Asked([], None, None, {}, None, ("", ""), 0, [])
     messages = [{"role": "user", "content": question}, {"role": ANSWERS, "content": reply}]
     before = _part(program, replace(asked, messages=messages), 1, prompting=True)
     whole = _part(program, replace(asked, messages=messages), 2, prompting=False)
@@ -93,13 +100,87 @@ def _tried(program: Renders, question: Any, reply: Any) -> tuple[str, str]:
 
 
 def answer(program: Renders, asked: Asked) -> dict[str, Any]:
-    """Returns the answer to a request: the text, and the spans of it that are learned."""
-    if asked.learned is None:
-        text = program.render(asked, asked.messages, ("", ""), prompting=True)
-        return {"text": text, "spans": []}
-    text = program.render(asked, asked.messages, ("", ""), prompting=False)
-    find = _marked if program.marks_answers else _differing
-    return {"text": text, "spans": find(program, asked, text)}
+    """Returns the answer to a request.
+
+    `text` is the conversation and `spans` are what is learned of it; `left_out` are the messages of
+    which a part is missing, `never_ending` those that are learned without what ends them. `quotes`
+    is True if a text of arguments is written in quotes.
+    """
+    nulls = [{"content": None} | message for message in asked.messages]
+    if nulls == asked.messages:
+        return _answer(program, asked)
+    try:
+        found = _answer(program, asked)
+        error = None
+    except Exception as raised:  # a template may raise anything for a content that is not there
+        found, error = None, raised
+    if found is not None and not found["left_out"]:
+        return found
+    try:
+        with_nulls = _answer(program, replace(asked, messages=nulls))
+    except Exception:
+        with_nulls = None
+    if found is None and with_nulls is None:
+        assert error is not None, "what failed has said why"
+        raise error
+    both = [each for each in (found, with_nulls) if each is not None]
+    return min(both, key=lambda each: len(each["left_out"]))
+
+
+def _answer(program: Renders, asked: Asked) -> dict[str, Any]:
+    """Returns the answer to a request whose messages the template sees as they are."""
+    prompting = asked.learned is None
+    text = program.render(asked, asked.messages, ("", ""), prompting=prompting)
+    spans, missing, endless = [], [], []
+    trial = labelled(asked.messages, text)
+    tried = replace(asked, messages=trial.messages)
+    tried_text = _part(program, tried, len(trial.messages), prompting=prompting)
+    if tried_text is not None:
+        missing = left_out(trial, tried_text)
+    if asked.learned is not None and program.marks_answers:
+        spans = _marked(program, asked, text)
+        if tried_text is not None:
+            tried_spans = _generations(program, tried, len(trial.messages))
+            endless = never_ending(trial, tried_text, tried_spans, asked.learned, asked.stops)
+    elif asked.learned is not None:
+        spans = _differing(program, asked, text)
+        learned = [at for at, learns in enumerate(asked.learned) if learns]
+        for at, (begin, end) in zip(learned, spans, strict=True):
+            behind = _behind_content(asked.messages[at], text[begin:end])
+            if not any(stop in behind for stop in asked.stops):
+                endless.append(at)
+    return {
+        "text": text,
+        "spans": spans,
+        "left_out": missing,
+        "never_ending": endless,
+        "quotes": any(_is_quoted(each, text) for each in texts_of_arguments(asked.messages)),
+    }
+
+
+def texts_of_arguments(messages: list[dict[str, Any]]) -> list[str]:
+    """Returns the arguments of tool calls that are texts."""
+    calls = [call for message in messages for call in message.get("tool_calls") or []]
+    inner = [call.get("function", call) for call in calls if isinstance(call, dict)]
+    arguments = [call.get("arguments") for call in inner if isinstance(call, dict)]
+    return [each for each in arguments if isinstance(each, str)]
+
+
+def _is_quoted(arguments: str, text: str) -> bool:
+    """Returns True if a text has these arguments as JSON has a text, and not as they are."""
+    quoted = json.dumps(arguments, ensure_ascii=False)
+    return arguments not in text and quoted in text
+
+
+def _behind_content(message: dict[str, Any], written: str) -> str:
+    """Returns what a template has written behind the content of a message; all, without one."""
+    content = message.get("content")
+    text = content.strip() if isinstance(content, str) else ""
+    last_line = text.rpartition("\n")[2].strip()
+    for part in (text, last_line):
+        if part and part in written:
+            return written.partition(part)[2]
+    return written
 
 
 def _marked(program: Renders, asked: Asked, text: str) -> list[tuple[int, int]]:

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from spmdtrain.config.errors import DataError
+from spmdtrain.data.chats.prompts import echoes, seam
+from spmdtrain.data.chats.roles import ANSWERS, ASKS
 
-ANSWERS = "assistant"  # the role whose messages are learned
-ASKS = "user"  # the role of a prompt
 # Where a conversation may be in a row, in this order.
 PROMPT = "prompt"
 FORMS = (("messages",), ("conversations",), (PROMPT, "completion"))
@@ -80,6 +80,7 @@ class Conversation:
     tools: list | None = None
     documents: list | None = None
     variables: dict[str, Any] = field(default_factory=dict)
+    repeats: bool = False  # what answers the prompt, a text, begins with it
 
     @property
     def texts(self) -> Iterator[str]:
@@ -110,43 +111,32 @@ def read_conversation(
         if not set(row).isdisjoint(FORMS[-1]):
             raise DataError(f"{where} has a prompt or a completion, not both")
         return None  # a row of a table that is null
-    named = where
-    is_fixed = None
     if len(form) == 1:
-        messages = row[form[0]]
-        named = f"{where}: {form[0]!r}"
-    else:
-        prompt = _as_messages(row["prompt"], ASKS, f"{where}: 'prompt'")
-        completion = _as_messages(row["completion"], ANSWERS, f"{where}: 'completion'")
-        messages = prompt + completion
-        is_fixed = [True] * len(prompt) + [False] * len(completion)
-    found = of_messages(messages, named)
-    if is_fixed is not None:
-        pairs = zip(found.learned, is_fixed, strict=True)
-        found = replace(found, learned=tuple(learns and not fixed for learns, fixed in pairs))
+        return _with_others(of_messages(row[form[0]], f"{where}: {form[0]!r}"), row, where)
+    prompt, completion = (row[name] for name in form)
+    found, first = _joined(_prompt_of(row, where), completion, f"{where}: {form[1]!r}")
+    found = replace(_learned_from(found, first), repeats=echoes(prompt, completion))
     return _with_others(found, row, where)
 
 
 def read_pair(row: dict[str, Any] | None, where: str) -> tuple[Conversation, Conversation] | None:
     """Returns the conversations with the chosen and with the rejected answer of a row.
 
-    Each is a text or messages. Without a `prompt` in the row, or if an answer repeats it, the
-    common beginning of both is the prompt, which is not learned. None if the row is empty. Raises
-    DataError, with the name `where`, if it holds no pair.
+    Each is a text or messages. A prompt that both repeat is in them once. The common beginning of
+    both is not learned. None if the row is empty. Raises DataError, with the name `where`, if it
+    holds no pair.
     """
     if row is None or not set(row).issuperset(PAIR) or all(row[name] is None for name in PAIR):
         if row and not set(row).isdisjoint(PAIR):
             raise DataError(f"{where} has a chosen or a rejected answer, not both")
         return None
-    prompt = []
-    if row.get(PROMPT) is not None:
-        prompt = _as_messages(row[PROMPT], ASKS, f"{where}: {PROMPT!r}")
+    prompt = None if row.get(PROMPT) is None else _prompt_of(row, where)
+    repeats = all(echoes(row.get(PROMPT), row[name]) for name in PAIR)
     both = []
     for name in PAIR:
-        answer = _as_messages(row[name], ANSWERS, f"{where}: {name!r}")
-        repeats = answer[: len(prompt)] == prompt
-        whole = of_messages(answer if repeats else prompt + answer, f"{where}: {name!r}")
-        both.append(_with_others(whole, row, where))
+        answer = row[name][len(row[PROMPT]) :] if repeats else row[name]
+        whole, _ = _joined(prompt, answer, f"{where}: {name!r}")
+        both.append(_with_others(replace(whole, repeats=repeats), row, where))
     chosen, rejected = both
     pairs = zip(chosen.messages, rejected.messages, strict=False)
     shared = next((at for at, (one, other) in enumerate(pairs) if one != other), None)
@@ -175,12 +165,27 @@ def of_messages(messages: Any, where: str) -> Conversation:
     return Conversation([each for each, _ in checked], tuple(learned for _, learned in checked))
 
 
-def _as_messages(value: Any, role: str, where: str) -> list:
+def _prompt_of(row: dict[str, Any], where: str) -> Conversation:
+    return _as_conversation(row[PROMPT], ASKS, f"{where}: {PROMPT!r}")
+
+
+def _as_conversation(value: Any, role: str, where: str) -> Conversation:
+    """Returns the conversation of messages, or of a text, which is a message of `role`."""
     if isinstance(value, str):
-        return [{"role": role, "content": value}]
+        value = [{"role": role, "content": value}]
     if not isinstance(value, list) or not value:
         raise DataError(f"{where} is neither a text nor messages", found=f"{value!r:.60}")
-    return value
+    return of_messages(value, where)
+
+
+def _joined(prompt: Conversation | None, answer: Any, where: str) -> tuple[Conversation, int]:
+    """Returns the conversation of a prompt and its answer, and how many messages are the prompt."""
+    answered = _as_conversation(answer, ANSWERS, where)
+    if prompt is None:
+        return answered, 0
+    of_prompt, first = seam(prompt.messages, answered.messages, where)
+    messages = prompt.messages[:of_prompt] + answered.messages
+    return Conversation(messages, prompt.learned[:of_prompt] + answered.learned), first
 
 
 def _with_others(found: Conversation, row: dict, where: str) -> Conversation:
@@ -234,13 +239,14 @@ def _message(message: Any, where: str) -> tuple[dict[str, Any], bool]:
     others = {
         key: value
         for key, value in message.items()
-        if key not in ("role", "content", "weight") and value not in (None, "", [], {})
+        if key not in ("role", "content", "weight") and value is not None
     }
     role, content = message.get("role"), _content(message.get("content"), where)
-    if not isinstance(role, str) or not role or (content is None and not others):
+    holds_more = any(value not in ("", [], {}) for value in others.values())
+    if not isinstance(role, str) or not role or (content is None and not holds_more):
         raise DataError(f"{where} has a message without role and content", found=f"{message!r:.60}")
     if "tool_calls" in others:
-        others["tool_calls"] = _with_arguments(others["tool_calls"])
+        others["tool_calls"] = _list(others["tool_calls"], f"{where}: 'tool_calls'") or []
     found = {"role": role} | ({} if content is None else {"content": content}) | others
     for text in _texts(found):
         _check_text(text, where)
@@ -265,8 +271,12 @@ def _of_sharegpt(message: dict, where: str) -> dict[str, Any]:
 
 def _content(content: Any, where: str) -> str | None:
     """Returns the text of a message, which may come in parts; None if there is none."""
+    if content is None or isinstance(content, str):
+        return content
     if not isinstance(content, list):
-        return content if isinstance(content, str) else None
+        raise DataError(
+            f"{where} has a message with a content that is not a text", found=f"{content!r:.60}"
+        )
     texts = []
     for part in content:
         kind = part.get("type", "text") if isinstance(part, dict) else None
@@ -277,20 +287,6 @@ def _content(content: Any, where: str) -> str | None:
             )
         texts.append(text)
     return "".join(texts) if texts else None
-
-
-def _with_arguments(calls: Any) -> Any:
-    """Returns tool calls with arguments that are JSON text as its value, as templates want them."""
-    if isinstance(calls, dict):
-        calls = {key: _with_arguments(value) for key, value in calls.items()}
-        if isinstance(calls.get("arguments"), str):
-            try:
-                value = json.loads(calls["arguments"])
-            except ValueError:
-                return calls
-            return calls | ({"arguments": value} if isinstance(value, dict) else {})
-        return calls
-    return [_with_arguments(call) for call in calls] if isinstance(calls, list) else calls
 
 
 def _is_learned(role: str, weight: Any, where: str) -> bool:

@@ -59,7 +59,9 @@ class EncodedConversation(NamedTuple):
     ids: np.ndarray  # int32 [tokens]
     loss: np.ndarray  # uint8 [tokens], 1 in answers that are learned
     text_bytes: int  # of UTF-8
-    has_gaps: bool = False  # the template has left out a message
+    has_gaps: bool = False  # the template has left out a part of a message
+    never_ends: bool = False  # a learned answer has an end that is not learned
+    quotes_arguments: bool = False  # the template writes arguments that are a text in quotes
 
 
 def encode_conversation(
@@ -69,17 +71,24 @@ def encode_conversation(
     where: str,
     *,
     parse_special: bool = False,
+    is_ended: bool = False,
 ) -> EncodedConversation:
     """Returns the tokens of a conversation and which of them are learned.
 
     Special tokens spelled in a message are text, unless `parse_special`. `where` names the
-    conversation. Raises DataError, with that name, if the template cannot write it.
+    conversation; `is_ended` says that an end of text follows, which is learned if the last token
+    is. Raises DataError, with that name, if the template cannot write it.
     """
     written = template.write(conversation, tokenizer, where)
     encoding = tokenizer.encode_parts(written.parts, parse_special=parse_special)
     learned = encoding.touches(written.learned).astype(np.uint8)
     size = sum(len(part.encode()) for part in written.parts)
-    return EncodedConversation(encoding.ids, learned, size, written.has_gaps)
+    endless = set(written.never_ending)
+    if is_ended and learned[-1:].any():
+        endless.discard(len(conversation.messages) - 1)
+    return EncodedConversation(
+        encoding.ids, learned, size, written.has_gaps, bool(endless), written.quotes_arguments
+    )
 
 
 def encode_prompt(

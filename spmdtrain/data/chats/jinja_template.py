@@ -19,7 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spmdtrain.config.errors import DataError
+from spmdtrain.data.chats.answers import texts_of_arguments
 from spmdtrain.data.chats.conversation import Conversation
+from spmdtrain.data.chats.stops import stop_texts
+from spmdtrain.data.chats.tool_calls import PARSE_ARGUMENTS, with_parsed_arguments
 from spmdtrain.data.chats.written import MARKER, Frame, Written, check_role
 from spmdtrain.data.tokenizers.tokenizer import Tokenizer
 
@@ -39,6 +42,7 @@ class JinjaText(NamedTuple):
     tokens: dict[str, str] = {}  # special tokens by their names, `bos_token` etc.
     variables: dict[str, Any] = {}  # that the user has set
     ends: tuple[int, ...] = ()  # ids that end an answer
+    parses_arguments: bool = False  # a tool call's arguments that are a text are read as JSON
 
     @property
     def letters(self) -> str:
@@ -54,6 +58,7 @@ class JinjaText(NamedTuple):
             "tokens": self.tokens,
             "variables": self.variables,
             "ends": list(self.ends),
+            "parses_arguments": self.parses_arguments,
         }
 
 
@@ -147,7 +152,10 @@ class JinjaTemplate:
                 done = end
             return "".join([*pieces, text[done:]])
 
-        messages = _with_texts(conversation.messages, covered)
+        messages = conversation.messages
+        if self._source.parses_arguments:
+            messages = with_parsed_arguments(messages)
+        messages = _with_texts(messages, covered)
         request = {
             "messages": _in_parts(messages) if self._tried["in_parts"] else messages,
             "tools": _with_texts(conversation.tools, covered),
@@ -156,6 +164,7 @@ class JinjaTemplate:
             "learned": learned,
             "marks": marks,
             "size": sum(map(len, conversation.texts)),
+            "stops": stop_texts(self, tokenizer),
         }
         found = self._answer(request, where)
         text = found["text"]
@@ -163,12 +172,22 @@ class JinjaTemplate:
         for begin, end in found["spans"]:
             is_learned[begin:end] = True
         parts, learned_of_parts = _uncovered(text, is_learned, quote, spelled, where)
-        gaps = any(_is_left_out(message, text) for message in messages)
-        return Written(parts, learned_of_parts, gaps)
+        return Written(
+            parts,
+            learned_of_parts,
+            has_gaps=bool(found["left_out"]),
+            never_ending=tuple(found["never_ending"]),
+            quotes_arguments=found["quotes"],
+        )
 
     def _refuse_unread(self, conversation: Conversation, where: str) -> None:
-        """Raises DataError for a key that the template does not read: it would be lost."""
-        named = {key: "a message with" for message in conversation.messages for key in message}
+        """Raises DataError for a key that the template does not read: its value would be lost."""
+        named = {
+            key: "a message with"
+            for message in conversation.messages
+            for key, value in message.items()
+            if key in ("role", "content") or value not in ("", [], {})
+        }
         named |= {"tools": "the field"} if conversation.tools else {}
         named |= {"documents": "the field"} if conversation.documents else {}
         named |= dict.fromkeys(conversation.variables, "the variable")
@@ -250,7 +269,9 @@ class JinjaTemplate:
             raise DataError(f"{at}the template has failed: {said}")
         found = json.loads(line)
         if "error" in found:
-            raise DataError(f"{at}{found['error']}", fix=found["fix"])
+            may_want_values = texts_of_arguments(request.get("messages", []))
+            fix = found["fix"] or (PARSE_ARGUMENTS if may_want_values else "")
+            raise DataError(f"{at}{found['error']}", fix=fix)
         return found
 
 
@@ -311,11 +332,3 @@ def _uncovered(
             f"{where}: the template cuts a special token that a message spells, {spelled[0]!r:.40}"
         )
     return parts, np.concatenate([*kept, is_learned[done:]])
-
-
-def _is_left_out(message: dict[str, Any], text: str) -> bool:
-    """Returns True if no line of a message is in a text, as it is or as JSON."""
-    lines = [line.strip() for line in message.get("content", "").splitlines() if line.strip()]
-    return bool(lines) and not any(
-        line in text or json.dumps(line, ensure_ascii=False)[1:-1] in text for line in lines
-    )

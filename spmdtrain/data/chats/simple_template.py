@@ -84,7 +84,8 @@ class SimpleTemplate:
             pieces.append((self.opening_of(message["role"]), False))
             pieces.append((message["content"] + self.closing_of(message["role"]), is_learned))
         marked = marks([text for text, _ in pieces], [is_in for _, is_in in pieces])
-        return Written(_alternating(frames, contents), marked)
+        endless = [at for at, learns in enumerate(learned) if learns and not self.closing]
+        return Written(_alternating(frames, contents), marked, never_ending=tuple(endless))
 
     def ask(self, conversation: Conversation, tokenizer: Tokenizer, where: str) -> list[str]:
         """Returns the parts of a conversation up to the place where an answer to it begins."""
@@ -113,7 +114,11 @@ class SimpleTemplate:
         frames = [""]  # the text up to each content, and after the last
         for message in conversation.messages:
             role = message["role"]
-            unknown = [key for key in message if key not in ("role", "content")]
+            unknown = [
+                key
+                for key, value in message.items()
+                if key not in ("role", "content") and value not in ("", [], {})
+            ]
             if unknown:
                 raise DataError(
                     f"{where} has a message with {unknown[0]!r}, which the simple template does "

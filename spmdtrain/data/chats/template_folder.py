@@ -61,10 +61,13 @@ def jinja_text(spec: dict[str, Any]) -> JinjaText:
             "tokens": dict(tokens),
             "variables": dict(variables),
             "ends": list(ends),
+            **others,
         } if all(type(end) is int for end in ends) and all(
             isinstance(token, str) for token in tokens.values()
         ):
-            return JinjaText(text, for_tools, tokens, variables, tuple(ends))
+            # Older versions always read arguments as JSON, and so do their files and runs.
+            parses = others.get("parses_arguments", True)
+            return JinjaText(text, for_tools, tokens, variables, tuple(ends), parses)
     raise DataError(f"not a template that this version knows: {spec!r:.80}")
 
 

@@ -18,7 +18,9 @@ class Written(NamedTuple):
 
     parts: list[str]  # the template's text and others', alternately, for `encode_parts`
     learned: np.ndarray  # bool [characters], True in answers that are learned
-    has_gaps: bool = False  # the template has left out a message
+    has_gaps: bool = False  # the template has left out a part of a message
+    never_ending: tuple[int, ...] = ()  # the learned messages whose end is not learned
+    quotes_arguments: bool = False  # it writes arguments that are a text in quotes
 
 
 class Frame(NamedTuple):

@@ -24,14 +24,18 @@ from spmdtrain.data.chats.conversation import ChatFields, Conversation, read_con
 from spmdtrain.data.chats.encode import EncodedConversation, Template, encode_conversation
 from spmdtrain.data.chats.faults import markers_of_text
 from spmdtrain.data.chats.template_folder import template_from_spec
+from spmdtrain.data.prepare.notes import (
+    HAS_GAPS,
+    HOLDS_END,
+    NEVER_ENDS,
+    QUOTES,
+    REPEATS,
+    SPELLS,
+)
 from spmdtrain.data.texts.documents import Chunk, format_of, values_of
 from spmdtrain.data.token_files.tokens import DTYPES, SECOND, storage_dtype
 from spmdtrain.data.tokenizers.tokenizer import Tokenizer, from_spec
 
-# Notes on a document.
-SPELLS = 1  # it spells a special token or a marker of the template
-HOLDS_END = 2  # it also contains the token that ends it
-HAS_GAPS = 4  # the template has left out a message
 WAITING = 2  # chunks per process handed out ahead of the one being written
 
 
@@ -127,8 +131,14 @@ def _encode_conversations(
     def encode(conversation: Conversation, where: str) -> EncodedConversation:
         if recipe.last_answer_only:
             conversation = conversation.with_last_answer_only()
-        special = recipe.parse_special
-        found = encode_conversation(conversation, template, tokenizer, where, parse_special=special)
+        found = encode_conversation(
+            conversation,
+            template,
+            tokenizer,
+            where,
+            parse_special=recipe.parse_special,
+            is_ended=recipe.end_of_text is not None,
+        )
         if not found.loss.any():
             raise _unlearned(conversation, where)
         return found
@@ -149,7 +159,8 @@ def _encode_conversations(
             )
         encoded.append(_as_document(found, recipe) if found else nothing)
         spells = any(_spells(each, spelled_as_text, tokenizer) for each in conversations)
-        notes.append(SPELLS * spells + HAS_GAPS * encoded[-1].has_gaps)
+        repeats = any(each.repeats for each in conversations)
+        notes.append(SPELLS * spells + REPEATS * repeats + _notes_of(found))
     ids = [each.ids for each in encoded]
     losses = [each.loss for each in encoded]
     return _joined(ids, [each.text_bytes for each in encoded], losses, notes, recipe, tokenizer)
@@ -174,7 +185,15 @@ def _as_document(found: list[EncodedConversation], recipe: Recipe) -> EncodedCon
         np.concatenate([first.ids, second.ids]),
         np.concatenate([first.loss, second.loss + np.uint8(SECOND)]),
         first.text_bytes + second.text_bytes,
-        first.has_gaps or second.has_gaps,
+    )
+
+
+def _notes_of(found: list[EncodedConversation]) -> int:
+    """Returns the notes on the conversations of a document that their template gives rise to."""
+    return (
+        HAS_GAPS * any(each.has_gaps for each in found)
+        + NEVER_ENDS * any(each.never_ends for each in found)
+        + QUOTES * any(each.quotes_arguments for each in found)
     )
 
 

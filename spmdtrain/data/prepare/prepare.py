@@ -14,13 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from spmdtrain.config.errors import DataError
+from spmdtrain.config.errors import ConfigError, DataError
 from spmdtrain.data.chats.conversation import ChatFields
 from spmdtrain.data.chats.faults import faults, markers_of_text
+from spmdtrain.data.chats.jinja_template import JinjaText
 from spmdtrain.data.chats.simple_template import SimpleTemplate, with_markers
 from spmdtrain.data.chats.template_folder import template_from_spec, with_tokens
+from spmdtrain.data.chats.tool_calls import PARSE_ARGUMENTS
 from spmdtrain.data.prepare.chats import choose_template, texts_of_chats
 from spmdtrain.data.prepare.encode import Recipe, encode_all
+from spmdtrain.data.prepare.notes import COUNTED, said_of_conversations
 from spmdtrain.data.prepare.progress import heartbeat, plain_lines
 from spmdtrain.data.prepare.shards import Output, Position
 from spmdtrain.data.prepare.token_writer import Summary, TokenWriter, share_tokenizer
@@ -56,6 +59,7 @@ class Job:
     last_answer_only: bool = False  # of each conversation
     pairs: bool = False  # conversations come in pairs: with the chosen answer, with the rejected
     parse_special: bool = False  # special tokens spelled in a text are tokens
+    parse_arguments: bool = False  # arguments of tool calls that are texts are read as JSON
     workers: int = 1
     shard_tokens: int | None = None  # a shard ends with the document that reaches this
 
@@ -125,9 +129,15 @@ def _recipe(job: Job, files: list[str]) -> tuple[Recipe, str]:
     if isinstance(template, SimpleTemplate) or job.begin_of_text != "auto":
         tokenizer, begin = begin_of_text(tokenizer, job.begin_of_text, job.tokenizer)
     if isinstance(template, SimpleTemplate):
+        if job.parse_arguments:
+            raise ConfigError(
+                f"{PARSE_ARGUMENTS} is for Jinja templates", fix="--chat-template FILE"
+            )
         tokenizer = with_markers(tokenizer, template)
     elif folder:
         template = with_tokens(template, folder, tokenizer)
+    if isinstance(template, JinjaText):
+        template = template._replace(parses_arguments=job.parse_arguments)
     recipe = Recipe(tokenizer.spec(), end, fields, template.spec, job.parse_special)
     today = date.today().isoformat()
     recipe = replace(recipe, last_answer_only=job.last_answer_only, today=today)
@@ -169,7 +179,7 @@ def _identity(job: Job, recipe: Recipe, files: list[str]) -> dict[str, Any]:
     described = asdict(replace(job, workers=1))
     for name in (
         *("workers", "out", "paths", "tokenizer", "chat_template", "variables"),
-        "begin_of_text",
+        *("begin_of_text", "parse_arguments"),
     ):
         del described[name]
     return (
@@ -263,11 +273,8 @@ def _said_of_specials(summaries: list[Summary], job: Job, marker_faults: bool) -
     if holding:
         documents = "1 document holds" if holding == 1 else f"{holding:,} documents hold"
         lines.append(f"{documents} the token that ends one before the end")
-    gaps = sum(summary.with_gaps for summary in summaries)
-    if gaps:
-        documents = "1 conversation has" if gaps == 1 else f"{gaps:,} conversations have"
-        lines.append(f"{documents} a message that the template leaves out")
-    return lines
+    counts = {name: sum(getattr(each, name) for each in summaries) for name in COUNTED}
+    return lines + said_of_conversations(counts, job.pairs)
 
 
 @contextmanager

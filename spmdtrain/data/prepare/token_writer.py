@@ -14,7 +14,8 @@ import numpy as np
 from spmdtrain.config.errors import DataError
 from spmdtrain.config.named_file import read_named
 from spmdtrain.config.writing import replacing, writing
-from spmdtrain.data.prepare.encode import HAS_GAPS, HOLDS_END, SPELLS, Encoded
+from spmdtrain.data.prepare.encode import Encoded
+from spmdtrain.data.prepare.notes import COUNTED
 from spmdtrain.data.token_files.tokens import (
     COUNTS,
     DTYPES,
@@ -41,7 +42,11 @@ class Summary:
     learned: int | None = None  # tokens that count in the loss; None: all do
     spelling: int = 0  # documents that spell out a special token
     holding_end: int = 0  # documents that contain the end of text
-    with_gaps: int = 0  # conversations from which the template has left out a message
+    # Conversations, as notes.py says of each kind of note.
+    with_gaps: int = 0
+    never_ending: int = 0
+    quoting: int = 0
+    repeating: int = 0
 
 
 class TokenWriter:
@@ -86,9 +91,7 @@ class TokenWriter:
         self.tokens = 0
         self._text_bytes = 0
         self._learned = 0
-        self._spelling = 0
-        self._holding_end = 0
-        self._with_gaps = 0
+        self._noted = dict.fromkeys(COUNTED, 0)
         self._files: dict[str, io.BufferedWriter] = {}
         self._hashes = {}
         with writing(self.path):
@@ -119,9 +122,8 @@ class TokenWriter:
                 self._append(".loss", encoded.loss.tobytes())
                 self._learned += int(np.count_nonzero(encoded.loss & COUNTS))
         if encoded.notes is not None:
-            self._spelling += int(np.count_nonzero(encoded.notes & SPELLS))
-            self._holding_end += int(np.count_nonzero(encoded.notes & HOLDS_END))
-            self._with_gaps += int(np.count_nonzero(encoded.notes & HAS_GAPS))
+            for name, note in COUNTED.items():
+                self._noted[name] += int(np.count_nonzero(encoded.notes & note))
         self.documents += len(kept)
         self.tokens += len(encoded.ids)
         self._text_bytes += int(encoded.text_bytes.sum())
@@ -171,9 +173,7 @@ class TokenWriter:
             vocab,
             dtype,
             self.learned,
-            self._spelling,
-            self._holding_end,
-            self._with_gaps,
+            **self._noted,
         )
 
     def __enter__(self) -> "TokenWriter":
