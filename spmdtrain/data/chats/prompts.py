@@ -14,7 +14,7 @@ Message = dict[str, Any]
 
 
 class Seam(NamedTuple):
-    """Where a prompt and what answers it meet: the first `of_prompt` messages, then the answer.
+    """A seam of a prompt and its answer: the first `of_prompt` messages, then the answer.
 
     The messages before `first` are the prompt.
     """
