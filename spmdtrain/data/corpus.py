@@ -24,6 +24,7 @@ from spmdtrain.data.texts.compressed import compression_of
 from spmdtrain.data.texts.documents import command_to_prepare, format_of
 from spmdtrain.data.texts.files import find_files, read_text
 from spmdtrain.data.token_files.blocks import contents
+from spmdtrain.data.token_files.datatrove_file import ENDING, open_datatrove
 from spmdtrain.data.token_files.foreign_tokens import ForeignTokens, is_foreign, open_foreign
 from spmdtrain.data.token_files.references import read_references
 from spmdtrain.data.token_files.rows import Concatenated, StoredRow, reading
@@ -479,7 +480,8 @@ def _open_source(
     For a file of another program, `data.tokenizer` and the model determine both.
     """
     bin_path, idx_path, json_path = token_paths(path)
-    if not is_foreign(bin_path, idx_path, json_path):
+    is_datatrove = path.endswith(ENDING)
+    if not is_datatrove and not is_foreign(bin_path, idx_path, json_path):
         source = open_tokens(path)
         if dtype and source.dtype != DTYPES[dtype]:
             raise DataError(
@@ -499,6 +501,8 @@ def _open_source(
             f"{path} does not state the number of ids",
             fix="--set data.tokenizer=FILE, or --set model.vocab=50304",
         )
+    if is_datatrove:
+        return open_datatrove(Path(path), vocab, dtype), (vocab, spec)
     return open_foreign(bin_path, idx_path, vocab, dtype), (vocab, spec)
 
 

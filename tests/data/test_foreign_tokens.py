@@ -139,6 +139,50 @@ def test_their_fingerprint_follows_the_content_at_both_ends_and_between(tmp_path
     assert len(seen) == 4
 
 
+def write_datatrove(path: Path, dtype: str = "<u2") -> None:
+    """As datatrove's TokenizedFile does."""
+    IDS.astype(dtype).tofile(path)
+    ends = np.cumsum([sum(document) for document in DOCUMENTS], dtype="<u8")
+    ends.tofile(path.with_name(f"{path.name}.index"))
+    text = f"gpt2|{np.dtype(dtype).itemsize}\n{len(IDS)}\n100 tokens"
+    path.with_name(f"{path.name}.metadata").write_text(text)
+
+
+@pytest.mark.parametrize("dtype", ["<u2", "<u4"])
+def test_datatrove_files_are_read_with_their_documents(dtype, tmp_path):
+    write_datatrove(tmp_path / "a.ds", dtype)
+    corpus = opened(tmp_path / "a.ds")
+    assert corpus.read(0, 100).tolist() == IDS.tolist()
+    assert corpus.document_starts.tolist() == [0, 50, 57]  # an empty document has no start
+    assert corpus.has_documents and corpus.vocab == 61
+    with pytest.raises(DataError, match="beyond its vocabulary of 40"):
+        opened(tmp_path / "a.ds", vocab=40)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda path: cut(path, 150), "does not have the size.*asked 100 ids.*found 150 bytes"),
+        (lambda path: cut(index_of(path), 0), "its documents do not rise"),
+        (lambda path: overwrite(index_of(path), 8, b"\x01"), "its documents do not rise"),
+        (lambda path: index_of(path).unlink(), "no .*a.ds.index; try"),
+        (
+            lambda path: path.with_name("a.ds.loss").write_bytes(bytes(100)),
+            "has marks of what is learned",
+        ),
+    ],
+)
+def test_a_damaged_file_of_datatrove_is_refused_by_name(damage, said, tmp_path):
+    write_datatrove(tmp_path / "a.ds")
+    damage(tmp_path / "a.ds")
+    with pytest.raises(DataError, match=said):
+        opened(tmp_path / "a.ds")
+
+
+def index_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.index")
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [

@@ -18,8 +18,9 @@ from spmdtrain.config import RunConfig
 from spmdtrain.replay import opened
 from spmdtrain.running.compile_step import compile_step, lower_step, with_stages
 from spmdtrain.running.distillation import teacher_weights
-from spmdtrain.running.start import begin, compiling, session
+from spmdtrain.running.start import compiling, session
 from spmdtrain.train import evaluation
+from spmdtrain.train import fresh as fresh_weights
 from spmdtrain.train.fresh import init_state
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.shard import shard
@@ -73,7 +74,7 @@ def shared() -> Iterator[None]:
         (compiling, "lower_step", lowered),
         (compiling, "compile_step", compiled),
         (compiling, "with_stages", staged),
-        (begin, "init_state", fresh),
+        (fresh_weights, "init_state", fresh),
         (opened, "lower_step", lowered),
         (opened, "compile_step", compiled),
         (opened, "with_stages", staged),

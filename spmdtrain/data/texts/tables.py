@@ -4,9 +4,10 @@ For a text it is one column, whose values are the rows. For a conversation it is
 ChatFields that a table has; a row is then an object, or None if it holds no conversation.
 """
 
+import json
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,9 @@ JOINED = "it is two files in one; only one of them would be read"
 # The end of a stream of record batches, as written today and before Arrow 0.15.
 STREAM_ENDS = (b"\xff\xff\xff\xff\0\0\0\0", b"\0\0\0\0")
 
+EXTENSION, JSON_TEXT = b"ARROW:extension:name", "arrow.json"
+
+Parse = Callable[[Any], Any]
 Rows = tuple[int, list, int]  # (index of the first row, values, bytes of the file up to here)
 
 
@@ -154,8 +158,46 @@ def _slices(column: Any, done: int, skip: int, read: int, most_bytes: int) -> It
     count = len(column)
     first = done - count
     step = max(min(MOST_ROWS, most_bytes * count // max(column.nbytes, 1)), 1)
+    parse = _parser(column)
     for begin in range(max(skip - first, 0), count, step):
-        yield first + begin, column.slice(begin, step).to_pylist(), read
+        values = column.slice(begin, step).to_pylist()
+        yield first + begin, values if parse is None else [parse(value) for value in values], read
+
+
+def _parser(column: Any) -> Parse | None:
+    """Returns what parses the JSON texts in a column, or in some; None if they hold none."""
+    if hasattr(column, "schema"):
+        return _parser_of_fields(column.schema)
+    return _parser_of(column.type, {})
+
+
+def _parser_of(kind: Any, metadata: Mapping[bytes, bytes]) -> Parse | None:
+    """Returns what parses a value of this type of Arrow, whose field has this metadata.
+
+    A column that has no type of its own is written as JSON texts by `datasets` 5, which reads it as
+    the values in them.
+    """
+    name = getattr(kind, "extension_name", metadata.get(EXTENSION, b"").decode())
+    if name == JSON_TEXT:
+        return lambda text: None if text is None else json.loads(text)
+    if hasattr(kind, "value_field"):  # a list
+        inner = _parser_of(kind.value_type, kind.value_field.metadata or {})
+        return inner and (lambda values: values and [inner(value) for value in values])
+    if hasattr(kind, "get_field_index"):  # a struct
+        return _parser_of_fields([kind.field(number) for number in range(kind.num_fields)])
+    return None
+
+
+def _parser_of_fields(fields: Iterable[Any]) -> Parse | None:
+    found = {field.name: _parser_of(field.type, field.metadata or {}) for field in fields}
+    parsers = {name: parse for name, parse in found.items() if parse is not None}
+    if not parsers:
+        return None
+
+    def parse(row: Mapping[str, Any] | None) -> Any:
+        return row and {**row, **{name: parsers[name](row[name]) for name in parsers}}
+
+    return parse
 
 
 def _columns(path: str, field: str | ChatFields, schema: Any, arrow: Any) -> list[str]:
@@ -180,7 +222,8 @@ def _is_text(kind: Any, arrow: Any) -> bool:
 
 def _is_conversation(kind: Any, arrow: Any) -> bool:
     del arrow
-    return "struct<" in str(kind) and ("role:" in str(kind) or "from:" in str(kind))
+    is_plain = "struct<" in str(kind) and ("role:" in str(kind) or "from:" in str(kind))
+    return is_plain or JSON_TEXT in str(kind)
 
 
 def no_field(

@@ -1,4 +1,4 @@
-"""Reads the token files of other programs as they are: nanoGPT, llm.c and Megatron.
+"""Reads the token files of other programs as they are: nanoGPT, llm.c, Megatron and datatrove.
 
 None of them says what its ids mean; only a run can give the vocabulary, by `model.vocab` or
 `data.tokenizer`. A file is accepted only if everything known about it fits.
@@ -9,6 +9,7 @@ None of them says what its ids mean; only a run can give the vocabulary, by `mod
                and the number of ids, then ids: uint16 of GPT-2, uint32 of Llama 3
                (dev/data/data_common.py). The shards of modded-nanogpt are the same
     Megatron   NAME.bin and NAME.idx: megatron_index.py
+    datatrove  NAME.ds and NAME.ds.index: datatrove_file.py
 """
 
 import hashlib
@@ -50,7 +51,7 @@ FEW_IDS = 16  # a sample with fewer distinct ids says nothing about their width
 class ForeignTokens:
     """A token file written by another program. It has the properties of a TokenSource."""
 
-    path: str  # of the .bin
+    path: str  # of the ids
     dtype: np.dtype
     size: int  # tokens
     starts: np.ndarray | None  # offsets of documents, int64; None: unknown
