@@ -5,6 +5,7 @@ VENV ?= .venv
 PYTEST_ARGS ?=
 FUZZ_ARGS ?=
 FAULTS_ARGS ?=
+REAL_FILES_ARGS ?=
 FLEET_ARGS ?=
 UV ?= uv
 
@@ -16,7 +17,7 @@ NO_DEPENDENCIES := $(BIN)/python -m pip install --quiet --disable-pip-version-ch
 SHAKESPEARE ?= https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt
 SHAKESPEARE_SHA256 := 86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed
 
-.PHONY: help train open-model test test-fast test-slow test-hf test-gpu claims mutations certified fuzz fuzz-data faults check docs pages bench-overhead bench-guards bench-pipeline bench-pipeline-cuda bench-gpu bench-torch bench-cpu gpu-hour cuda-compiler aot fleet plan-table schema constraints
+.PHONY: help train open-model test test-fast test-slow test-hf test-gpu claims mutations certified fuzz fuzz-data faults real-files check docs pages bench-overhead bench-guards bench-pipeline bench-pipeline-cuda bench-gpu bench-torch bench-cpu gpu-hour cuda-compiler aot fleet plan-table schema constraints
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -69,6 +70,9 @@ fuzz-data: $(VENV)/installed-dev  ## damaged files of data: make fuzz-data FUZZ_
 faults: $(VENV)/installed-dev  ## breaks checkpoints, kills and stops processes, hundreds of times: docs/faults.md; hours
 	mkdir -p build && PYTHONPATH=.:tests $(BIN)/python -m faults $(FAULTS_ARGS) > build/faults.jsonl
 	PYTHONPATH=.:tests $(BIN)/python -m faults --write build/faults.jsonl
+
+real-files: $(VENV)/installed-dev  ## what other tools write, read: docs/real_files.md; an hour, and 10 GB of virtual environments
+	PYTHONPATH=.:tests JAX_PLATFORMS=cpu $(BIN)/python -m real_files $(REAL_FILES_ARGS)
 
 check: $(VENV)/installed-dev  ## lint, formatting and types
 	$(BIN)/ruff check .

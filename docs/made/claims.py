@@ -37,6 +37,7 @@ MADE = {
     "fleet.md": "written by make fleet",
     "kernel_bounds.md": "written by make aot",
     "models.md": "measured by make test-hf",
+    "real_files.md": "written by make real-files",
     "settings.md": "written by make pages, of the schema",
 }
 # The programs of this environment, whatever the PATH finds first.

@@ -256,3 +256,24 @@ def test_texts_that_hold_the_character_that_ends_one_are_refused():
     tokenizer = open_tokenizer("characters", ["a\U0010ffff"])
     with pytest.raises(DataError, match=r"the texts hold U\+10FFFF"):
         end_of_text(tokenizer, "auto", "characters")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "library"),
+    [
+        ("spm.model", b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02\n", "sentencepiece"),
+        ("cl100k.tiktoken", b"IQ== 0\nIg== 1\nIw== 2\n", "tiktoken"),
+        ("tokenizer.model", b"IQ== 0\nIg== 1\n", "tiktoken"),  # as Llama 3 was published
+        (
+            "tekken.json",
+            b'{"config": {"version": "v3"}, "vocab": [{"rank": 0, "token_bytes": "AA=="}]}',
+            "mistral-common",
+        ),
+    ],
+)
+def test_a_tokenizer_of_another_library_is_named_with_the_way_to_ours(
+    tmp_path, name, content, library
+):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=f"is a tokenizer of {library}.*save_pretrained"):
+        open_tokenizer(str(tmp_path / name))

@@ -17,6 +17,7 @@ import numpy as np
 from spmdtrain.config.errors import DataError
 from spmdtrain.data.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
 from spmdtrain.data.tokenizers.offsets import Encoding
+from spmdtrain.data.tokenizers.other_libraries import refuse_other_library
 from spmdtrain.data.tokenizers.tokenizer_folder import (
     adds_begin,
     ends_named,
@@ -201,6 +202,7 @@ def open_tokenizer(name: str, texts: Iterable[str] | None = None) -> Tokenizer:
         return CharacterTokenizer(alphabet)
     path = tokenizer_file(name)
     try:
+        refuse_other_library(path)
         content = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise DataError(f"{name} is not a Hugging Face tokenizer.json: not UTF-8 text") from None

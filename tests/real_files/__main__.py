@@ -1,0 +1,87 @@
+"""Writes files with real tools, reads them, and prints a table: see docs/real_files.md."""
+
+import argparse
+import datetime
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import spmdtrain as st
+from real_files.cases import CASES, Case
+from real_files.environments import ENVIRONMENTS, run_in
+
+HERE = Path(__file__).parent
+BEGIN, END = "<!-- the table -->\n", "<!-- end of the table -->\n"
+
+
+class Outcome(NamedTuple):
+    """What came of a case, in words, and whether it is right."""
+
+    said: str
+    is_right: bool
+
+
+def tried(case: Case, folder: Path, environments: Path) -> Outcome:
+    """Lets the tool write into a folder, and reads it."""
+    script = HERE / "write" / f"{case.script}.py"
+    try:
+        run_in(case.environment, environments, script, folder, *case.arguments)
+        said = case.reader(folder)
+    except st.UserError as error:
+        line = str(error).replace(f"{folder}/", "").replace(str(folder), "DIR")
+        return Outcome(f"refused: {line}", bool(case.refused) and case.refused in line)
+    except Exception as error:  # whatever goes wrong is a row of the table
+        return Outcome(f"WRONG: {type(error).__name__}: {str(error)[-600:]}", False)
+    return Outcome(f"read: {said}", not case.refused)
+
+
+def version_of(case: Case) -> str:
+    pins = dict(pin.split("==") for pin in ENVIRONMENTS[case.environment])
+    return pins[case.tool]
+
+
+def rows(outcomes: list[tuple[Case, Outcome]]) -> list[str]:
+    today = datetime.date.today().isoformat()
+    return [
+        f"| {case.tool} {version_of(case)} | {case.what} | {_in_a_cell(outcome.said)} | {today} |"
+        for case, outcome in outcomes
+    ]
+
+
+def _in_a_cell(text: str) -> str:
+    return " ".join(text.replace("|", r"\|").split())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="real_files", description=__doc__)
+    parser.add_argument("--only", default="", help="a pattern of tools and files")
+    parser.add_argument("--environments", type=Path, default=Path("build/real_files"))
+    parser.add_argument("--write", type=Path, metavar="FILE", help="a page with a table to replace")
+    parsed = parser.parse_args()
+    environments = parsed.environments.resolve()
+    environments.mkdir(parents=True, exist_ok=True)
+    outcomes = []
+    for case in CASES:
+        if not re.search(parsed.only, f"{case.tool} {version_of(case)} {case.what}"):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            outcome = tried(case, Path(folder) / "files", environments)
+        outcomes.append((case, outcome))
+        mark = "" if outcome.is_right else "  <- not what must come of it"
+        print(f"{case.tool} {version_of(case)}, {case.what}: {outcome.said}{mark}", flush=True)
+    if parsed.write:
+        text = parsed.write.read_text(encoding="utf-8")
+        before, _, rest = text.partition(BEGIN)
+        _, _, after = rest.partition(END)
+        head = ["", "| tool | file | what comes of it | seen |", "|---|---|---|---|"]
+        table = "\n".join([*head, *rows(outcomes), ""]) + "\n"
+        parsed.write.write_text(f"{before}{BEGIN}{table}{END}{after}", encoding="utf-8")
+    wrong = sum(not outcome.is_right for _, outcome in outcomes)
+    print(f"{len(outcomes)} files, {wrong} wrong", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
