@@ -220,7 +220,7 @@ def _without_files(folder: Path) -> CheckpointError:
         return CheckpointError(
             f"{folder} holds {sorted(pickles)[0].name}, whose reading would run code",
             found="no *.safetensors",
-            fix="saving it again with save_pretrained",
+            fix="saving it again with save_pretrained(DIR, safe_serialization=True)",
         )
     return CheckpointError(f"{folder} holds no *.safetensors", fix="the folder of a whole model")
 

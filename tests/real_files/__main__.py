@@ -42,12 +42,15 @@ def version_of(case: Case) -> str:
     return pins[case.tool]
 
 
-def rows(outcomes: list[tuple[Case, Outcome]]) -> list[str]:
+def rows(outcomes: list[tuple[Case, Outcome]], before: str) -> list[str]:
+    """Returns the lines of the table: new ones, and those of `before` that were not tried now."""
     today = datetime.date.today().isoformat()
-    return [
-        f"| {case.tool} {version_of(case)} | {case.what} | {_in_a_cell(outcome.said)} | {today} |"
-        for case, outcome in outcomes
-    ]
+    lines = {tuple(line.split(" | ")[:2]): line for line in before.splitlines()}
+    for case, outcome in outcomes:
+        first = f"| {case.tool} {version_of(case)}", case.what
+        lines[first] = " | ".join([*first, _in_a_cell(outcome.said), f"{today} |"])
+    order = [(f"| {case.tool} {version_of(case)}", case.what) for case in CASES]
+    return [lines[first] for first in order if first in lines]
 
 
 def _in_a_cell(text: str) -> str:
@@ -73,11 +76,11 @@ def main() -> int:
         print(f"{case.tool} {version_of(case)}, {case.what}: {outcome.said}{mark}", flush=True)
     if parsed.write:
         text = parsed.write.read_text(encoding="utf-8")
-        before, _, rest = text.partition(BEGIN)
-        _, _, after = rest.partition(END)
+        above, _, rest = text.partition(BEGIN)
+        table, _, below = rest.partition(END)
         head = ["", "| tool | file | what comes of it | seen |", "|---|---|---|---|"]
-        table = "\n".join([*head, *rows(outcomes), ""]) + "\n"
-        parsed.write.write_text(f"{before}{BEGIN}{table}{END}{after}", encoding="utf-8")
+        lines = "\n".join([*head, *rows(outcomes, table), ""]) + "\n"
+        parsed.write.write_text(f"{above}{BEGIN}{lines}{END}{below}", encoding="utf-8")
     wrong = sum(not outcome.is_right for _, outcome in outcomes)
     print(f"{len(outcomes)} files, {wrong} wrong", file=sys.stderr)
     return 1 if wrong else 0
