@@ -242,6 +242,7 @@ class Weights:
         missing = [name for name in wanted if name not in self._there]
         if missing:
             self._refuse_fused(missing[0])
+            self._refuse_without_further(missing)
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise CheckpointError(
                 f"{self.folder} lacks {missing[0]}{more}",
@@ -250,6 +251,18 @@ class Weights:
                 fix="downloading all of its files",
             )
         self._used |= set(wanted)
+
+    def _refuse_without_further(self, missing: Sequence[str]) -> None:
+        """Raises CheckpointError if just the layers that predict further tokens are missing."""
+        depth = self._model.multi_token.depth if self._model.multi_token else 0
+        further = range(self._model.layers, self._model.layers + depth)
+        if further and all(_layer_of(name) in further for name in missing):
+            raise CheckpointError(
+                f"{self.folder} lacks the layers that predict further tokens",
+                asked=f"num_nextn_predict_layers={depth} in config.json",
+                found=f"{self._model.layers} layers",
+                fix="--set model.multi_token=none if transformers saved it: it has no such layers",
+            )
 
     def _refuse_fused(self, missing: str) -> None:
         """Refuses experts in one tensor for all of a layer, if they are expected apart."""
@@ -263,9 +276,7 @@ class Weights:
 
     def _count_layers(self, wanted: Sequence[str]) -> int:
         """Counts the layers of which at least one tensor exists."""
-        numbers = {
-            int(part) for name in self._there for part in name.split(".") if part.isdecimal()
-        }
+        numbers = {_layer_of(name) for name in self._there} - {None}
         return len(numbers) if wanted else 0
 
     def _check_none_left(self, ignored: Sequence[str]) -> None:
@@ -398,3 +409,8 @@ def bytes_of(tensors: Mapping[str, Tensor]) -> str:
 def in_words(size: int) -> str:
     """Returns a number of bytes as "1.2 GB"."""
     return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+
+
+def _layer_of(name: str) -> int | None:
+    """Returns the layer of a tensor: the first number in its name; experts have later ones."""
+    return next((int(part) for part in name.split(".") if part.isdecimal()), None)

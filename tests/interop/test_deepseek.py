@@ -1,5 +1,7 @@
 """DeepSeek-V3's files: pairs of channels that turn, a layer of a further token, and 8 bits."""
 
+import re
+
 import directories
 import ml_dtypes
 import numpy as np
@@ -55,6 +57,12 @@ def test_layers_of_further_tokens_come_in_and_go_out(tmp_path):
     alone = ("model.multi_token=none",)
     without = import_model(tmp_path / "model", tmp_path / "alone", overrides=alone, ignored=left)
     assert not any(path.startswith("further") for path in without.params)
+    # As transformers saves it: its class has no such layers, and its config.json names them.
+    saved = {name: x for name, x in tensors.items() if not re.search(r"layers\.[34]\.", name)}
+    directories.write(tmp_path / "saved", FURTHER, saved)
+    with pytest.raises(CheckpointError, match="further tokens; .*found 3 layers; .*multi_token"):
+        import_model(tmp_path / "saved", tmp_path / "refused")
+    import_model(tmp_path / "saved", tmp_path / "plain", overrides=alone)
     copy = "model.layers.4.shared_head.head.weight"
     with_copy = tensors | {copy: tensors["lm_head.weight"]}
     directories.write(tmp_path / "copies", FURTHER, with_copy)

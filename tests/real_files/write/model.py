@@ -68,6 +68,8 @@ make_config = getattr(transformers, f"{family}Config")
 given = FAMILIES[family] | MARKS
 if transformers.__version__.startswith("4.28"):  # it has no groups of heads, and saves what it gets
     given = {name: value for name, value in given.items() if name in vars(make_config())}
+if "no further tokens" in options:
+    given["num_nextn_predict_layers"] = 0
 config = make_config(**given)
 of_class = "Gemma3ForCausalLM" if family == "Gemma3Text" else f"{family}ForCausalLM"
 if family == "GPT2":
