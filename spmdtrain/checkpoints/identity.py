@@ -167,11 +167,16 @@ def model_changes(meta: Meta, config: RunConfig) -> list[tuple[str, Any, Any]]:
 
 
 def refuse_other_settings(
-    what: str, names: Collection[str], config: RunConfig, recorded: Mapping[str, Any]
+    what: str,
+    names: Collection[str],
+    config: RunConfig,
+    recorded: Mapping[str, Any],
+    fix: str = "",
 ) -> None:
     """Raises CheckpointError with both values of each named setting that differs from its record.
 
-    Does nothing if none differs, or if nothing was recorded.
+    `fix` is what to try; without it, the recorded settings. Does nothing if none differs, or if
+    nothing was recorded.
     """
     now = settings_of(config)
     other = [name for name in names if recorded and recorded.get(name) != now.get(name)]
@@ -182,6 +187,8 @@ def refuse_other_settings(
         return ", ".join(f"{name}={_shown(values.get(name))}" for name in other)
 
     then = [recorded.get(name) for name in other]
+    if fix:
+        raise CheckpointError(what, asked=said(now), found=f"{said(recorded)} in the run", fix=fix)
     fix = "the settings of that run"
     if all(isinstance(value, bool | int | float | str) for value in then):
         each = (f"--set {shlex.quote(f'{name}={_shown(recorded[name])}')}" for name in other)

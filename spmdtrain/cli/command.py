@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from spmdtrain.cli.addresses import refuse_addresses
 from spmdtrain.cli.parser import make_parser
 from spmdtrain.cli.typable import make_typable
 from spmdtrain.config import StorageError, UserError
@@ -61,6 +62,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     try:
         _stand_somewhere()
         parsed = make_parser().parse_args(arguments)
+        refuse_addresses(parsed)
         with own_errors_named():
             code = parsed.command(parsed)
         print(end="", flush=True)  # finds here an output that cannot be written

@@ -30,7 +30,10 @@ def shown(value: Any) -> str:
 
 
 def as_path(value: Any, name: str) -> Path:
-    """Returns a path given as text or as a Path. Raises ConfigError if it is not a path."""
+    """Returns a path given as text or as a Path.
+
+    Raises ConfigError if it is not a path, or is the address of a store.
+    """
     if not isinstance(value, str | os.PathLike) or not isinstance(os.fspath(value), str):
         raise ConfigError(f"{name}={shown(value)} is not a path", fix="a str or a pathlib.Path")
     text = os.fspath(value)
@@ -38,20 +41,25 @@ def as_path(value: Any, name: str) -> Path:
         raise ConfigError(
             f"{name}={shown(text)} is not a path", fix="'.' for the working directory"
         )
+    refuse_address(text, f"{name}=")
     return Path(text)
 
 
-def as_run(value: Any, name: str) -> Path:
-    """Returns the path of a run directory, like `as_path`.
+def refuse_address(text: str, named: str = "") -> None:
+    """Raises ConfigError for an address such as gs://bucket/run, where a file or folder belongs.
 
-    Also raises ConfigError for an address such as gs://bucket/run, which would become a folder
-    called `gs:`.
+    It would become a folder called `gs:` in the working directory. `named` stands before it.
     """
-    text = str(as_path(value, name))
-    if ADDRESS.match(os.fspath(value)):
+    if ADDRESS.match(text):
         raise ConfigError(
-            f"{value} is an address, and a run is in a folder", fix="a folder, e.g. of a mount"
+            f"{named}{text:.200} is an address, and this is in a folder",
+            fix="a folder, e.g. of a mount",
         )
+
+
+def as_run(value: Any, name: str) -> Path:
+    """Returns the path of a run directory, like `as_path`."""
+    text = str(as_path(value, name))
     return Path(re.sub("^/+", "/", text))  # no library accepts //folder
 
 

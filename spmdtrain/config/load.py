@@ -252,7 +252,7 @@ def _put_model_below(table: TomlTable, source: TomlTable, origin: Origin, where:
     name = model[FROM]
     if not isinstance(name, str) or not name:
         raise _refused(f"model.{FROM}", name, where, "a run, or a folder of Hugging Face")
-    found, settings = settings_of_model(Path(name))
+    found, settings = settings_of_model(as_path(name, f"model.{FROM}"))
     rest = {key: value for key, value in model.items() if key != FROM}
     own = rest.get("name", settings["name"])
     if own != settings["name"]:

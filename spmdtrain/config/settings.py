@@ -16,6 +16,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.given import ADDRESS
 from spmdtrain.config.refusal import refusal_in_python
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -29,6 +30,15 @@ def _in_float32(value: float) -> float:
     return value
 
 
+def _in_a_folder(value: str) -> str:
+    """Refuses the address of a store, which would become a folder of that name."""
+    if ADDRESS.match(value):
+        raise PydanticCustomError("address", "a folder, e.g. of a mount, not an address")
+    return value
+
+
+# A file or folder. What may be an address as well is a `str`, and says who reads it.
+LocalPath = Annotated[str, AfterValidator(_in_a_folder)]
 Positive = Annotated[PositiveFloat, AfterValidator(_in_float32)]
 NonNegative = Annotated[NonNegativeFloat, AfterValidator(_in_float32)]
 Decay = Annotated[float, Field(gt=0, lt=1), AfterValidator(_in_float32)]

@@ -11,7 +11,7 @@ from helpers import tiny
 
 import spmdtrain as st
 from spmdtrain.cli import main
-from spmdtrain.config.errors import ConfigError, DataError
+from spmdtrain.config.errors import CheckpointError, ConfigError, DataError
 from spmdtrain.data.batches import Range
 from spmdtrain.data.chats.conversation import ChatFields, read_conversation, read_pair
 from spmdtrain.data.corpus import token_corpus
@@ -332,6 +332,17 @@ def test_the_example_learns_from_pairs():
     assert (config.train.of_preference, config.data.packing) == ({"beta": 0.1}, "best_fit")
     other = [st.load(example, [f"train.preference={kind}"]).train for kind in ("simpo", "orpo")]
     assert [each.of_preference for each in other] == [{"beta": 2, "gamma": 1}, {"lambda": 0.1}]
+
+
+@pytest.mark.seconds
+def test_a_start_from_the_weights_of_another_model_is_told_of_model_from(here):
+    """As the example's is on an imported model; and what the line says to type fits."""
+    settings = (*SETTINGS, "data.path=chats.bin", "train.init_from=base")
+    said = r"found model\.embed=16 in the run; try --set model\.from=base"
+    with pytest.raises(CheckpointError, match=said):
+        st.run(tiny(*settings, "model.embed=32"), "other", devices=jax.devices()[:1])
+    (here / "wide.toml").write_text('[model]\nname = "llama"\nembed = 32\n')
+    assert st.load("wide.toml", ["model.from=base"]).model.embed == 16
 
 
 def test_pairs_and_texts_are_not_one_corpus(here):

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from spmdtrain.config.settings import (
     Count,
     Fraction,
+    LocalPath,
     NonNegative,
     Positive,
     Settings,
@@ -78,7 +79,7 @@ class DataConfig(Settings):
     phases: Phases = Field(
         default=(), description="phases with other weights of data.mix, before those of data.mix"
     )
-    tokenizer: str = Field(
+    tokenizer: LocalPath = Field(
         default="bytes", description="bytes | characters | a Hugging Face tokenizer.json"
     )
     dtype: Literal["uint16", "uint32"] | None = Field(
@@ -121,7 +122,7 @@ class DataConfig(Settings):
         default=4096,
         description="sequences of jsonl and parquet that are held in memory and shuffled together",
     )
-    cache: str | None = Field(
+    cache: LocalPath | None = Field(
         default=None,
         min_length=1,
         description="folder for copies of remote files; default: ~/.cache/spmdtrain/copies",

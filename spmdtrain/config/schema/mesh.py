@@ -11,6 +11,7 @@ from spmdtrain.config.settings import (
     CountOrZero,
     DerivedOrNone,
     Fraction,
+    LocalPath,
     NonNegative,
     Positive,
     Settings,
@@ -168,7 +169,7 @@ class IslandsConfig(Settings):
     index: CountOrZero | None = Field(
         default=None, description="which of the islands this run is, from 0"
     )
-    directory: str | None = Field(
+    directory: LocalPath | None = Field(
         default=None,
         description="folder that all islands reach, in which they leave what they have learned",
     )

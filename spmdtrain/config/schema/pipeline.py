@@ -5,7 +5,7 @@ from typing import Literal, get_args
 from pydantic import Field, model_validator
 
 from spmdtrain.config.near import did_you_mean
-from spmdtrain.config.settings import Count, Settings
+from spmdtrain.config.settings import Count, LocalPath, Settings
 
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
@@ -13,7 +13,7 @@ PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 class PipelineConfig(Settings):
     """The order of the stages' work. Read only if mesh.pipeline gives several stages."""
 
-    schedule: str = Field(
+    schedule: LocalPath = Field(
         default="1f1b",
         description="gpipe | 1f1b | interleaved | zero_bubble | "
         "a .json or .csv file, as written by `spmdtrain schedule`",

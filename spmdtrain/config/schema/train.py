@@ -9,6 +9,7 @@ from spmdtrain.config.settings import (
     CountOrZero,
     DerivedOrNone,
     Fraction,
+    LocalPath,
     NonNegative,
     Positive,
     Settings,
@@ -136,7 +137,7 @@ class TrainConfig(Settings):
     clip: Positive | None = Field(
         default=1.0, description="largest global gradient norm; none: no clipping"
     )
-    init_from: str | None = Field(
+    init_from: LocalPath | None = Field(
         default=None,
         description="run whose newest weights this run starts from, or a folder of Hugging Face",
     )
@@ -218,11 +219,11 @@ class DistillConfig(Settings):
     divergence of the softmax of both models' logits over the temperature (docs/distillation.md).
     """
 
-    teacher: str | None = Field(
+    teacher: LocalPath | None = Field(
         default=None,
         description="the teacher: a run, whose newest weights it has, or a folder of Hugging Face",
     )
-    logits: str | None = Field(
+    logits: LocalPath | None = Field(
         default=None,
         description="a folder in which `spmdtrain data teach` has saved what a teacher says of the "
         "data, instead of a teacher on the mesh",
