@@ -27,7 +27,14 @@ from spmdtrain.data.prepare.notes import COUNTED, said_of_conversations
 from spmdtrain.data.prepare.progress import heartbeat, plain_lines
 from spmdtrain.data.prepare.shards import Output, Position
 from spmdtrain.data.prepare.token_writer import Summary, TokenWriter, share_tokenizer
-from spmdtrain.data.texts.documents import Chunk, find_inputs, format_of, read_chunks, texts_in
+from spmdtrain.data.texts.documents import (
+    Chunk,
+    find_inputs,
+    format_of,
+    read_chunks,
+    said_of_separator,
+    texts_in,
+)
 from spmdtrain.data.token_files.tokens import open_tokens
 from spmdtrain.data.tokenizers.tokenizer import (
     Tokenizer,
@@ -239,6 +246,7 @@ def _report(
             f"{name}: {tokens:,} tokens ({first.dtype}) in {documents}, "
             f"vocabulary {first.vocab:,}, tokenizer {job.tokenizer}",
             f"{tokens / max(size, 1):.3f} tokens per byte of text; {ending}",
+            *said_of_separator(find_inputs(job.paths), job.split_on),
             *said,
             f"the first {stop} tokens: {sample!r}",
         ]

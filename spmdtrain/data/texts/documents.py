@@ -13,6 +13,7 @@ import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,25 @@ def values_of(chunk: Chunk, field: str | ChatFields) -> list:
         return chunk.rows if isinstance(field, str) else [_without_nulls(row) for row in chunk.rows]
     numbered = enumerate(chunk.rows, chunk.first + 1)
     return [_value_of_line(line, f"{chunk.path}:{number}", field) for number, line in numbered]
+
+
+def said_of_separator(files: Iterable[str], split_on: str | None) -> list[str]:
+    """Returns a line if `split_on` is given, and is in none of the text files.
+
+    It reads each of them up to the first separator.
+    """
+    if split_on is None:
+        return []
+    texts = [file for file in files if format_of(file) == "text"]
+    named = f"--split-on {split_on!r:.60}"
+    if not texts:
+        return [f"{named} is for text files, and none of these is one"]
+    for file in texts:
+        rows = (row for chunk in _text_chunks(file, split_on, 0) for row in chunk.rows)
+        if len(list(islice(rows, 2))) > 1:
+            return []
+    whole = "which is one document" if len(texts) == 1 else "each of which is one document"
+    return [f"{named} is nowhere in {len(texts)} text file{'s'[: len(texts) > 1]}, {whole}"]
 
 
 def texts_in(
