@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import directories
 import jax
@@ -29,6 +30,7 @@ from spmdtrain.config.schema import ExpertsConfig
 from spmdtrain.interop.files import open_tensors
 from spmdtrain.interop.weights import Weights
 from spmdtrain.running import loop
+from spmdtrain.running.published import room
 from spmdtrain.running.published.as_run import model_config
 from spmdtrain.running.published.export_run import export_run
 from spmdtrain.running.published.import_model import import_model
@@ -192,6 +194,24 @@ def recorded(layers_of, written: list):
             yield index, part
 
     return recording
+
+
+@pytest.mark.parametrize(
+    ("lacking", "said"),
+    [
+        ((room, "host_bytes", lambda: 1000), "do not fit into the memory.*found 0.0 MB"),
+        ((room.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000)), "no room for the we"),
+        ((room.os, "access", lambda *_: False), "cannot write"),
+    ],
+)
+def test_what_an_import_lacks_is_said_before_a_number_is_read(
+    lacking, said, published, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(*lacking)
+    monkeypatch.setattr(Weights, "read", lambda *_: pytest.fail("a number was read"))
+    with pytest.raises(StorageError, match=said):
+        import_model(published / "llama", tmp_path / "sub" / "run")
+    assert not (tmp_path / "sub").exists()
 
 
 @pytest.mark.seconds

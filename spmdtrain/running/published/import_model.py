@@ -19,6 +19,7 @@ from spmdtrain.config.schema import RunConfig
 from spmdtrain.interop.weights import bytes_of
 from spmdtrain.running.published.as_run import described, model_config
 from spmdtrain.running.published.read_weights import read_weights
+from spmdtrain.running.published.room import check_room
 from spmdtrain.running.published.save_step_0 import save_step_0
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.shard import shard
@@ -53,6 +54,7 @@ def import_model(
     _refuse_full(run)
     data = described(published, config)
     setup = shard(config, devices=devices or _devices(config))
+    check_room(run, setup)
     params, weights = read_weights(setup, published, ignored)
     seconds = time.monotonic() - started
     save_step_0(run, setup, published, params, data)
