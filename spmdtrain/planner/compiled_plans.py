@@ -23,9 +23,9 @@ LONGEST = 1200  # seconds for one layout; 1T over 3072 devices takes about 60
 class CompiledPlan:
     """A layout, with the figures of its compiled step.
 
-    held: bytes on a device by XLA's account; None if it did not compile because of `problem`.
-    seconds: those of a step, predicted with the traffic that the compiled step hides; None in the
-    same case.
+    held: bytes on a device, those of a step by XLA's account; None if it did not compile because of
+    `problem`. seconds: those of a step, predicted with the traffic that the compiled step hides;
+    None in the same case.
     """
 
     plan: Plan
@@ -73,7 +73,8 @@ def _compile_plan(plan: Plan, arguments: Sequence[str]) -> CompiledPlan:
     if done.returncode:
         return CompiledPlan(plan, problem=_reason(done.returncode, done.stderr))
     answer = json.loads(done.stdout.splitlines()[-1])
-    return CompiledPlan(plan, memory_in(answer["compiled"]).held, answer["step_seconds"])
+    held = memory_in(answer["compiled"]).held + plan.memory.copies
+    return CompiledPlan(plan, held, answer["step_seconds"])
 
 
 def _reason(code: int, errors: str) -> str:

@@ -94,15 +94,19 @@ def with_counted_moments(config: RunConfig, workload: Workload) -> Workload:
     """Returns the workload of a shipped model with as many moments a weight as its optimizer keeps
     on one device.
 
-    The workload stays the same if they do not depend on the shapes of weights, as SOAP's do, and
-    [own] names no optimizer; or if the model is custom: its state is counted layout by layout.
+    They are counted in the abstract state: tables and vectors may have other moments than matrices,
+    and what factors hold depends on shapes. The workload of a custom model stays the same: its
+    state is counted layout by layout.
     """
-    is_counted = config.own.optimizer is not None or config.optimizer.moments_by_shape
-    if not is_counted or config.model.make:
+    if config.model.make:
         return workload
+    beside_weights = config.optimizer.model_copy(update={"memory": "device"})
+    config = config.model_copy(update={"optimizer": beside_weights})
     alone = replace(workload, mesh=MeshShape(), zero=0)
     _, held = exact_state(config, alone.mesh.sizes)
     _, elements = held_elements(alone, resident_elements(alone))
+    if not elements:
+        return workload
     moments = (held / elements - workload.item_bytes) / workload.moment_bytes
     return replace(workload, moments=max(0.0, moments))
 

@@ -133,7 +133,7 @@ def _breakdown_lines(estimate: Estimate) -> list[str]:
 
 def _memory_lines(estimate: Estimate) -> list[str]:
     categories = estimate.memory.by_category()
-    return [f"  {name:<24}{size / 1e9:>11.4g} GB" for name, size in categories.items()]
+    return [f"  {name:<24}{size / 1e9:>11.4g} GB" for name, size in categories.items() if size]
 
 
 def _checkpoint_line(estimate: Estimate) -> str:
@@ -241,8 +241,8 @@ def _compared_memory(xla: StepMemory, memory: Memory) -> list[tuple[str, float, 
     at_rest = memory.parameters + memory.optimizer
     return [
         ("arguments", at_rest, xla.argument_bytes),
-        ("temporary", memory.total - at_rest, xla.temp_bytes),
-        ("total", memory.total, xla.held),
+        ("temporary", memory.of_step - at_rest, xla.temp_bytes),
+        ("total", memory.of_step, xla.held),
     ]
 
 

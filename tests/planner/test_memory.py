@@ -14,7 +14,11 @@ from spmdtrain.models.stack import rematerialised, run_block
 from spmdtrain.pipeline.layer_vjp import LayerGradient
 from spmdtrain.planner.cost import memory
 from spmdtrain.planner.cost.workload import MeshShape, ModelShape, Workload, workload_of
+from spmdtrain.planner.estimate import estimate
+from spmdtrain.planner.own_model import with_counted_moments
+from spmdtrain.planner.plan import plan
 from spmdtrain.running.compile_step import lower_step
+from spmdtrain.train.items import items
 from spmdtrain.train.state import bytes_per_device
 
 LLAMA = (
@@ -26,6 +30,7 @@ LLAMA = (
     "model.ffn=96",
     "model.vocab=64",
 )
+OPTIMIZERS = ("adafactor", "adamw", "lamb", "lion", "muon", "schedule_free_adamw", "sgd", "soap")
 EXPERTS = ("model.experts.count=4", "model.experts.chosen=2")
 VARIED = [
     (*LLAMA, "model.norm_places=both", "model.query_norm=head", "model.windows=3,0"),
@@ -135,6 +140,68 @@ def test_the_closed_form_knows_what_is_frozen(mesh, also):
         full = memory.exact_state(tiny("model.embed=256"), sizes)
         assert exact[0] < 0.6 * full[0]
         assert exact[1] < 0.1 * full[1]
+
+
+# What adds to the state, by the items that it adds, and by optimizer.
+ADDS = {
+    "ema": ("optimizer.ema=0.9",),
+    "recent": ("guard.sigmas=6", "guard.window=8"),
+    "loss_scale": ("precision.compute=float16",),
+    "outer, outer_momentum, unmet": (
+        "islands.count=2",
+        "islands.index=0",
+        "islands.directory=there",
+    ),
+    "masks": ("sparsity.pattern=2:4",),
+    "errors": ("compression.codec=topk",),
+    "errors, factors": ("compression.codec=lowrank",),
+    "magnitudes": ("precision.matmul=float8", "precision.scaling=delayed"),
+    "moments in bfloat16": ("optimizer.moment_dtype=bfloat16",),
+    "moments in 8 bits": ("optimizer.moment_dtype=8bit",),
+    **{f"state of {name}": (f"optimizer.name={name}",) for name in OPTIMIZERS},
+    "adapters with an average": ("finetune.kind=lora", "optimizer.ema=0.9"),
+}
+SHARDED = [
+    ("mesh.data=4", "mesh.tensor=2"),
+    ("mesh.data=2", "mesh.fsdp=2", "mesh.context=2"),
+    ("mesh.pipeline=2", "mesh.data=2", "mesh.tensor=2", "train.microbatch=2"),
+]
+WIDE = ("model.embed=1024", "model.ffn=4096", "model.heads=8", "model.vocab=4096")
+
+
+def test_each_item_of_the_state_is_one_that_the_planner_is_held_to():
+    named = {name for names in ADDS for name in names.split(", ")}
+    # A teacher's weights count with the parameters: test_teacher.py.
+    assert {item.name for item in items.TABLE} - {"teacher"} <= named
+
+
+@pytest.mark.parametrize("layout", SHARDED, ids=" ".join)
+@pytest.mark.parametrize("adds", ADDS)
+def test_a_search_counts_what_a_setting_adds_to_the_state(adds, layout):
+    """It divides what one device holds among the devices of each mesh that it tries."""
+    if adds == "magnitudes" and "mesh.pipeline=2" in layout:
+        layout = SHARDED[0]  # pipelines have none
+    config = tiny(*WIDE, *ADDS[adds], *layout)
+    sizes = dict(config.mesh.sizes)
+    alone = tiny(*WIDE, *ADDS[adds])
+    searched = with_counted_moments(alone, workload_of(alone, alone.mesh.sizes))
+    closed_form = memory.closed_form_state(replace(searched, mesh=MeshShape(**sizes)))
+    exact = memory.exact_state(config, sizes)
+    # Vectors, and factors of matrices, are whole on each device: half a MiB of 50 and more.
+    assert closed_form == pytest.approx(exact, rel=0.03, abs=2**19)
+
+
+def test_a_check_that_takes_a_step_again_holds_two_more_states():
+    """As running/guards/other_devices.py copies it: what is kept, and what moves."""
+    plain, checked = (
+        estimate(tiny(*LAYOUTS[0], *settings), 8, "h100").memory
+        for settings in ((), ("guard.replay_check=5",))
+    )
+    state = plain.parameters + plain.optimizer
+    assert checked.total == plain.total + 2 * state
+    assert checked.of_step == plain.total
+    searched = plan(tiny("guard.replay_check=5"), 8, "h100")[0].memory
+    assert searched.copies == 2 * (searched.parameters + searched.optimizer)
 
 
 def _kept_and_deferred(config) -> tuple[int, int]:

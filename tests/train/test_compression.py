@@ -214,7 +214,7 @@ def test_a_skipped_step_keeps_what_was_kept_before_it():
 def test_what_is_kept_is_counted_where_memory_and_bytes_are():
     plain, coded = tiny("mesh.data=4"), tiny("mesh.data=4", *LOW_RANK)
     wide, thin = (workload_of(each, each.mesh.sizes) for each in (plain, coded))
-    assert thin.item_bytes - wide.item_bytes == 4
+    assert thin.held_item_bytes - wide.held_item_bytes == 4
     assert thin.sent_gradient_bytes == 4 * 2 * 4 / 32 and wide.sent_gradient_bytes is None
     largest = tiny("mesh.data=4", *LARGEST)
     assert workload_of(largest, largest.mesh.sizes).sent_gradient_bytes == pytest.approx(0.4)
@@ -226,7 +226,7 @@ def test_what_is_kept_is_counted_where_memory_and_bytes_are():
     of_ranks = more.sent_gradient_bytes - fewer.sent_gradient_bytes
     assert of_ranks == pytest.approx(4 * (3 - 1) * sides / prepared().model.size)
     one = tiny(*LOW_RANK)
-    assert workload_of(one, one.mesh.sizes).item_bytes == 0
+    assert workload_of(one, one.mesh.sizes).held_item_bytes == 0
     assert not prepared(*LOW_RANK).state.items, "one data shard sends nothing and keeps nothing"
 
 

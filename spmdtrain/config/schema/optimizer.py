@@ -49,7 +49,6 @@ class OptimizerConfig(Settings):
     """
 
     moments: ClassVar[int]  # elements of optimizer state per element of a parameter
-    moments_by_shape: ClassVar[bool] = False  # True: `moments` is that of a square matrix
     by_element: ClassVar[bool] = False  # its update of an element reads no other element
     has_width_rule: ClassVar[bool] = False  # of its rates, for `model.mup_base`
     gradients_at_weights: ClassVar[bool] = True  # False: at a point that a step derives from them
@@ -263,7 +262,6 @@ class Soap(OptimizerConfig):
     """
 
     moments: ClassVar[int] = 6  # of a square matrix
-    moments_by_shape: ClassVar[bool] = True
 
     name: Literal["soap"] = "soap"
     beta1: Fraction = 0.95

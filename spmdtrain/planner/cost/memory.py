@@ -11,7 +11,7 @@ memory never ran out of it: that is `Memory.fits`.
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +39,7 @@ class Memory:
     """The bytes on the fullest device.
 
     `buffers` holds the rest: copies of weights in compute precision, gathered weights, what stages
-    send each other, and one layer's workspace.
+    send each other, and one layer's workspace. `copies`: of the state, for guard.replay_check.
     """
 
     parameters: int
@@ -48,6 +48,12 @@ class Memory:
     activations: int
     logits: int
     buffers: int
+    copies: int = 0
+
+    @property
+    def of_step(self) -> int:
+        """The bytes of a step that is taken once, which are those that XLA accounts for."""
+        return self.total - self.copies
 
     @property
     def total(self) -> int:
@@ -71,9 +77,13 @@ def step_memory(
     parameters, optimizer = state or closed_form_state(workload)
     if resident is None:
         resident = resident_elements(workload)
-    if workload.mesh.pipeline == 1:
-        return _accumulated_memory(workload, parameters, optimizer, resident)
-    return _pipelined_memory(workload, parameters, optimizer, resident)
+    of_executor = _accumulated_memory if workload.mesh.pipeline == 1 else _pipelined_memory
+    memory = of_executor(workload, parameters, optimizer, resident)
+    if not workload.replays_steps:
+        return memory
+    # The state from before the step, and its copy on other devices, from which the step is taken
+    # again while its first result is there (running/guards/other_devices.py).
+    return replace(memory, copies=2 * (parameters + optimizer))
 
 
 # Parameters and optimizer

@@ -482,6 +482,6 @@ def _optimizer_seconds(workload: Workload, hardware: Hardware, software: Softwar
     ways = 1
     if workload.zero or software.gathered_parameter_bytes:
         ways = workload.mesh.data
-    each = OPTIMIZER_BYTES + 2 * workload.item_bytes  # items are read and written
+    each = OPTIMIZER_BYTES + 2 * workload.held_item_bytes  # items are read and written
     moved = each * trained_parameters(workload, software) / ways
     return memory_seconds(moved, hardware)

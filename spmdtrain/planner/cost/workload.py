@@ -450,6 +450,10 @@ class Workload:
     data_exchanges: bool = False  # compressed gradients are scattered by an all-to-all
     gradients_at_weights: bool = True  # False: at a separate point, which a step holds as well
     item_bytes: int = 0  # per weight, of other items of the state, such as its average
+    feedback_bytes: int = (
+        0  # the same, of what compressed gradients leave on each of several shards
+    )
+    replays_steps: bool = False  # guard.replay_check takes some steps twice, from a copy
     dense_over_expert: bool = False  # `expert` splits all weights, in addition to `fsdp`
     experts_over_tensor: bool = False  # `tensor` owns experts, and does not split each of them
     teacher: ModelShape | None = None  # a frozen second model, of which only the forward pass runs
@@ -460,7 +464,13 @@ class Workload:
         """The teacher's part of the run, as a run of its own; None without a teacher."""
         if self.teacher is None:
             return None
-        alone = {"remat": "none", "offloads": False, "zero": 0, "item_bytes": 0}
+        alone = {
+            "remat": "none",
+            "offloads": False,
+            "zero": 0,
+            "item_bytes": 0,
+            "feedback_bytes": 0,
+        }
         frozen = Trained(share=0.0, of_matrices=0.0)
         return replace(self, model=self.teacher, teacher=None, trained=frozen, **alone)
 
@@ -490,7 +500,12 @@ class Workload:
     def optimizer_bytes(self) -> float:
         """The bytes per weight, on the device, of the moments and of other items of the state."""
         held = 0.0 if self.moments_on_host else self.moment_bytes * self.moments
-        return held + self.item_bytes
+        return held + self.held_item_bytes
+
+    @property
+    def held_item_bytes(self) -> int:
+        """The bytes per weight of the items of a state that this mesh has."""
+        return self.item_bytes + (self.feedback_bytes if self.mesh.data > 1 else 0)
 
     @property
     def tokens(self) -> int:
@@ -746,7 +761,10 @@ def workload_of(config: RunConfig, mesh_sizes: Mapping[str, int]) -> Workload:
         data_within=config.compression.within or 1,
         data_exchanges=config.compression.codec in ("int8", "float8", "topk"),
         gradients_at_weights=config.optimizer.gradients_at_weights,
-        item_bytes=_item_bytes(config, mesh),
+        item_bytes=_item_bytes(config),
+        # The float32 error that a data shard keeps is split like the weight.
+        feedback_bytes=4 if config.compression.has_feedback else 0,
+        replays_steps=config.guard.replay_check > 0,
         dense_over_expert="expert" in config.rules.parameters.get("embed", ()),
         experts_over_tensor="tensor" in config.rules.parameters.get("experts", ()),
         teacher=_teacher_shape(config),
@@ -811,8 +829,10 @@ def _context_attention(config: RunConfig) -> str:
     return "gather" if asked == "auto" and config.model.make else asked
 
 
-def _item_bytes(config: RunConfig, mesh: MeshShape) -> int:
-    """Returns the bytes that the items of a state hold for one weight, as if all were matrices."""
+def _item_bytes(config: RunConfig) -> int:
+    """Returns the bytes that the items of a state hold for one weight on every mesh, as if all were
+    matrices.
+    """
     import jax
     from jax.sharding import PartitionSpec
 
@@ -825,6 +845,4 @@ def _item_bytes(config: RunConfig, mesh: MeshShape) -> int:
     sparse = () if config.sparsity.pattern == "none" else weight
     start = Start(config, weight, weight, where, dict.fromkeys(AXES, 1), sparse)
     of_weight = [tree["weight"] for tree in items.by_parameter(items.shapes(start))]
-    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(of_weight))
-    # The float32 error that a data shard keeps is split like the weight.
-    return held + (4 if config.compression.has_feedback and mesh.data > 1 else 0)
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(of_weight))
