@@ -42,7 +42,7 @@ def parsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
 
 
 PARSERS = parsers(make_parser())
-CODES = sorted({code for page in PAGES for code in codes(page)})
+CODES = sorted({code for page in PAGES for code in codes(page) if "..." not in code})
 
 
 def parsed(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace | None:
