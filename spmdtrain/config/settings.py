@@ -33,7 +33,7 @@ def _in_float32(value: float) -> float:
 def _in_a_folder(value: str) -> str:
     """Refuses the address of a store, which would become a folder of that name."""
     if ADDRESS.match(value):
-        raise PydanticCustomError("address", "a folder, e.g. of a mount, not an address")
+        raise PydanticCustomError("address", "a folder (an address is not one)")
     return value
 
 

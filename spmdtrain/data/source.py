@@ -19,6 +19,7 @@ from spmdtrain.data.batches import EvalSet as EvalSet
 from spmdtrain.data.batches import EvalWindows, Range, TrainStream, split
 from spmdtrain.data.batches import Windows as Windows
 from spmdtrain.data.corpus import Corpus, check_vocab, common_template, open_corpus
+from spmdtrain.data.cut_documents import count_cut, said_of_cut
 from spmdtrain.data.epochs import counted_in_steps
 from spmdtrain.data.indices import sample_indices
 from spmdtrain.data.mixtures.phases import PhasedMixture, phased
@@ -124,8 +125,21 @@ class CorpusData:
 
     def describe(self, config: RunConfig) -> str:
         """Returns the line in which a run describes its data."""
-        said = f"{config.data.corpus}, {self.train.size:,} tokens to train"
-        return said if self.taught is None else f"{said}, {self.taught.manifest.described}"
+        parts = [f"{config.data.corpus}, {self.train.size:,} tokens to train"]
+        if self.taught is not None:
+            parts.append(self.taught.manifest.described)
+        parts.append(said_of_cut(*self.cut_conversations(config), config.data.packing))
+        return ", ".join(filter(None, parts))
+
+    def cut_conversations(self, config: RunConfig) -> tuple[int, int]:
+        """Returns how many conversations to train on are cut by windows, and their number.
+
+        Pairs are never cut, and ordinary texts may be.
+        """
+        if self.corpus.loss is None or self.corpus.has_pairs:
+            return 0, 0
+        length, packing = config.train.sequence_length, config.data.packing
+        return count_cut(self.corpus.document_starts, self.train, length, packing)
 
 
 @dataclass(frozen=True)
@@ -215,7 +229,10 @@ class MixtureData:
             for name, share, source in parts
         ]
         phases = f", in {len(config.data.phases) + 1} phases" if config.data.phases else ""
-        return f"{', '.join(described)} of the samples{phases}"
+        counts = [source.cut_conversations(config) for source in self.sources]
+        cut, conversations = (sum(column) for column in zip(*counts, strict=True))
+        said = said_of_cut(cut, conversations, config.data.packing)
+        return f"{', '.join(described)} of the samples{phases}" + (f", {said}" if said else "")
 
 
 def _with_seed(config: RunConfig, seed: int) -> RunConfig:
