@@ -41,9 +41,11 @@ def test_a_run_says_how_many_are_cut(tmp_path, monkeypatch):
     roles = ("user", "assistant")
     rows = [[{"role": role, "content": "x" * 40 * at} for role in roles] for at in range(1, 5)]
     lines = "".join(json.dumps({"messages": row}) + "\n" for row in rows)
+    texts, others = (json.dumps({"text": letter * 99}) + "\n" for letter in "ab")
     for name, content, more in (
         ("chats", lines, ["--chat"]),
-        ("texts", '{"text": "x"}\n' * 99, []),
+        ("texts", texts * 30, []),
+        ("others", others * 30, []),
     ):
         (tmp_path / f"{name}.jsonl").write_text(content)
         command = ["data", "prepare", f"{name}.jsonl", "--out", name, "--tokenizer", "bytes"]
