@@ -110,6 +110,7 @@ FAST = {
     "pairs": [{"from": a, "to": b, "rate": 200e9} for a in range(4) for b in range(a + 1, 4)],
     "ring": {"rate": 150e9, "seconds": 4e-6},
     "disk": {"write": 2e9, "read": 3e9},
+    "gradients": {"holds": True, "said": "16 leaves, worst: norm is 0.60% off, 2.00% allowed"},
 }
 
 
@@ -121,6 +122,7 @@ FAST = {
         (("devices", 0, "from_device"), 20e9, "device 0: copy to the host 20 GB/s, 40%"),
         (("pairs", 5, "rate"), 50e9, "devices 2 and 3: 50 GB/s, 25% of the median of all pairs"),
         (("disk", "write"), 50e6, "the disk here: write 0.05 GB/s"),
+        (("gradients", "holds"), False, "gradients in bfloat16 are not those of float32: 16 leav"),
     ],
 )
 def test_what_is_slower_than_its_like_is_named(where, value, said):
@@ -153,11 +155,13 @@ def test_the_measured_figures_are_shown_and_judged(capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert "device 3     bfloat16 matmul 700 TFLOP/s (71% of the data sheet)" in printed
     assert "pairs        6, from 200 GB/s to 200 GB/s" in printed
+    assert "bfloat16     gradients: 16 leaves, worst: norm is 0.60% off" in printed
     assert "wrong: the disk here: read 0.001 GB/s; try --run on another disk" in printed
     assert main(["doctor", "--measure", "--json"]) == 4
     assert json.loads(capsys.readouterr().out)["measured"] == found
 
 
+@pytest.mark.long
 def test_this_machine_is_measured(tmp_path, monkeypatch):
     """With the long parts replaced: calibrate has tests of its own."""
     monkeypatch.setattr("spmdtrain.planner.calibrate.matmul_rate", lambda _: 1e12)
@@ -169,7 +173,8 @@ def test_this_machine_is_measured(tmp_path, monkeypatch):
     assert all(each["to_device"] > 0 and each["from_device"] > 0 for each in found["devices"])
     assert found["disk"]["write"] > 0 and found["disk"]["read"] > 0
     assert found["ring"] == {"rate": 2e9, "seconds": 1e-6} and [*tmp_path.iterdir()] == []
-    assert len(measured.describe(found)) == len(jax.devices()) + 2
+    assert found["gradients"]["holds"]
+    assert len(measured.describe(found)) == len(jax.devices()) + 3
     found["devices"][0]["to_device"] = 1.0
     found["disk"] = FAST["disk"]
     assert [*measured.slow(found)] == [], "simulated devices share the cores of the host"

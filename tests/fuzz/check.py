@@ -108,7 +108,7 @@ def examine(draw: Draw, oracles: Oracles, room: Path) -> Report:
     if not _sound(report, oracle.run, draw.numbers, ONE_DEVICE, "one device"):
         report.alone = report.outcome == "refused"
         return report
-    _narrow(report)
+    check_narrow(report)
     with tempfile.TemporaryDirectory(dir=room) as directory:
         if draw.end in ("whole", "same"):
             _whole(report, oracle, Path(directory))
@@ -117,7 +117,7 @@ def examine(draw: Draw, oracles: Oracles, room: Path) -> Report:
     return report
 
 
-def _narrow(report: Report) -> None:
+def check_narrow(report: Report) -> None:
     """Holds the gradients of a draw in 16 bits against float32, on one device and in its layout."""
     draw = report.draw
     for values in (ONE_DEVICE, draw.layout):

@@ -15,7 +15,7 @@ import pytest
 
 from fuzz import campaign, files, programs, schedule_files
 from fuzz.agreement import BFLOAT16, Oracle
-from fuzz.check import Oracles, examine
+from fuzz.check import Oracles, Report, check_narrow, examine
 from fuzz.draw import (
     AXES,
     LAYOUTS_PER_NUMBERS,
@@ -270,6 +270,14 @@ def test_a_planted_fault_of_the_gradients_is_found(planted, monkeypatch, oracles
     monkeypatch.setattr(reduction, "reduce_gradients", planted)
     report = examine(each, oracles, room)
     assert report.kinds() == {"numbers differ from one device, float32"}
+
+
+def test_a_planted_sum_in_16_bits_is_found(monkeypatch):
+    """Both runs lose the same terms, and agree: only the comparison with float32 sees it."""
+    monkeypatch.setattr(grad_accumulation, "with_wide_sums", lambda function, _: function)
+    report = Report(Draw(0, TWO | {"precision.compute": "bfloat16"}, {"mesh.data": 2}))
+    check_narrow(report)
+    assert report.kinds() == {"a gradient in 16 bits is not that of float32"}
 
 
 def test_a_planted_fault_of_resuming_is_found(monkeypatch, oracles, room):

@@ -1,7 +1,8 @@
 """Compares this machine's speeds with what they should be: `spmdtrain doctor --measure`.
 
 Each device multiplies, copies, and exchanges with the host and with each other device; all devices
-form a ring; the disk writes and reads. Figures are FLOP/s and bytes/s.
+form a ring; the disk writes and reads. Figures are FLOP/s and bytes/s. A small model's gradients in
+bfloat16 are held against those in float32, as its kernels and libraries compute them here.
 """
 
 import os
@@ -51,7 +52,24 @@ def measure(folder: str = ".") -> Figures:
         {"from": a.id, "to": b.id, "rate": _transfer(a, b)} for a, b in pairs if a.platform == "gpu"
     ]
     bandwidth, latency = ring()
-    return found | {"ring": {"rate": bandwidth, "seconds": latency}, "disk": _disk(folder)}
+    ring_of_all = {"rate": bandwidth, "seconds": latency}
+    return found | {"ring": ring_of_all, "disk": _disk(folder), "gradients": _gradients()}
+
+
+def _gradients() -> Figures:
+    """Returns whether gradients in bfloat16 are those of float32 on the first device, and how far
+    the worst is off.
+    """
+    from spmdtrain.certify.cover import Layout
+    from spmdtrain.certify.shrink import shrink
+    from spmdtrain.certify.stepper import Own
+    from spmdtrain.certify.witnesses.narrow import narrow_gradients
+    from spmdtrain.config import RunConfig
+
+    config = RunConfig(precision={"compute": "bfloat16"})
+    wide, narrow = (shrink(config, precision=which).config for which in ("float32", "asked"))
+    witness = narrow_gradients(wide, narrow, Layout((), "one device"), Own())
+    return {"holds": witness.holds, "said": witness.said}
 
 
 def _device(device) -> Figures:
@@ -106,7 +124,7 @@ def _disk(folder: str) -> Figures:
 
 
 def slow(found: Figures) -> Iterator[tuple[str, str]]:
-    """Yields (what is slow, what to look at)."""
+    """Yields (what is slow or wrong, what to look at)."""
     # Simulated devices share the cores of the host: none of them is slow by itself.
     devices = [each for each in found["devices"] if each["kind"] != "cpu"]
     for name, least in OF_OTHERS.items() if devices else ():
@@ -130,6 +148,9 @@ def slow(found: Figures) -> Iterator[tuple[str, str]]:
                 what = f"devices {each['from']} and {each['to']}: {rate('copy', each['rate'])}"
                 what += f", {each['rate'] / usual:.0%} of the median of all pairs"
                 yield what, "nvidia-smi topo -m, nvidia-smi nvlink -s"
+    if not found["gradients"]["holds"]:
+        what = f"gradients in bfloat16 are not those of float32: {found['gradients']['said']}"
+        yield what, "spmdtrain certify CONFIG here, and another jaxlib"
     for name, each in found["disk"].items():
         if each < SLOWEST_DISK:
             yield f"the disk here: {name} {rate('copy', each)}", "--run on another disk"
@@ -161,4 +182,4 @@ def describe(found: Figures) -> list[str]:
         hop = 1e6 * found["ring"]["seconds"]
         lines.append(f"ring         {rate('copy', found['ring']['rate'])}, {hop:.1f} us a hop")
     disk = ", ".join(f"{name} {rate('copy', each)}" for name, each in found["disk"].items())
-    return [*lines, f"disk here    {disk}"]
+    return [*lines, f"disk here    {disk}", f"bfloat16     gradients: {found['gradients']['said']}"]
