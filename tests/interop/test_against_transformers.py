@@ -65,6 +65,30 @@ def test_logits_are_those_of_transformers_and_the_export_loads(name, tmp_path, r
         assert torch.equal(before(tokens).logits, after(tokens).logits)
 
 
+def test_a_run_at_the_original_length_has_the_short_factors(tmp_path):
+    """transformers takes them for a sequence of that length."""
+    directories.write(tmp_path / "model", CASES["phi3"])
+    length = CASES["phi3"]["original_max_position_embeddings"]
+    overrides = [f"model.max_length={length}"]
+    imported = import_model(tmp_path / "model", tmp_path / "run", overrides=overrides)
+    print(check_logits(tmp_path / "model", imported.setup, imported.params))
+    export_run(tmp_path / "run", tmp_path / "out")
+    check_logits(tmp_path / "out", imported.setup, imported.params)
+
+
+def test_a_head_alone_is_the_shared_matrix(tmp_path):
+    import transformers
+
+    if transformers.__version__.startswith("4."):
+        pytest.skip("transformers 4 leaves such a table on the meta device")
+    config = CASES["llama"] | {"tie_word_embeddings": True}
+    tensors = directories.write(tmp_path / "model", config)
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    directories.write(tmp_path / "model", config, tensors)
+    imported = import_model(tmp_path / "model", tmp_path / "run")
+    print(check_logits(tmp_path / "model", imported.setup, imported.params))
+
+
 @pytest.mark.parametrize(
     "name", [name for name, family in FAMILIES.items() if "{%- generation %}" in family.template]
 )
