@@ -19,7 +19,7 @@ from spmdtrain.data.batches import EvalWindows, Range, TrainStream
 from spmdtrain.data.corpus import token_corpus
 from spmdtrain.data.prepare import encode, shards
 from spmdtrain.data.prepare.prepare import Job, prepare
-from spmdtrain.data.texts.documents import find_inputs, read_chunks, values_of
+from spmdtrain.data.texts.documents import find_inputs, read_chunks, texts_in, values_of
 from spmdtrain.data.token_files.tokens import COUNTS, _read_shared, open_tokens
 from spmdtrain.data.tokenizers.tokenizer import open_tokenizer
 
@@ -507,3 +507,10 @@ def test_a_disk_that_is_full_is_named(lines, tmp_path, capsys):
     assert main(["data", "prepare", str(lines / "one.jsonl"), "--out", str(tmp_path / "out")]) == 10
     assert f"cannot write {tmp_path}/out.bin: No space left on device" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["a.csv", "A.TSV", "a.csv.gz"])
+def test_a_table_in_text_is_not_one_document(tmp_path, name):
+    (tmp_path / name).write_bytes(b"text,n\nto be,1\n")
+    with pytest.raises(DataError, match=r"is a table: .*; try the same table as \.jsonl"):
+        list(texts_in([str(tmp_path / name)], "text"))

@@ -13,6 +13,7 @@ from real_files.cases import CASES, Case
 from real_files.environments import ENVIRONMENTS, run_in
 
 HERE = Path(__file__).parent
+HEAD = ("| tool | file | what comes of it | seen |", "|---|---|---|---|")
 BEGIN, END = "<!-- the table -->\n", "<!-- end of the table -->\n"
 
 
@@ -42,15 +43,20 @@ def version_of(case: Case) -> str:
     return pins[case.tool]
 
 
-def rows(outcomes: list[tuple[Case, Outcome]], before: str) -> list[str]:
-    """Returns the lines of the table: new ones, and those of `before` that were not tried now."""
-    today = datetime.date.today().isoformat()
-    lines = {tuple(line.split(" | ")[:2]): line for line in before.splitlines()}
-    for case, outcome in outcomes:
-        first = f"| {case.tool} {version_of(case)}", case.what
-        lines[first] = " | ".join([*first, _in_a_cell(outcome.said), f"{today} |"])
-    order = [(f"| {case.tool} {version_of(case)}", case.what) for case in CASES]
-    return [lines[first] for first in order if first in lines]
+def write(page: Path, case: Case, outcome: Outcome) -> None:
+    """Puts a row into the table of a page, in the order of the cases; the others stay."""
+    above, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    table, _, below = rest.partition(END)
+    rows = {tuple(line.split(" | ")[:2]): line for line in table.splitlines()}
+    row = [*_first_cells(case), _in_a_cell(outcome.said), f"{datetime.date.today()} |"]
+    rows[_first_cells(case)] = " | ".join(row)
+    lines = [rows[cells] for cells in map(_first_cells, CASES) if cells in rows]
+    text = "\n".join(["", *HEAD, *lines, "", ""])
+    page.write_text(f"{above}{BEGIN}{text}{END}{below}", encoding="utf-8")
+
+
+def _first_cells(case: Case) -> tuple[str, str]:
+    return f"| {case.tool} {version_of(case)}", case.what
 
 
 def _in_a_cell(text: str) -> str:
@@ -74,13 +80,8 @@ def main() -> int:
         outcomes.append((case, outcome))
         mark = "" if outcome.is_right else "  <- not what must come of it"
         print(f"{case.tool} {version_of(case)}, {case.what}: {outcome.said}{mark}", flush=True)
-    if parsed.write:
-        text = parsed.write.read_text(encoding="utf-8")
-        above, _, rest = text.partition(BEGIN)
-        table, _, below = rest.partition(END)
-        head = ["", "| tool | file | what comes of it | seen |", "|---|---|---|---|"]
-        lines = "\n".join([*head, *rows(outcomes, table), ""]) + "\n"
-        parsed.write.write_text(f"{above}{BEGIN}{lines}{END}{below}", encoding="utf-8")
+        if parsed.write:
+            write(parsed.write, case, outcome)
     wrong = sum(not outcome.is_right for _, outcome in outcomes)
     print(f"{len(outcomes)} files, {wrong} wrong", file=sys.stderr)
     return 1 if wrong else 0

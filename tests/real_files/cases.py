@@ -61,7 +61,7 @@ def _tables() -> list[Case]:
     name, script = "datasets", "table"
     return [
         *(Case("data", name, kind, script, (kind,), read.documents) for kind in TABLES),
-        Case("data", name, "to_csv", script, ("to_csv",), read.documents, "csv"),
+        Case("data", name, "to_csv", script, ("to_csv",), read.documents, "is a table"),
         Case(
             *("data", name, "save_to_disk of a DatasetDict", script),
             *(("save_to_disk of a DatasetDict",), read.documents, "split"),

@@ -20,6 +20,7 @@ from spmdtrain.inference.harness import likelihoods
 from spmdtrain.inference.requests import scored_pair
 from spmdtrain.running.published.import_model import import_model
 
+END = 255  # ends a document of bytes, which no text has
 OF_FLOAT32 = 2e-5  # root mean square, several times the noise of sums in another order
 
 
@@ -61,7 +62,7 @@ def documents(folder: Path) -> str:
     """Reads the texts of a table in their order."""
     wanted = expected(folder)
     files = find_inputs([str(path) for path in folder.glob("data*")])
-    found = [text for file in files for text in texts_in(file, "text")]
+    found = list(texts_in(files, "text"))
     assert found == wanted, f"found {found}"
     return f"{len(wanted)} documents, letter by letter"
 
@@ -73,7 +74,7 @@ def conversations(folder: Path) -> str:
     paths = [str(path) for path in folder.glob("data*")]
     prepare(Job(paths, str(folder / "tokens"), chat=True, pairs=pairs))
     corpus = token_corpus([str(folder / "tokens.bin")])
-    text = bytes(token for token in np.asarray(corpus.tokens[:]) if token < 256).decode()
+    text = bytes(token for token in np.asarray(corpus.tokens[:]) if token != END).decode()
     answers = [
         message["content"]
         for each in wanted

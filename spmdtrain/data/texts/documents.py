@@ -34,6 +34,9 @@ FORMATS = {
 }
 
 
+COLUMNS = (".csv", ".tsv")  # endings of tables in text, which are not read
+
+
 @dataclass(frozen=True)
 class Chunk:
     """A chunk of consecutive rows of one file."""
@@ -100,6 +103,16 @@ def format_of(path: str) -> str:
     return FORMATS.get(os.path.splitext(without_compression(path))[1].lower(), "text")
 
 
+def _refuse_columns(path: str) -> None:
+    """Raises DataError for a table in text, whose columns would be one document with its commas."""
+    ending = os.path.splitext(without_compression(path))[1].lower()
+    if ending in COLUMNS:
+        raise DataError(
+            f"{path} is a table: all of its columns and rows would be one text",
+            fix="the same table as .jsonl or .parquet, or a copy that ends in .txt",
+        )
+
+
 def command_to_prepare(path: str) -> str:
     """Returns the command that makes a token file next to a file of documents."""
     out = os.path.splitext(without_compression(path))[0] + "_tokens"
@@ -115,6 +128,7 @@ def read_chunks(
     Raises DataError if the file cannot be read.
     """
     kind = format_of(path)
+    _refuse_columns(path)
     if kind == "text":
         yield from _text_chunks(path, split_on, skip)
     elif kind == "jsonl":

@@ -87,7 +87,10 @@ if "bfloat16" in options:
     model = model.to(torch.bfloat16)
 model.save_pretrained(folder, **more)
 # Of what is in the files; a cast of the model in memory would round its rotary frequencies too.
-saved = getattr(transformers, of_class).from_pretrained(folder, torch_dtype=torch.float32).eval()
+# Attention other than the eager one leaves out the caps of Gemma2's scores in transformers 4.
+how = {} if transformers.__version__.startswith("4.28") else {"attn_implementation": "eager"}
+make_saved = getattr(transformers, of_class).from_pretrained
+saved = make_saved(folder, torch_dtype=torch.float32, **how).eval()
 with torch.no_grad():
     logits = saved(tokens).logits.double().numpy()
 np.savez(f"{folder}/expected.npz", tokens=tokens.numpy(), logits=logits)
