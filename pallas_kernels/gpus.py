@@ -29,6 +29,7 @@ class Gpu:
 
     name: str  # on our command lines
     device_kinds: tuple[str, ...]  # jax's `device_kind` of it
+    # Kernels use the tensor memory of "blackwell"; "blackwell rtx" has none.
     generation: str
     compute_capability: tuple[int, int] | None  # None: not from NVIDIA
     bfloat16: float
@@ -48,6 +49,8 @@ class Gpu:
 
 
 SPECS = "device_memory_size of openxla/xla, xla/backends/gpu/target_config/specs"
+
+TOTAL_CAPACITY = "total capacity as PyTorch's errors of memory print it"
 
 A100_TARGET = XlaTarget(
     shared_memory_per_core=167936,
@@ -205,6 +208,91 @@ _ALL = (
         xla=GB200_TARGET,
     ),
     Gpu(
+        name="rtx-4090",
+        device_kinds=("NVIDIA GeForce RTX 4090",),
+        generation="ada",
+        compute_capability=(8, 9),
+        bfloat16=165.2e12,
+        float8=330.3e12,
+        float32=82.6e12,
+        cores=128,
+        memory=25.4e9,
+        memory_bandwidth=1008e9,
+        link_bandwidth=32e9,
+        power=450,
+        sheet="NVIDIA Ada GPU Architecture white paper, "
+        "GeForce RTX 4090, dense, float32 accumulation",
+        sources={"memory": TOTAL_CAPACITY, "link_bandwidth": "PCIe 4 x16, no bridge"},
+    ),
+    Gpu(
+        name="rtx-5090",
+        device_kinds=("NVIDIA GeForce RTX 5090",),
+        generation="blackwell rtx",
+        compute_capability=(12, 0),
+        bfloat16=209.5e12,
+        float8=419e12,
+        float32=104.8e12,
+        cores=170,
+        memory=33.7e9,
+        memory_bandwidth=1792e9,
+        link_bandwidth=64e9,
+        power=575,
+        sheet="NVIDIA RTX Blackwell GPU Architecture white paper, "
+        "GeForce RTX 5090, dense, float32 accumulation",
+        sources={"memory": TOTAL_CAPACITY, "link_bandwidth": "PCIe 5 x16, no bridge"},
+    ),
+    Gpu(
+        name="l40s",
+        device_kinds=("NVIDIA L40S",),
+        generation="ada",
+        compute_capability=(8, 9),
+        bfloat16=362.05e12,
+        float8=733e12,
+        float32=183e12,
+        cores=142,
+        memory=47.7e9,
+        memory_bandwidth=864e9,
+        link_bandwidth=32e9,
+        power=350,
+        sheet="NVIDIA L40S data sheet, dense",
+        sources={"memory": TOTAL_CAPACITY, "link_bandwidth": "PCIe 4 x16, no bridge"},
+    ),
+    Gpu(
+        name="rtx-6000-ada",
+        device_kinds=("NVIDIA RTX 6000 Ada Generation",),
+        generation="ada",
+        compute_capability=(8, 9),
+        bfloat16=364.2e12,
+        float8=728.5e12,
+        float32=182.1e12,
+        cores=142,
+        memory=51.0e9,
+        memory_bandwidth=960e9,
+        link_bandwidth=32e9,
+        power=300,
+        sheet="NVIDIA Ada GPU Architecture white paper, RTX 6000, dense, float32 accumulation",
+        sources={"memory": TOTAL_CAPACITY, "link_bandwidth": "PCIe 4 x16, no bridge"},
+    ),
+    Gpu(
+        name="rtx-pro-6000",
+        device_kinds=(
+            "NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
+            "NVIDIA RTX PRO 6000 Blackwell Server Edition",
+        ),
+        generation="blackwell rtx",
+        compute_capability=(12, 0),
+        bfloat16=503.8e12,
+        float8=1007.6e12,
+        float32=251.9e12,
+        cores=188,
+        memory=102.0e9,
+        memory_bandwidth=1792e9,
+        link_bandwidth=64e9,
+        power=600,
+        sheet="NVIDIA RTX Blackwell PRO GPU Architecture white paper, RTX PRO 6000, dense",
+        sources={"memory": TOTAL_CAPACITY, "link_bandwidth": "PCIe 5 x16, no bridge"},
+    ),
+    Gpu(
         name="mi300x",
         device_kinds=("AMD Instinct MI300X",),
         generation="cdna3",
@@ -230,6 +318,8 @@ _UNLISTED = {
     BEFORE_AMPERE: r"K80|M40|M60|P4|P40|P100|V100S?|T4|T1000|TITAN"
     r"|GTX|GeForce RTX 20\d\d|Quadro RTX",
     "ampere": r"A(30|100|800)",
+    "ada": r"L4|L40|L20|GeForce RTX 40\d\d|RTX \d000 Ada|RTX \d000 SFF Ada",
+    "blackwell rtx": r"GeForce RTX 50\d\d|RTX PRO \d000 Blackwell",
     "hopper": r"G?H(20|100|200|800)",
     "blackwell": r"G?B[123]00",
 }

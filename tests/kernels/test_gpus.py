@@ -99,7 +99,11 @@ def test_the_planner_the_help_and_the_docs_have_the_names_of_the_table():
         ("NVIDIA GB200", "blackwell"),
         ("NVIDIA B300", "blackwell"),  # not listed
         ("Tesla T4", gpus.BEFORE_AMPERE),
-        ("NVIDIA L4", ""),
+        ("NVIDIA L4", "ada"),  # not listed
+        ("NVIDIA GeForce RTX 4070 Ti", "ada"),  # not listed
+        ("NVIDIA RTX 6000 Ada Generation", "ada"),
+        ("NVIDIA GeForce RTX 5090", "blackwell rtx"),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "blackwell rtx"),  # not listed
         ("cpu", ""),
     ],
 )
@@ -110,7 +114,22 @@ def test_generations(kind, generation):
 def test_a_listed_chip_is_of_the_generation_that_its_compute_capability_says():
     for gpu in gpus.GPUS.values():
         if gpu.compute_capability is not None:
-            assert (
-                gpu.generation
-                == {8: "ampere", 9: "hopper", 10: "blackwell"}[gpu.compute_capability[0]]
-            )
+            of_capability = {
+                **{(8, 0): "ampere", (8, 9): "ada", (9, 0): "hopper"},
+                **{(10, 0): "blackwell", (12, 0): "blackwell rtx"},
+            }
+            assert gpu.generation == of_capability[gpu.compute_capability]
+
+
+def test_peaks_are_dense_and_sum_in_float32():
+    """Each halving of the numbers doubles the rate of every tensor core; a data sheet's figure with
+    sparsity, or GeForce's with sums in 16 bits, is twice as much.
+    """
+    for gpu in gpus.GPUS.values():
+        assert gpu.bfloat16 == pytest.approx(2 * gpu.float32, rel=0.02), gpu.name
+        if gpu.float8:
+            assert gpu.float8 == pytest.approx(2 * gpu.bfloat16, rel=0.02), gpu.name
+        if gpu.compute_capability is not None:
+            cycles = gpu.bfloat16 / gpu.cores / 1.2e9  # FLOPs of a core, at less than any clock
+            widest = {"ada": 2300, "blackwell rtx": 2300}.get(gpu.generation, 15000)
+            assert 900 < cycles < widest, gpu.name

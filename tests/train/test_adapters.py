@@ -10,6 +10,7 @@ import pytest
 from helpers import MESHES_OF_WEIGHTS, batches_of, mesh_of, tiny
 
 import spmdtrain as st
+from spmdtrain.config.errors import ConfigError
 from spmdtrain.interop.peft import read_adapters
 from spmdtrain.models.adapters.by_path import merged
 from spmdtrain.models.adapters.quantised import dequantised
@@ -320,3 +321,21 @@ def test_an_estimate_of_eight_billion_frozen_weights_takes_a_moment():
     assert found.parameters == pytest.approx(2 * 8.03e9 + 4 * adapters, rel=1e-3)
     assert found.optimizer == pytest.approx(8 * adapters, rel=1e-3)
     assert found.total < 24e9 * SAFE_SHARE
+
+
+def test_a_frozen_head_of_zeros_is_refused(tmp_path):
+    """muP begins with it, and no gradient would ever pass it."""
+    below = tmp_path / "frozen.toml"
+    zeros = '[model]\nname = "gpt"\nvocab = 64\ntied = false\nmup_base = 16\n'
+    head = '[[optimizer.groups]]\nmatch = "unembed*"\nfrozen = true\n'
+    for text in (zeros + head, zeros + '[finetune]\nkind = "lora"\n'):
+        below.write_text(text)
+        with pytest.raises(ConfigError, match="no gradient passes it; set"):
+            st.load(below)
+        st.load(below, ["train.init_from=runs/base"])
+        st.load(below, ["model.tied=true"])
+
+
+def test_a_head_of_zeros_that_learns_is_none():
+    more = ("finetune.kind=lora", "finetune.also_train=unembed_ve")
+    tiny("model.tied=false", "model.mup_base=16", *more)

@@ -1,6 +1,7 @@
 """All sections together, and the checks that need several of them."""
 
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, PrivateAttr, model_validator
@@ -35,6 +36,8 @@ from spmdtrain.config.schema.precision import KernelsConfig, PrecisionConfig
 from spmdtrain.config.schema.train import DistillConfig, TrainConfig
 from spmdtrain.config.settings import Settings
 from spmdtrain.config.stages import TimedStage
+
+HEAD = "unembed_ve"  # the path of an untied head
 
 
 class RunConfig(Settings):
@@ -200,6 +203,8 @@ class RunConfig(Settings):
                 f"optimizer.name={self.optimizer.name!r}; set optimizer.name='adamw', 'lion' or "
                 "'muon'"
             )
+        if self.model.mup_base is not None and not self.train.init_from:
+            self._check_head_learns()
         if self.optimizer.final_learning_rate > self.optimizer.learning_rate:
             raise ValueError("optimizer.final_learning_rate is above optimizer.learning_rate")
         narrow = self.precision.params
@@ -247,6 +252,27 @@ class RunConfig(Settings):
             raise ValueError(
                 f"{asked}: a model with [model.multi_token] learns with all its layers; set "
                 f"{name}=0"
+            )
+
+    def _check_head_learns(self) -> None:
+        """Refuses a frozen head of zeros: no gradient would ever pass it."""
+        if self.model.make or self.model.tied:
+            return
+        group = next(
+            (each for each in self.optimizer.groups if fnmatchcase(HEAD, each.match)), None
+        )
+        if group is not None and group.frozen:
+            raise ValueError(
+                f"optimizer.groups freeze the head ({HEAD}), which is zero at first with "
+                f"model.mup_base={self.model.mup_base}: no gradient passes it; set "
+                "train.init_from=RUN, or let it learn"
+            )
+        also_trained = any(fnmatchcase(HEAD, name) for name in self.finetune.also_train)
+        if self.finetune.has_adapters and not also_trained:
+            raise ValueError(
+                f"finetune.kind={self.finetune.kind!r} freezes the head, which is zero at first "
+                f"with model.mup_base={self.model.mup_base}: no gradient passes it; set "
+                f"train.init_from=RUN, or finetune.also_train={HEAD}"
             )
 
     def _check_sparsity(self) -> None:

@@ -39,7 +39,7 @@ def check_mxfp8(device_kind: str) -> None:
     if device_kind != "cpu" and gpus.generation(device_kind) != "blackwell":
         raise ConfigError(
             f"precision.matmul='mxfp8': {device_kind} multiplies no blocks of 8-bit floats",
-            found="only GPUs of the Blackwell generation do",
+            found="only B200, B300 and their like do",
             fix="--set precision.matmul=float8",
         )
 

@@ -105,6 +105,13 @@ BOXES: Mapping[str, Box] = {
     "gb200": Box(
         per_host=72, sources={"network_bandwidth": NDR, "per_host": "one NVLink domain of 72"}
     ),
+    **dict.fromkeys(
+        ("rtx-4090", "rtx-5090", "l40s", "rtx-6000-ada", "rtx-pro-6000"),
+        Box(
+            network_bandwidth=12.5e9,
+            sources={"network_bandwidth": "100 Gb/s per device, assumed", "per_host": "assumed"},
+        ),
+    ),
     "mi300x": Box(sources={"network_bandwidth": "400 Gb/s, assumed"}),
 }
 
