@@ -40,10 +40,13 @@ def write_config(
         family = FAMILIES[base.family]
         made = _written(family, base.family, model)
         rope = {name: made[name] for name in OF_ROPE if kept.get(name) is None and name in made}
+        # transformers scales longrope by the published length, which a shorter run keeps.
+        is_longrope = model.rope_scaling is not None and model.rope_scaling.kind == "longrope"
+        length = model.max_length if is_longrope else None
         # Unchanged but for the other form of the rotary keys; else with all keys rewritten.
-        for keys in (kept | rope, kept | made):
+        for keys, read_at in ((kept | rope, length), (kept | made, None)):
             keys = keys | dtypes | {"architectures": [family.architecture]}
-            if _reads_as(keys) == wanted:
+            if _reads_as(keys, read_at) == wanted:
                 return base.family, keys
     for name, family in FAMILIES.items():
         keys = _written(family, name, model) | dtypes | dict(tokens)
@@ -101,10 +104,15 @@ def as_model(settings: Mapping[str, Any]) -> TransformerConfig:
     return (GPT if settings["name"] == "gpt" else Llama)(**settings)
 
 
-def _reads_as(keys: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns what the model of a config.json computes, or None if it cannot be read."""
+def _reads_as(keys: dict[str, Any], length: int | None = None) -> dict[str, Any] | None:
+    """Returns what the model of a config.json computes, or None if it cannot be read.
+
+    `length`: that of the run, if it is not the one in the file.
+    """
     try:
-        return function_of(as_model(as_published(Path(), keys).settings))
+        settings = as_published(Path(), keys).settings
+        at_length = {} if length is None else {"max_length": length}
+        return function_of(as_model(settings | at_length))
     except UserError:
         return None
 
