@@ -75,7 +75,12 @@ def test_what_is_imported_is_exported_as_it_was(family, published, tmp_path):
     for name, tensor in before.items():
         assert tensor.dtype == after[name].dtype
         assert np.array_equal(tensor.map(), after[name].map()), name
-    assert read_published(tmp_path / "out").settings == read_published(published / family).settings
+    came_out, went_in = (
+        read_published(folder).settings for folder in (tmp_path / "out", published / family)
+    )
+    # The scale of longrope is written out, which transformers 4 would compute otherwise.
+    assert function_of(as_model(came_out)) == function_of(as_model(went_in))
+    assert came_out | {"rope_scaling": None} == went_in | {"rope_scaling": None}
 
 
 @pytest.mark.parametrize("mesh", MESHES)
