@@ -104,7 +104,7 @@ def test_every_setting_of_a_text_is_refused_or_known():
     known = NO_PATHS_OF_SETTINGS | READ
     assert names > known
     for name in sorted(names - known | {"model.from"}):
-        for address in ADDRESSES:
+        for address in ADDRESSES[::4]:
             with pytest.raises(ConfigError, match="an address is not one|is an address"):
                 st.load("configs/quickstart.toml", [f"{name}={address}"])
 

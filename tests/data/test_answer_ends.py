@@ -99,7 +99,8 @@ def test_a_token_that_the_files_name_ends_an_answer():
 def test_the_command_says_how_many(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").write_text((json.dumps({"messages": ASKED}) + "\n") * 9)
-    for name, (answer, is_learned) in ANSWERS.items():
+    for name in ("marked with its end", "marked without its end"):
+        answer, is_learned = ANSWERS[name]
         (tmp_path / "t.jinja").write_text(writing(answer))
         command = ["data", "prepare", "a.jsonl", "--chat", "--chat-template", "t.jinja"]
         assert main([*command, "--out", name]) == 0
