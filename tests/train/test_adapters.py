@@ -7,7 +7,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import MESHES_OF_WEIGHTS, batches_of, mesh_of, tiny
+from helpers import MESHES_OF_WEIGHTS, batches_of, mesh_of, tiny, trained
 
 import spmdtrain as st
 from spmdtrain.config.errors import ConfigError
@@ -339,3 +339,33 @@ def test_a_frozen_head_of_zeros_is_refused(tmp_path):
 def test_a_head_of_zeros_that_learns_is_none():
     more = ("finetune.kind=lora", "finetune.also_train=unembed_ve")
     tiny("model.tied=false", "model.mup_base=16", *more)
+
+
+SMALL = (
+    *("model.embed=16", "model.heads=2", "model.vocab=32", "finetune.kind=lora"),
+    *("train.sequence_length=8", "train.global_batch=8", "optimizer.warmup=0"),
+    "optimizer.learning_rate=0.1",
+)
+EXPERTS = ("model.experts.count=4", "model.experts.chosen=2")
+STAGES = ("mesh.pipeline=2", "train.microbatch=4")
+# Runs whose differences from one device had grown by 30 to 100 times a step.
+GREW = {
+    "experts, pipeline": (EXPERTS, STAGES),
+    "experts, layers written out": (EXPERTS, ("train.scan_layers=false",)),
+    "schedule-free, pipeline": (("optimizer.name=schedule_free_adamw",), STAGES),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("model", "layout"), GREW.values(), ids=GREW)
+def test_steps_differ_by_rounding_where_epsilon_exceeds_it(model, layout):
+    """AdamW divides each gradient by its own size: one that is rounding alone takes a whole step.
+
+    With an epsilon above these gradients nothing is left to grow, in any layout.
+    """
+    settings = (*SMALL, *model, "optimizer.epsilon=1e-2")
+    losses, _, figures = trained(*settings, steps=6)
+    here, _, ours = trained(*settings, *layout, steps=6)
+    assert here == pytest.approx(losses, rel=2e-6)
+    for mine, theirs in zip(ours, figures, strict=True):
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
