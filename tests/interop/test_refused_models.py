@@ -132,6 +132,12 @@ def test_a_folder_without_config_json_is_said_to_be_that(folder):
         read_published(folder)
 
 
+def test_an_adapter_alone_is_said_to_be_that(folder):
+    (folder / "config.json").rename(folder / "adapter_config.json")
+    with pytest.raises(ConfigError, match=r"m is an adapter of peft.* try .*merge_and_unload"):
+        read_published(folder)
+
+
 def test_quantised_weights_are_no_matrices_to_train(folder):
     rewrite(folder, quantization_config={"quant_method": "gptq", "bits": 4})
     with pytest.raises(CheckpointError, match=r"is quantised \(gptq, 4 bits\): its weights"):

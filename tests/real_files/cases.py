@@ -51,7 +51,7 @@ TOKENIZERS = {
 TABLES = ("to_json", "to_parquet", "save_to_disk")
 CHATS = (
     *("to_json of conversations", "to_parquet of conversations"),
-    *("conversations as JSON texts", "conversations of the type Json"),
+    "conversations of the type Json",
 )
 NO_JSON = "and not a tokenizer.json; try the tokenizer.json of the same model"
 INDICES = ("uint16", "int32", "sequences in documents", "merged")
@@ -67,6 +67,10 @@ def _tables() -> list[Case]:
             *(("save_to_disk of a DatasetDict",), read.documents, "split"),
         ),
         *(Case("data", name, kind, script, (kind,), read.conversations) for kind in CHATS),
+        Case(
+            *("data", name, "conversations as JSON texts", script),
+            *(("conversations as JSON texts",), read.conversations, "is not a list of messages"),
+        ),
         Case("data", "trl", "pairs", script, ("pairs of trl",), read.conversations),
     ]
 
@@ -93,13 +97,20 @@ def _tokenizers() -> list[Case]:
 CASES = [
     *_models("transformers 4.28", OLD, "safetensors"),
     *_models("transformers 4.28", {"Llama": "safetensors"}, "bin"),
-    *_models("transformers 4.57", NEW | FURTHER),
+    *_models("transformers 4.57", NEW | {"DeepseekV3": ""}),
     *_models("transformers 5.24", NEW | FURTHER),
-    *_models("transformers 4.57", {"DeepseekV3": ""}, "no further tokens"),
     *_models("transformers 5.24", {"DeepseekV3": ""}, "no further tokens"),
     *_models("transformers 5.24", {"Llama": ""}, "sharded"),
     *_models("transformers 5.24", {"Llama": ""}, "bfloat16"),
-    Case("transformers 5.24", "peft", "an adapter", "adapter", (), read.adapter, "adapter"),
+    Case(
+        "transformers 5.24",
+        "peft",
+        "an adapter",
+        "adapter",
+        (),
+        read.adapter,
+        "is an adapter of peft",
+    ),
     Case("transformers 5.24", "lm-eval", "scores of its own model", "scores", (), read.scores),
     *_tokenizers(),
     *_tables(),

@@ -20,6 +20,7 @@ from spmdtrain.config.published.keys import Keys
 from spmdtrain.config.published.rope import FULL
 
 NAME = "config.json"
+ADAPTER = "adapter_config.json"
 LARGEST = 16 * 2**20  # bytes
 MOST_EXPERTS = 2**18  # in all layers
 DTYPES = ("float32", "bfloat16", "float16")
@@ -110,6 +111,11 @@ def _read(folder: Path) -> dict[str, Any]:
             raise ValueError("it is larger than 16 MiB")
         found = json.loads(path.read_bytes())
     except OSError as error:
+        if (folder / ADAPTER).is_file():
+            raise ConfigError(
+                f"{folder} is an adapter of peft, without the model that it belongs to",
+                fix="the folder that peft's merge_and_unload().save_pretrained(FOLDER) writes",
+            ) from None
         raise ConfigError(
             f"{folder} is not a Hugging Face directory: {NAME}: {error.strerror}",
             fix=f"the folder that holds {NAME} and *.safetensors",
