@@ -61,7 +61,7 @@ def other_tokenizer(folder: Path) -> str:
 def documents(folder: Path) -> str:
     """Reads the texts of a table in their order."""
     wanted = expected(folder)
-    files = find_inputs([str(path) for path in folder.glob("data*")])
+    files = find_inputs([str(path) for path in folder.glob("text*")])
     found = list(texts_in(files, "text"))
     assert found == wanted, f"found {found}"
     return f"{len(wanted)} documents, letter by letter"
@@ -71,7 +71,7 @@ def conversations(folder: Path) -> str:
     """Prepares conversations, or pairs, and finds every answer in the tokens."""
     wanted = expected(folder)
     pairs = isinstance(wanted[0], dict)
-    paths = [str(path) for path in folder.glob("data*")]
+    paths = [str(path) for path in folder.glob("text*")]
     prepare(Job(paths, str(folder / "tokens"), chat=True, pairs=pairs))
     corpus = token_corpus([str(folder / "tokens.bin")])
     text = bytes(token for token in np.asarray(corpus.tokens[:]) if token != END).decode()
@@ -86,7 +86,7 @@ def conversations(folder: Path) -> str:
 
 def index(folder: Path) -> str:
     """Reads the documents of an indexed dataset."""
-    corpus = token_corpus([str(folder / "data.bin")], vocab=256)
+    corpus = token_corpus([str(folder / "text.bin")], vocab=256)
     ends = [*corpus.document_starts.tolist()[1:], len(corpus.tokens)]
     found = [
         np.asarray(corpus.tokens[start:end]).tolist()

@@ -37,10 +37,10 @@ def write(prefix, documents):
 if kind == "merged":
     write(folder / "a", documents[:2])
     write(folder / "b", documents[2:])
-    builder = indexed_dataset.IndexedDatasetBuilder(str(folder / "data.bin"), dtype=dtype)
+    builder = indexed_dataset.IndexedDatasetBuilder(str(folder / "text.bin"), dtype=dtype)
     for part in ("a", "b"):
         builder.add_index(str(folder / part))
-    builder.finalize(str(folder / "data.idx"))
+    builder.finalize(str(folder / "text.idx"))
 else:
-    write(folder / "data", documents)
+    write(folder / "text", documents)
 (folder / "expected.json").write_text(json.dumps(documents))

@@ -26,29 +26,29 @@ chats = datasets.Dataset.from_dict({"messages": CHATS})
 expected = TEXTS
 match kind:
     case "to_json":
-        texts.to_json(folder / "data.jsonl")
+        texts.to_json(folder / "text.jsonl")
     case "to_parquet":
-        texts.to_parquet(folder / "data.parquet")
+        texts.to_parquet(folder / "text.parquet")
     case "to_csv":
-        texts.to_csv(folder / "data.csv")
+        texts.to_csv(folder / "text.csv")
     case "save_to_disk":
-        texts.save_to_disk(folder / "data", num_shards=2)
+        texts.save_to_disk(folder / "text", num_shards=2)
     case "save_to_disk of a DatasetDict":
-        datasets.DatasetDict({"train": texts, "test": texts}).save_to_disk(folder / "data")
+        datasets.DatasetDict({"train": texts, "test": texts}).save_to_disk(folder / "text")
     case "to_json of conversations":
-        chats.to_json(folder / "data.jsonl")
+        chats.to_json(folder / "text.jsonl")
         expected = CHATS
     case "to_parquet of conversations":
-        chats.to_parquet(folder / "data.parquet")
+        chats.to_parquet(folder / "text.parquet")
         expected = CHATS
     case "conversations as JSON texts":
         rows = {"messages": [json.dumps(chat) for chat in CHATS]}
-        datasets.Dataset.from_dict(rows).to_parquet(folder / "data.parquet")
+        datasets.Dataset.from_dict(rows).to_parquet(folder / "text.parquet")
         expected = CHATS
     case "conversations of the type Json":
         features = datasets.Features({"messages": datasets.Json()})
         made = datasets.Dataset.from_dict({"messages": CHATS}, features=features)
-        made.to_parquet(folder / "data.parquet")
+        made.to_parquet(folder / "text.parquet")
         expected = CHATS
     case "pairs of trl":
         from trl import maybe_extract_prompt
@@ -60,6 +60,6 @@ match kind:
             }
             for pair in PAIRS
         ]
-        datasets.Dataset.from_list(whole).map(maybe_extract_prompt).to_json(folder / "data.jsonl")
+        datasets.Dataset.from_list(whole).map(maybe_extract_prompt).to_json(folder / "text.jsonl")
         expected = PAIRS
 (folder / "expected.json").write_text(json.dumps(expected))
