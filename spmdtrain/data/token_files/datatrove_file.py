@@ -32,7 +32,7 @@ def open_datatrove(path: Path, vocab: int, dtype: str | None) -> ForeignTokens:
         raise DataError(
             f"{path} has marks of what is learned, which are not read",
             found=f"{_beside(path, '.loss')}",
-            fix="spmdtrain data prepare of the conversations themselves",
+            fix="spmdtrain data prepare FILE --chat --out NAME",
         )
     with reading(path):
         size = path.stat().st_size
