@@ -14,6 +14,7 @@ from helpers import tiny
 
 import spmdtrain as st
 from spmdtrain.config import CheckpointError, ConfigError
+from spmdtrain.train.compared.in_order import plain_arrays
 
 
 @pytest.mark.parametrize("name", st.__all__)
@@ -80,6 +81,15 @@ def test_a_config_comes_from_a_file_or_from_code(cell):
     names, _ = cell("config")
     assert names["config"].train.steps == names["same_model"].train.steps == 20
     assert names["same_model"].model == names["config"].model
+
+
+@pytest.mark.seconds
+def test_a_state_has_the_weights_of_a_run_on_another_mesh(cell):
+    names, printed = cell("imported")
+    weights = st.weights("runs/quickstart")
+    params = plain_arrays(names["setup"], names["state"].params)
+    assert names["setup"].mesh.shape["fsdp"] == 4 and printed.startswith("step 0: ")
+    assert all(np.array_equal(params[path], x) for path, x in weights.items())
 
 
 @pytest.mark.seconds
