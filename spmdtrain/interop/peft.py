@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 from spmdtrain.config.errors import CheckpointError, ConfigError, StorageError
 from spmdtrain.config.schema import FinetuneConfig, RunConfig
 from spmdtrain.interop.files import open_file
-from spmdtrain.interop.names import TABLES
+from spmdtrain.interop.names import EMBED, HEAD, TABLES
 from spmdtrain.interop.weights import sizes_of
 from spmdtrain.interop.writer import new_folder
 from spmdtrain.models.adapters.adapted import Part, parts_of
@@ -170,13 +170,24 @@ def _check_all_written(values: Values, adapted: Mapping[Module, int]) -> None:
 def _trained_whole(
     values: Values, config: RunConfig, family: str
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (name, tensor) of the weights of `finetune.also_train`."""
+    """Yields (name, tensor) of the weights of `finetune.also_train`.
+
+    A head that shares a trained table is one more tensor: peft replaces each of the two layers by a
+    copy of its own.
+    """
     for path, x in _also_trained(values, config, family):
+        if path == EMBED and config.model.tied:
+            yield _head_name(family), np.asarray(x)
         entry = TABLES[family][path]
         stacked = path.startswith("blocks.")
         for layer, one in enumerate(x) if stacked else [(None, x)]:
             mapped = entry.rule(sizes_of(config.model), one.shape)
             yield from zip(entry.of_layer(layer), mapped.write(np.asarray(one)), strict=True)
+
+
+def _head_name(family: str) -> str:
+    (name,) = TABLES[family][HEAD].of_layer(None)
+    return name
 
 
 def _also_trained(
@@ -276,6 +287,14 @@ def read_adapters(folder: Path, values: Values, config: RunConfig, family: str) 
             parts = [read(PREFIX + name) for name in entry.of_layer(layer)]
             whole.append(mapped.read(parts, tuple(slice(0, size) for size in mapped.shape)))
         found[path] = np.stack(whole) if stacked else whole[0]
+        head = PREFIX + _head_name(family)
+        shares_head = path == EMBED and config.model.tied and head in tensors
+        if shares_head and not np.array_equal(read(head), found[path]):
+            raise CheckpointError(
+                f"{folder} has trained the head apart from the table of tokens",
+                asked="model.tied=true",
+                fix="--set model.tied=false",
+            )
     if left := sorted(set(tensors) - used):
         more = f", and {len(left) - 1} more" if len(left) > 1 else ""
         raise CheckpointError(

@@ -86,6 +86,9 @@ def test_the_files_say_what_merging_does(family, settings, tmp_path):
     write_adapters(tmp_path / "out", values, config, family, "base")
     got = by_the_formula(tmp_path / "out", published(values, config, family))
     want = published(merged(values, config.finetune), config, family)
+    if config.model.tied and config.finetune.also_train:
+        # peft replaces the head, too, which would stay as it was.
+        assert np.array_equal(got.pop("lm_head.weight"), values["tokens.table_ve"])
     assert got.keys() == want.keys()
     for name, x in want.items():
         assert np.allclose(got[name], x, rtol=1e-5, atol=1e-5), name
@@ -101,6 +104,20 @@ def test_what_is_written_is_read_back_to_the_bit(kind, tmp_path):
     assert len(found) == 7 * (3 if kind == "dora" else 2) + 2
     for path, x in found.items():
         assert np.array_equal(x, values[path]), path
+
+
+def test_a_tied_head_is_written_beside_its_table_and_read_back(tmp_path):
+    settings = ("model.tied=true", "finetune.kind=lora", "finetune.also_train=tokens.*")
+    config, values = drawn(*FAMILIES["llama"], *settings)
+    write_adapters(tmp_path / "out", values, config, "llama")
+    found = read_adapters(tmp_path / "out", values, config, "llama")
+    assert np.array_equal(found["tokens.table_ve"], values["tokens.table_ve"])
+
+    tensors = {name: x.map() for name, x in open_file(tmp_path / "out" / WEIGHTS).items()}
+    head = "base_model.model.lm_head.weight"
+    save_file(tensors | {head: 2 * tensors[head]}, tmp_path / "out" / WEIGHTS)
+    with pytest.raises(st.UserError, match="head apart from the table.*--set model.tied=false"):
+        read_adapters(tmp_path / "out", values, config, "llama")
 
 
 def test_an_adapter_of_a_fused_layer_is_one_of_each_part(tmp_path):
