@@ -126,33 +126,6 @@ class Layers:
         return tuple(array.storage.chunk_shape if array.storage else array.shape)
 
 
-class MeanLayers(Layers):
-    """The mean of the weights of several checkpoints of a run, in float32.
-
-    Integers, as frozen weights may be stored, are those of the first.
-    """
-
-    def __init__(self, checkpoints: SavedSteps, steps: Sequence[int], *, ema: bool = False):
-        super().__init__(checkpoints, steps[0], ema=ema)
-        self._others = [Layers(checkpoints, step, ema=ema) for step in steps[1:]]
-
-    def read(self, path: str, layer: int | None, *, counts: bool = True) -> np.ndarray:
-        """Returns the mean of what `Layers.read` returns for each checkpoint."""
-        own = super().read(path, layer, counts=counts)
-        others = [each.read(path, layer, counts=counts) for each in self._others]
-        if np.issubdtype(own.dtype, np.integer):
-            return own
-        total = own.astype(np.float64)
-        for each in others:
-            total += each.astype(np.float64)
-        return (total / (1 + len(others))).astype(np.float32)
-
-    def verify(self) -> None:
-        super().verify()
-        for each in self._others:
-            each.verify()
-
-
 def check_average(run: Path, step: int | None, average: Sequence[int]) -> None:
     """Raises UserError if the checkpoints after these steps cannot be averaged."""
     if not average:

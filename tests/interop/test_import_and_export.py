@@ -296,6 +296,34 @@ def test_two_processes_write_files_of_their_own(published, tmp_path):
 
 
 @pytest.mark.long
+def test_means_of_adapters_are_those_of_the_merged_weights(published, tmp_path):
+    """Over steps, where the product of two means would be another matrix; and averages of both
+    runs, where the newest weights of the second would be another adapter.
+    """
+    lora = ("finetune.kind=lora", "finetune.rank=2", "finetune.alpha=6.0", "optimizer.ema=0.5")
+    saved = ("train.steps=3", "eval.every=0", "checkpoint.every=1", "checkpoint.keep=9")
+    config = load_tiny(tmp_path, published / "llama", *lora, *saved)
+    run, twin = tmp_path / "run", tmp_path / "twin"
+    loop.run(config, run, devices=jax.devices()[:1])
+    shutil.copytree(run, twin)
+
+    def exported(out: str, **asked) -> np.ndarray:
+        export_run(run, tmp_path / out, dtype="float32", **asked)
+        return open_tensors(tmp_path / out)["model.layers.0.mlp.down_proj.weight"].map()
+
+    steps = [1, 3]
+    of_steps = [exported(f"step{step}", step=step).astype(np.float64) for step in steps]
+    mean = exported("mean", average=steps)
+    np.testing.assert_allclose(mean, np.mean(of_steps, 0), rtol=1e-6, atol=1e-9)
+
+    base = open_tensors(published / "llama")["model.layers.0.mlp.down_proj.weight"].map()
+    newest = exported("newest")
+    once, twice = exported("once", ema=True), exported("twice", ema=True, also=[twin])
+    assert np.abs(once - newest).max() > 1e-5
+    np.testing.assert_allclose(twice - base, 2 * (once - base), rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.long
 def test_adapters_are_merged_with_the_weights_that_were_quantised(published, tmp_path):
     """Those of the published folder, exactly; and the adapters of several runs add up."""
     run, twin = tmp_path / "run", tmp_path / "twin"

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from spmdtrain.checkpoints.layers import Layers, MeanLayers, check_average
+from spmdtrain.checkpoints.layers import Layers, check_average
 from spmdtrain.checkpoints.restore import read_step, run_config
 from spmdtrain.checkpoints.saved_steps import SavedSteps
 from spmdtrain.config.errors import CheckpointError
@@ -29,6 +29,7 @@ from spmdtrain.processes.processes import this_process, together
 from spmdtrain.running.published.around import write_around
 from spmdtrain.running.published.as_target import target_of
 from spmdtrain.running.published.merged_layers import (
+    MeanOfSteps,
     MergedLayers,
     OfRun,
     check_merge,
@@ -104,7 +105,7 @@ def export_run(  # noqa: PLR0913 - all that a directory is made of
 def _write(checkpoints: SavedSteps, step: int, asked: ExportOfRun) -> list[str]:
     target = asked.target
     with contextlib.ExitStack() as held:
-        source = _merged_layers(checkpoints, step, asked, held)
+        source = _weights(checkpoints, step, asked, held)
         shapes = target.shapes(source.shapes)
         process, processes = this_process()
         folder = held.enter_context(new_folder(asked.out, process=process))
@@ -132,7 +133,11 @@ def _write(checkpoints: SavedSteps, step: int, asked: ExportOfRun) -> list[str]:
 
 
 def _write_mine(
-    source: MergedLayers, target: Target, writer: TensorWriter, process: int, processes: int
+    source: MergedLayers | MeanOfSteps,
+    target: Target,
+    writer: TensorWriter,
+    process: int,
+    processes: int,
 ) -> None:
     """Writes the tensors of this process's files, a layer while the next one is read."""
     mine = writer.names_of(process, processes)
@@ -162,22 +167,28 @@ def _write_mine(
             written.result()
 
 
+def _weights(
+    checkpoints: SavedSteps, step: int, asked: ExportOfRun, held: contextlib.ExitStack
+) -> MergedLayers | MeanOfSteps:
+    """Returns the source of an export's weights: the checkpoints of all its runs, opened."""
+    if not asked.average:
+        return _merged_layers(checkpoints, step, asked, held)
+    return MeanOfSteps([_merged_layers(checkpoints, at, asked, held) for at in asked.average])
+
+
 def _merged_layers(
     checkpoints: SavedSteps, step: int, asked: ExportOfRun, held: contextlib.ExitStack
 ) -> MergedLayers:
-    """Returns the source of an export's weights: the checkpoints of all its runs, opened."""
+    """Returns the weights after one step, with all adapters merged."""
     target = asked.target
-    layers = Layers(checkpoints, step, ema=asked.ema)
-    if asked.average:
-        layers = MeanLayers(checkpoints, asked.average, ema=asked.ema)
-    first = OfRun(asked.run, layers, target.finetune)
+    first = OfRun(asked.run, Layers(checkpoints, step, ema=asked.ema), target.finetune)
     others = []
     for run, finetune in asked.others.items():
         opened = held.enter_context(contextlib.closing(SavedSteps(run)))
         newest = opened.newest()
         if newest is None:
             raise CheckpointError(f"{run} holds no checkpoint")
-        others.append(OfRun(run, Layers(opened, newest), finetune))
+        others.append(OfRun(run, Layers(opened, newest, ema=asked.ema), finetune))
     if asked.base is None:
         return MergedLayers(first, others, first.own_shapes())
     wide = target.finetune.model_copy(update={"kind": "full", "base": "float"})

@@ -128,6 +128,32 @@ class MergedLayers:
             )
 
 
+class MeanOfSteps:
+    """The mean of the merged weights of several steps, in float32.
+
+    Adapters are merged first: the product of two means is not the mean of the products. Integers
+    are those of the first step.
+    """
+
+    def __init__(self, steps: Sequence[MergedLayers]):
+        self.shapes = steps[0].shapes
+        self.merged = steps[0].merged
+        self._steps = steps
+
+    def read(self, path: str, layer: int | None, *, counts: bool = True) -> np.ndarray:
+        """Returns the mean of what `MergedLayers.read` returns for each step."""
+        first, *others = (step.read(path, layer, counts=counts) for step in self._steps)
+        if np.issubdtype(first.dtype, np.integer):
+            return first
+        total = sum((x.astype(np.float64) for x in others), first.astype(np.float64))
+        return (total / len(self._steps)).astype(np.float32)
+
+    def verify(self) -> None:
+        """Raises DamagedError if what the processes have read together is not what was saved."""
+        for step in self._steps:
+            step.verify()
+
+
 def check_merge(runs: Mapping[Path, FinetuneConfig], base: str | Path | None) -> None:
     """Refuses runs that cannot be merged. The first is exported, the others give their adapters."""
     (run, finetune), *others = runs.items()
