@@ -4,6 +4,7 @@ checked where it comes in."""
 import argparse
 import io
 import json
+from contextlib import closing
 from pathlib import Path
 
 import jax
@@ -19,9 +20,12 @@ from spmdtrain.data.chats.conversation import of_messages
 from spmdtrain.data.chats.encode import encode_conversation
 from spmdtrain.data.chats.jinja_template import JinjaText
 from spmdtrain.data.chats.simple_template import CHATML, SimpleTemplate
+from spmdtrain.data.chats.template_folder import template_from_spec
 from spmdtrain.data.token_files.tokens import open_tokens
+from spmdtrain.data.tokenizers.tokenizer import ByteTokenizer
 from spmdtrain.inference import chat
 from spmdtrain.inference import prompts as reading
+from spmdtrain.running.published.export_run import export_run
 
 SMALL = (
     "model.layers=1",
@@ -93,6 +97,42 @@ JINJA = (
     "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}"
 )
+
+
+@pytest.mark.seconds
+def test_an_export_has_the_template_and_stops_where_a_conversation_does(here, tmp_path):
+    export_run("run", tmp_path / "out")
+    settings = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    with chat.Chat("run") as talk:
+        assert set(as_list(settings["eos_token_id"])) == set(talk._stops.ids)
+    assert here.tokenizer.id_of("<|im_end|>") in as_list(settings["eos_token_id"])
+
+    messages = [*CHAT, {"role": "user", "content": "it's\n{role}"}]
+    jinja = JinjaText((tmp_path / "out" / "chat_template.jinja").read_text()).spec
+    with closing(template_from_spec(jinja)) as exported:
+        for ours in (SimpleTemplate.parse(CHATML), exported):
+            parts = ours.ask(of_messages(messages, "here"), here.tokenizer, "here")
+            assert "".join(parts) == (
+                "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nyes yes<|im_end|>\n"
+                "<|im_start|>user\nit's\n{role}<|im_end|>\n<|im_start|>assistant\n"
+            )
+
+
+def as_list(ids: int | list[int]) -> list[int]:
+    return ids if isinstance(ids, list) else [ids]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [CHATML, "[{role}]'{content}\\\n", "{role}: {role}>{content}</{role}>", "{role}{content}"],
+)
+def test_a_simple_template_is_the_same_in_jinja(text):
+    template = SimpleTemplate.parse(text)
+    tokenizer = ByteTokenizer()
+    messages = of_messages([*CHAT, {"role": "user", "content": "x{%"}], "here")
+    with closing(template_from_spec(JinjaText(template.jinja("<s>")).spec)) as jinja:
+        want = "".join(template.ask(messages, tokenizer, "here"))
+        assert "".join(jinja.ask(messages, tokenizer, "here")) == "<s>" + want
 
 
 @pytest.fixture

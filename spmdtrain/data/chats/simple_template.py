@@ -48,6 +48,28 @@ class SimpleTemplate:
         """The text that `parse` accepts."""
         return f"{self.opening}{{content}}{self.closing}"
 
+    def jinja(self, begin: str = "") -> str:
+        """Returns the same template in Jinja, as transformers reads it; `begin` precedes it all."""
+
+        def literal(text: str) -> str:
+            escaped = text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")
+            return f"'{escaped}'"
+
+        def with_role(text: str, role: str) -> str:
+            return f" + {role} + ".join(map(literal, text.split("{role}")))
+
+        role = "message['role']"
+        message = f"{with_role(self.opening, role)} + message['content']"
+        return (
+            f"{{{{- {literal(begin)} }}}}"
+            "{%- for message in messages %}"
+            f"{{{{- {message} + {with_role(self.closing, role)} }}}}"
+            "{%- endfor %}"
+            "{%- if add_generation_prompt %}"
+            f"{{{{- {literal(self.opening_of(ANSWERS))} }}}}"
+            "{%- endif %}"
+        )
+
     @property
     def letters(self) -> str:
         """The characters that it may write."""
