@@ -6,6 +6,7 @@ from spmdtrain.checkpoints.newest import Found, newest_good
 from spmdtrain.config.run_files import QUARANTINE
 from spmdtrain.processes import pulse
 from spmdtrain.running.guards.guard import GoBack
+from spmdtrain.running.published.abandoned import set_aside_exports
 from spmdtrain.running.report.reporter import Reporter
 from spmdtrain.running.saves import Saves
 from spmdtrain.train.setup import Setup
@@ -19,8 +20,8 @@ def go_back(
 ) -> tuple[TrainState, int, int]:
     """Returns the state, step and global sample index from which the run continues.
 
-    Checkpoints of the bad steps are set aside. Raises DivergedError if no older checkpoint exists,
-    or if the run has returned to the same one too often.
+    Checkpoints and exports of the bad steps are set aside. Raises DivergedError if no older
+    checkpoint exists, or if the run has returned to the same one too often.
     """
     pulse.tell(pulse.RESTORE, bad.step)
     saves.finish()
@@ -33,6 +34,7 @@ def go_back(
         raise saves.diverged(bad.step, f"{bad}, and {back}")
     set_aside_damaged(saves.checkpoints, found, reporter)
     saves.checkpoints.quarantine([at for at in saves.checkpoints.steps() if at > found.step])
+    set_aside_exports(found.step, reporter)
 
     first = found.meta["sample"]
     last = saves.samples(bad.step)[1]

@@ -631,6 +631,24 @@ def test_a_run_exports_its_checkpoints_while_it_trains(tmp_path):
 
 
 @pytest.mark.seconds
+def test_exports_of_abandoned_steps_are_set_aside(tmp_path, capsys):
+    small = ("model.name=llama", "model.layers=1", "model.embed=16", "model.heads=2")
+    every = ("checkpoint.every=2", "checkpoint.keep=9", "checkpoint.export=1")
+    run, one = tmp_path / "run", jax.devices()[:1]
+    loop.run(tiny(*small, *every, "train.steps=6"), run, devices=one)
+    exports = run / "exports"
+    assert sorted(path.name for path in exports.iterdir()) == ["2", "4", "6"]
+    (exports / "6" / "config.json").write_text("of the abandoned step")
+
+    loop.run(tiny(*small, *every, "train.steps=4"), run, devices=one, step=2)
+    said = "exports of the abandoned steps 4, 6 are now in exports/quarantine"
+    assert said in capsys.readouterr().out
+    assert sorted(path.name for path in exports.iterdir()) == ["2", "4", "quarantine"]
+    assert sorted(path.name for path in (exports / "quarantine").iterdir()) == ["4", "6"]
+    assert (exports / "quarantine/6/config.json").read_text() == "of the abandoned step"
+
+
+@pytest.mark.seconds
 def test_a_run_of_no_family_is_not_begun_with_exports(tmp_path):
     odd = ("model.norm=rmsnorm", "checkpoint.export=1", "train.steps=1")
     with pytest.raises(ConfigError, match="belongs to no family"):

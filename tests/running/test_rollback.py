@@ -120,6 +120,13 @@ def test_a_resumed_run_is_no_other(stop, undisturbed, tmp_path):
     assert meta["guard"] == {"in_a_row": 0, "left_out": [LEFT_OUT]}
 
 
+def test_exports_of_the_bad_steps_are_set_aside(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(rollback, "set_aside_exports", lambda after, _: asked.append(after))
+    run(tmp_path)
+    assert asked == [SAVED]
+
+
 def test_a_cause_that_is_not_in_the_samples_ends_the_run(tmp_path):
     with pytest.raises(DivergedError, match=f"back to step {SAVED} {rollback.MOST_RETURNS} times"):
         run(tmp_path, data=tokens_with(range(FIRST, 1000)))

@@ -10,6 +10,7 @@ from spmdtrain.data.source import recall_progress
 from spmdtrain.processes import pulse
 from spmdtrain.running.guards.bad_steps import BadSteps
 from spmdtrain.running.guards.early_stop import EarlyStop
+from spmdtrain.running.published.abandoned import set_aside_exports
 from spmdtrain.running.report import stages
 from spmdtrain.running.rollback import set_aside_damaged
 from spmdtrain.running.start.chosen_step import set_aside_later
@@ -58,6 +59,7 @@ def _resume(session: Session, found: Found) -> StartingPoint:
     setup = session.setup
     set_aside_damaged(session.checkpoints, found, reporter)
     set_aside_later(session.checkpoints, step, reporter)
+    set_aside_exports(step, reporter)
     if session.checkpoints.retention:
         session.checkpoints.retention.recall(found.meta)
     recall_progress(session.prepared.data, found.meta)

@@ -1,0 +1,41 @@
+"""Sets exports aside whose steps the run has abandoned, so that nobody takes them for its own."""
+
+from pathlib import Path
+
+import jax
+
+from spmdtrain.config.errors import StorageError
+from spmdtrain.config.run_files import QUARANTINE
+from spmdtrain.running.published.exports import FOLDER
+from spmdtrain.running.report.reporter import Reporter
+
+
+def set_aside_exports(after: int, reporter: Reporter) -> None:
+    """Moves the exports of steps later than `after` into RUN/exports/quarantine, and says so.
+
+    Process 0 moves them. Raises StorageError if it cannot.
+    """
+    exports = reporter.directory / FOLDER
+    if jax.process_index() or not exports.is_dir():
+        return
+    abandoned = sorted(
+        int(folder.name)
+        for folder in exports.iterdir()
+        if folder.name.isdecimal() and int(folder.name) > after
+    )
+    if not abandoned:
+        return
+    try:
+        for step in abandoned:
+            _move(exports / str(step), exports / QUARANTINE)
+    except OSError as error:
+        raise StorageError(f"cannot move {exports}: {error.strerror}") from None
+    listed = ", ".join(map(str, abandoned))
+    reporter.say(f"exports of the abandoned steps {listed} are now in {FOLDER}/{QUARANTINE}")
+
+
+def _move(folder: Path, quarantine: Path) -> None:
+    """Moves a folder into `quarantine`, under a name that is free there."""
+    quarantine.mkdir(exist_ok=True)
+    taken = len(list(quarantine.glob(f"{folder.name}*")))
+    folder.rename(quarantine / (f"{folder.name}.{taken}" if taken else folder.name))
