@@ -23,7 +23,7 @@ def command(_):
     raise DataError({ascii(TEXT)})
 
 commands.make_parser = lambda: types.SimpleNamespace(
-    parse_args=lambda _: types.SimpleNamespace(command=command)
+    parse_args=lambda _: types.SimpleNamespace(command=command, options=(), settable=())
 )
 raise SystemExit(cli.main())
 """

@@ -108,7 +108,8 @@ def with_counted_moments(config: RunConfig, workload: Workload) -> Workload:
     if not elements:
         return workload
     moments = (held / elements - workload.item_bytes) / workload.moment_bytes
-    return replace(workload, moments=max(0.0, moments))
+    # Without what a few scalars add: the workload is that of `estimate` again.
+    return replace(workload, moments=round(max(0.0, moments), 4))
 
 
 def shape_of_own(config: RunConfig, shape: ModelShape) -> ModelShape:

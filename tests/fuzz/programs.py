@@ -49,6 +49,8 @@ def shared() -> Iterator[None]:
         return replace(found, config=config)
 
     def fresh(setup):
+        if setup.teacher is not None and setup.teacher.on_disk is None:
+            return init_state(setup)  # refuses
         key = _key_of(setup)
         if ("state", *key) not in _kept:
             state = init_state(setup)

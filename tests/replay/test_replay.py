@@ -125,7 +125,7 @@ def test_what_a_step_was_fed_is_shown_and_proved(ran, changed, capsys):
         (
             {"step": 5, "overrides": ("optimizer.beta1=0.5",)},
             ConfigError,
-            "the settings of the run",
+            "with the settings it was trained with",
         ),
         ({"step": 5, "overrides": ("mesh.data=8",)}, ConfigError, "needs 16 devices"),
     ],
