@@ -71,15 +71,28 @@ def test_drawn_settings_are_exported_with_keys_that_their_class_reads():
 
 
 @pytest.mark.hf
-@pytest.mark.parametrize("seed", range(96))
+@pytest.mark.parametrize("seed", range(48))
 def test_a_model_of_drawn_settings_has_the_logits_of_transformers(seed, tmp_path):
     """A model that is not refused is what the class computes from the exported folder."""
     models = [*drawn_models.models(range(10 * seed, 10 * seed + 10))]
     found = [(model, said) for model in models if (said := written(model))]
     if not found:
         pytest.skip("all ten are of no family")
-    # The last: those of the first families are drawn most often.
     model, (family, keys) = found[-1]
+    print(f"\n{family}: {logits_of_transformers(model, family, keys, tmp_path)}")
+
+
+@pytest.mark.hf
+@pytest.mark.parametrize("length", [8, 16, 64])
+def test_a_model_that_came_in_at_another_length_has_the_logits_of_transformers(length, tmp_path):
+    settings = as_published(Path(), dict(directories.CONFIGS["phi3"])).settings
+    model = as_model(settings | {"max_length": length})
+    family, keys = written(model) or ("none", {})
+    logits_of_transformers(model, family, keys, tmp_path)
+
+
+def logits_of_transformers(model, family: str, keys: dict, folder: Path) -> str:
+    """Writes a folder of random weights and compares; raises ConfigError if logits differ."""
     values = {"precision": {"params": "float32", "compute": "float32"}}
     values |= {"train": {"sequence_length": 16}, "data": {"corpus": "synthetic"}}
     config = from_resolved({"config": values, "origin": {}}).model_copy(update={"model": model})
@@ -87,9 +100,9 @@ def test_a_model_of_drawn_settings_has_the_logits_of_transformers(seed, tmp_path
     target = Target(model, family, keys, "float32", config.finetune)
     shapes = {path: tuple(x.shape) for path, x in setup.state.params.items()}
     scale = 0.0 if "gemma" in family else 1.0
-    directories.write(tmp_path, keys, directories.drawn(target.shapes(shapes), scale=scale))
-    params, _ = read_weights(setup, read_published(tmp_path))
-    print(f"\n{family}: {check_logits(tmp_path, setup, params)}")
+    directories.write(folder, keys, directories.drawn(target.shapes(shapes), scale=scale))
+    params, _ = read_weights(setup, read_published(folder))
+    return check_logits(folder, setup, params)
 
 
 def outcome(values: dict):

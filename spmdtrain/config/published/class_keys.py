@@ -107,7 +107,12 @@ CHOOSING = frozenset().union(*READ.values())
 # Another name of a key in files of transformers 5.
 RENAMED = {"qwen3_moe": frozenset({"num_local_experts"})}
 # The kinds of rope that a class accepts, where it does not accept all of them.
-ROPE_KINDS: Mapping[str, tuple[str, ...]] = {"phi3": ("longrope",)}
+ROPE_KINDS: Mapping[str, tuple[str, ...]] = {"phi3": ("longrope",), "olmo2": ("linear",)}
+# All that `rope_scaling` may hold beside its type in the classes of transformers 4 that are strict.
+STRICT_SCALING: Mapping[str, tuple[str, ...]] = {
+    "phi3": ("short_factor", "long_factor"),
+    "olmo2": ("factor",),
+}
 
 
 def unread_by_class(family: str) -> frozenset[str]:

@@ -11,7 +11,14 @@ from typing import Any
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.published.keys import Keys
-from spmdtrain.config.published.rope import FULL, WINDOW, read_rope, write_rope, yarn_scale
+from spmdtrain.config.published.rope import (
+    FULL,
+    ORIGINAL,
+    WINDOW,
+    read_rope,
+    write_rope,
+    yarn_scale,
+)
 from spmdtrain.config.schema import TransformerConfig
 
 ModelSettings = dict[str, Any]  # of [model]
@@ -212,10 +219,13 @@ def _phi3(keys: Keys) -> ModelSettings:
 
 
 def _write_phi3(model: TransformerConfig) -> dict[str, Any]:
-    found = _write_biases(model) | {"sliding_window": _window_of(model)}
+    found = {"sliding_window": _window_of(model)}
     scaling = model.rope_scaling
     original = scaling.original_length if scaling else None
-    return found | {"original_max_position_embeddings": original or model.max_length}
+    if scaling is None or original is None:
+        return found | {ORIGINAL: model.max_length}
+    # Its class takes the factor from the lengths, whatever the longest sequence of the run.
+    return found | {ORIGINAL: original, "max_position_embeddings": round(scaling.factor * original)}
 
 
 def _olmo3(keys: Keys) -> ModelSettings:
@@ -421,7 +431,7 @@ def _write_deepseek_v3(model: TransformerConfig) -> dict[str, Any]:
         return keys
     grown = (model.score_scale * model.head_dim**0.5) ** 0.5
     times = round((grown - 1) / (0.1 * math.log(scaling.factor)), 6)
-    written = write_rope(model)
+    written = write_rope(model, "deepseek_v3")
     for name in ("rope_scaling", "rope_parameters"):
         keys[name] = written[name] | {"mscale_all_dim": times}
     return keys
@@ -622,6 +632,6 @@ def read_positions(name: str, keys: Keys) -> ModelSettings:
     return read_rope(keys, name, by_kind=FAMILIES[name].rope_by_kind)
 
 
-def write_positions(family: Family, model: TransformerConfig) -> dict[str, Any]:
-    """Returns the keys of rotary positions, in both forms."""
-    return write_rope(model, by_kind=family.rope_by_kind)
+def write_positions(name: str, model: TransformerConfig) -> dict[str, Any]:
+    """Returns the keys of rotary positions in the family of this name, in both forms."""
+    return write_rope(model, name, by_kind=FAMILIES[name].rope_by_kind)

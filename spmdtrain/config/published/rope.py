@@ -15,6 +15,7 @@ from spmdtrain.config.published.class_keys import (
     READ,
     ROPE_KINDS,
     SHARE,
+    STRICT_SCALING,
     WINDOW_THETA,
     check_share,
 )
@@ -132,12 +133,14 @@ def yarn_scale(factor: float, times: float) -> float:
     return 0.1 * times * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def write_rope(model: TransformerConfig, *, by_kind: bool = False) -> dict[str, Any]:
-    """Returns the keys in both forms. `by_kind` is as in `read_rope`."""
-    scaling = _write_scaling(model)
+def write_rope(model: TransformerConfig, family: str, *, by_kind: bool = False) -> dict[str, Any]:
+    """Returns the keys in both forms. `family` and `by_kind` are as in `read_rope`."""
+    scaling = old = _write_scaling(model)
+    if scaling and family in STRICT_SCALING:
+        old, scaling = _strictly(scaling, family)
     share = {} if model.rope_share == 1 else {SHARE: model.rope_share}
     full = {"rope_theta": model.rope_theta, **share, **(scaling or {"rope_type": "default"})}
-    keys = {"rope_theta": model.rope_theta, "rope_scaling": scaling, **share}
+    keys = {"rope_theta": model.rope_theta, "rope_scaling": old, **share}
     if scaling and scaling["rope_type"] == "longrope":  # where transformers 4 looks for it
         keys[ORIGINAL] = scaling[ORIGINAL]
     if not by_kind:
@@ -145,6 +148,17 @@ def write_rope(model: TransformerConfig, *, by_kind: bool = False) -> dict[str, 
     theta = model.rope_theta_window or model.rope_theta
     window = {"rope_theta": theta, "rope_type": "default"}
     return keys | {WINDOW_THETA: theta, "rope_parameters": {FULL: full, WINDOW: window}}
+
+
+def _strictly(scaling: dict[str, Any], family: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns a scaling in the forms of transformers 4 and 5, where the class of `family` in
+    transformers 4 accepts no more than a few keys: the rest must follow from the lengths.
+    """
+    accepted = {key: scaling[key] for key in STRICT_SCALING[family] if key in scaling}
+    kind = scaling["rope_type"]
+    old = {"type": kind, **accepted}
+    length = {ORIGINAL: scaling[ORIGINAL]} if ORIGINAL in scaling else {}
+    return old, {"rope_type": kind, **accepted, **length}
 
 
 def _write_scaling(model: TransformerConfig) -> dict[str, Any] | None:

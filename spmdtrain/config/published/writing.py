@@ -40,17 +40,14 @@ def write_config(
         family = FAMILIES[base.family]
         made = _written(family, base.family, model)
         rope = {name: made[name] for name in OF_ROPE if kept.get(name) is None and name in made}
-        # transformers scales longrope by the published length, which a shorter run keeps.
-        is_longrope = model.rope_scaling is not None and model.rope_scaling.kind == "longrope"
-        length = model.max_length if is_longrope else None
         # Unchanged but for the other form of the rotary keys; else with all keys rewritten.
-        for keys, read_at in ((kept | rope, length), (kept | made, None)):
+        for keys in (kept | rope, kept | made):
             keys = keys | dtypes | {"architectures": [family.architecture]}
-            if _reads_as(keys, read_at) == wanted:
+            if _reads_as(keys, model) == wanted:
                 return base.family, keys
     for name, family in FAMILIES.items():
         keys = _written(family, name, model) | dtypes | dict(tokens)
-        if _reads_as(keys) == wanted:
+        if _reads_as(keys, model) == wanted:
             return name, keys
     raise ConfigError(
         f"{run} cannot be written for transformers: {_unusual(model)} belongs to no family",
@@ -104,15 +101,16 @@ def as_model(settings: Mapping[str, Any]) -> TransformerConfig:
     return (GPT if settings["name"] == "gpt" else Llama)(**settings)
 
 
-def _reads_as(keys: dict[str, Any], length: int | None = None) -> dict[str, Any] | None:
-    """Returns what the model of a config.json computes, or None if it cannot be read.
-
-    `length`: that of the run, if it is not the one in the file.
+def _reads_as(keys: dict[str, Any], model: TransformerConfig) -> dict[str, Any] | None:
+    """Returns what the model of a config.json computes up to the longest sequence of `model`, or
+    None if it cannot be read.
     """
     try:
-        settings = as_published(Path(), keys).settings
-        at_length = {} if length is None else {"max_length": length}
-        return function_of(as_model(settings | at_length))
+        settings = dict(as_published(Path(), keys).settings)
+        scaling = model.rope_scaling
+        if scaling and scaling.kind == "longrope":
+            settings["max_length"] = min(settings["max_length"], model.max_length)
+        return function_of(as_model(settings))
     except UserError:
         return None
 
@@ -151,7 +149,7 @@ def _written(family: Family, name: str, model: TransformerConfig) -> dict[str, A
             family.activation: _name_of(GATED, model.mlp),
             "rms_norm_eps": model.norm_epsilon,
         }
-        | write_positions(family, model)
+        | write_positions(name, model)
         | family.write(model)
     )
     unread = unread_by_class(name)
