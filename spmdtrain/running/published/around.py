@@ -66,8 +66,14 @@ def _write_conversations(folder: Path, saved: Mapping[str, Any]) -> str:
 
 
 def _stop_at(file: Path, ids: list[int], begin: int | None) -> None:
-    """Writes generation settings that stop at `ids`; others stay as they were published."""
+    """Writes generation settings that stop at `ids`; others stay as they were published.
+
+    A published file that stops there already is left as it is, to the byte.
+    """
     settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    published = settings.get("eos_token_id")
+    if set(published if isinstance(published, list) else [published]) == set(ids):
+        return
     settings.setdefault("bos_token_id", begin)
     if ids:
         settings["eos_token_id"] = ids if len(ids) > 1 else ids[0]
