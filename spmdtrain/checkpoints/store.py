@@ -29,10 +29,11 @@ from spmdtrain.checkpoints.files.hostile import (
     check_sizes,
 )
 from spmdtrain.checkpoints.files.plain_path import PlainPath
+from spmdtrain.checkpoints.files.quarantine import set_aside
 from spmdtrain.checkpoints.meta import Meta, leaf_name
 from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.config.errors import DamagedError, StorageError
-from spmdtrain.config.run_files import CHECKPOINTS, QUARANTINE, steps_in
+from spmdtrain.config.run_files import CHECKPOINTS, steps_in
 from spmdtrain.pipeline.stage_layout import StageLayout
 from spmdtrain.processes.processes import any_process, this_process
 from spmdtrain.train.items import ema, items
@@ -154,7 +155,7 @@ class Store:
     def quarantine(self, steps: Collection[int]) -> None:
         """Moves steps into the folder `quarantine`. All processes must call it."""
         if jax.process_index() == 0:
-            self._guarded(lambda: [_set_aside(self.folder(step)) for step in steps])
+            self._guarded(lambda: [set_aside(self.folder(step)) for step in steps])
         any_process(False)  # the others look at the directory only after the move
         self._manager.reload()
 
@@ -264,14 +265,6 @@ def _hide_stray_errors() -> None:
 
     sys.unraisablehook = quiet_unraisable
     sys.excepthook = quiet
-
-
-def _set_aside(folder: "epath.Path") -> None:
-    """Moves the folder of a step into `quarantine`, under a name that is free there."""
-    quarantine = folder.parent / QUARANTINE
-    quarantine.mkdir(exist_ok=True)
-    taken = len(list(quarantine.glob(f"{folder.name}*")))
-    folder.rename(quarantine / (f"{folder.name}.{taken}" if taken else folder.name))
 
 
 def _array_handler() -> ocp.PyTreeCheckpointHandler:

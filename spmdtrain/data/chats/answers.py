@@ -118,7 +118,7 @@ def answer(program: Renders, asked: Asked) -> dict[str, Any]:
         return found
     try:
         with_nulls = _answer(program, replace(asked, messages=nulls))
-    except Exception:
+    except Exception:  # it may refuse nulls in its own way: then they are no way to write it
         with_nulls = None
     if found is None and with_nulls is None:
         assert error is not None, "what failed has said why"

@@ -1,9 +1,8 @@
 """Sets exports aside whose steps the run has abandoned, so that nobody takes them for its own."""
 
-from pathlib import Path
-
 import jax
 
+from spmdtrain.checkpoints.files.quarantine import set_aside
 from spmdtrain.config.errors import StorageError
 from spmdtrain.config.run_files import QUARANTINE
 from spmdtrain.running.published.exports import FOLDER
@@ -27,15 +26,8 @@ def set_aside_exports(after: int, reporter: Reporter) -> None:
         return
     try:
         for step in abandoned:
-            _move(exports / str(step), exports / QUARANTINE)
+            set_aside(exports / str(step))
     except OSError as error:
         raise StorageError(f"cannot move {exports}: {error.strerror}") from None
     listed = ", ".join(map(str, abandoned))
     reporter.say(f"exports of the abandoned steps {listed} are now in {FOLDER}/{QUARANTINE}")
-
-
-def _move(folder: Path, quarantine: Path) -> None:
-    """Moves a folder into `quarantine`, under a name that is free there."""
-    quarantine.mkdir(exist_ok=True)
-    taken = len(list(quarantine.glob(f"{folder.name}*")))
-    folder.rename(quarantine / (f"{folder.name}.{taken}" if taken else folder.name))
