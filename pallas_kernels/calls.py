@@ -105,12 +105,19 @@ class LossCall:
     rows: int  # of the weight on this device
     dtype: str
     weight: str  # its dtype
+    logits: str = "float32"  # their dtype
+    whole: bool = True  # this device has all rows, and its tokens are split by manual axes only
 
     @property
     def name(self) -> str:
         """The class."""
         sizes = f"{self.batch}x{self.time}x{self.width}x{self.rows}"
-        return f"linear_cross_entropy {self.dtype} {sizes} weight {self.weight}"
+        parts = [f"linear_cross_entropy {self.dtype} {sizes} weight {self.weight}"]
+        if self.logits != "float32":
+            parts.append(f"logits {self.logits}")
+        if not self.whole:
+            parts.append("in parts")
+        return " ".join(parts)
 
 
 Call = AttentionCall | NormCall | GroupedCall | LossCall

@@ -5,6 +5,7 @@ On CPUs it is eager PyTorch in float32.
 
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch_model import Transformer
 
 from spmdtrain.config.schema import RunConfig
+
+AUTO = {True: [SDPBackend.MATH], False: [SDPBackend.FLASH_ATTENTION]}  # by whether it runs dry
 
 
 def measured(config: RunConfig, chosen: Namespace) -> dict[str, Any]:
@@ -26,35 +29,13 @@ def measured(config: RunConfig, chosen: Namespace) -> dict[str, Any]:
     model = Transformer(config.model, config.train.sequence_length)
     model.take(given)
     model.to(device)
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() < 2]
-    asked = config.optimizer
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed}, {"params": others, "weight_decay": 0.0}],
-        lr=asked.learning_rate,
-        betas=(asked.beta1, asked.beta2),
-        eps=asked.epsilon,
-        weight_decay=asked.weight_decay,
-        fused=True,
-    )
-    run = model if chosen.on_cpu else torch.compile(model)
-
-    def step(tokens, targets):
-        with torch.autocast(device, torch.bfloat16, enabled=not chosen.on_cpu):
-            loss = run(tokens, targets)
-        loss.backward()
-        if config.train.clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.clip)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+    step = make_step(config, model, chosen.on_cpu)
 
     def wait():
         if device == "cuda":
             torch.cuda.synchronize()
 
-    backends = [SDPBackend.MATH] if chosen.dry else [SDPBackend.FLASH_ATTENTION]
-    with sdpa_kernel(backends):
+    with sdpa_kernel(AUTO[chosen.dry]):
         losses = [float(step(*pair)) for pair in pairs]
         for i in range(chosen.warmup):
             step(*pairs[i % len(pairs)])
@@ -71,3 +52,31 @@ def measured(config: RunConfig, chosen: Namespace) -> dict[str, Any]:
         "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
         "version": f"torch {torch.__version__}",
     }
+
+
+def make_step(config: RunConfig, model: Transformer, on_cpu: bool) -> Callable:
+    """Returns `step(tokens, targets) -> loss`, which updates the model."""
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    asked = config.optimizer
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed}, {"params": others, "weight_decay": 0.0}],
+        lr=asked.learning_rate,
+        betas=(asked.beta1, asked.beta2),
+        eps=asked.epsilon,
+        weight_decay=asked.weight_decay,
+        fused=True,
+    )
+    run = model if on_cpu else torch.compile(model)
+
+    def step(tokens, targets):
+        with torch.autocast("cuda", torch.bfloat16, enabled=not on_cpu):
+            loss = run(tokens, targets)
+        loss.backward()
+        if config.train.clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step

@@ -24,6 +24,7 @@ DRY = {
     "gpt2_124m": ["model.layers=2", "model.embed=32", "model.heads=2", "model.vocab=256"],
     "llama_1b": TINY_LLAMA,
     "llama_8b": TINY_LLAMA,
+    "llama_4_layers": TINY_LLAMA,
 }
 # What is trained on CPUs, in float32: nanoGPT's setting of 0.8 M parameters, and one of 5.8 M.
 ON_CPU = {
@@ -65,7 +66,15 @@ def llama_8b() -> RunConfig:
     return _llama(model, length=4096)
 
 
-LLAMAS = {"llama_1b": llama_1b, "llama_8b": llama_8b}
+def llama_4_layers() -> RunConfig:
+    """Four layers of Llama 3 8B, with its vocabulary: 1.92 G parameters."""
+    whole = llama_8b()
+    model = whole.model.model_copy(update={"layers": 4})
+    train = whole.train.model_copy(update={"global_batch": 2, "remat": "dots"})
+    return whole.model_copy(update={"model": model, "train": train})
+
+
+LLAMAS = {"llama_1b": llama_1b, "llama_8b": llama_8b, "llama_4_layers": llama_4_layers}
 
 
 def _llama(model: Llama, length: int) -> RunConfig:

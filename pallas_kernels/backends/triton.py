@@ -5,7 +5,7 @@ import it go, and nothing else changes. jax's module is imported where it is use
 for the same reason.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ LOG2E = 1.4426950408889634
 LEAST_DOT = 16  # elements in each dim of a dot
 
 
-def call(
+def call(  # noqa: PLR0913 - what pallas_call asks
     kernel: Callable,
     *,
     grid: tuple[int, ...],
@@ -26,12 +26,14 @@ def call(
     stages: int,
     interpret: bool,
     name: str,
+    aliases: Mapping[int, int] | None = None,
 ) -> Callable[..., Any]:
     """Returns a function of arrays that runs `kernel(*inputs, *outputs)`, references, per program.
 
     `inputs` are BlockSpecs (None for an absent input), `outputs` a list of (ShapeDtypeStruct,
     BlockSpec). Inside a kernel every dim of every value is a power of two, and at least LEAST_DOT
     in a dot. `warps` of 32 threads run a program; `stages` is the depth of its software pipeline.
+    `aliases`, input to output by number: the output takes the memory of the input.
     """
     from jax.experimental.pallas import triton
 
@@ -42,6 +44,7 @@ def call(
         out_specs=[spec for _, spec in outputs],
         out_shape=[shape for shape, _ in outputs],
         compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
+        input_output_aliases=dict(aliases or {}),
         interpret=interpret,
         name=name,
     )

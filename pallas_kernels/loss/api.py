@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.calls import LossCall
-from pallas_kernels.choose import VARIANT, choose, not_interpretable
+from pallas_kernels.choose import INTERPRET, VARIANT, choose, not_interpretable
 from pallas_kernels.given import (
     as_number,
     as_whole,
@@ -22,6 +22,7 @@ from pallas_kernels.given import (
     check_floating,
     check_ids,
 )
+from pallas_kernels.loss import softmax
 from pallas_kernels.loss.chunks import CHUNK_LOGITS, chunk_count, cut, join, pad_time
 from pallas_kernels.partition import refuse_checked_vma
 
@@ -43,6 +44,7 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
     with_z_loss: bool = False,
     parts: jax.Array | None = None,
     is_local: bool = False,
+    logits_dtype: str = "float32",
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, ...]:
     """Sums mask x (-log softmax(logits)[target] + z_loss x lse^2) over tokens.
@@ -78,7 +80,10 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
         differentiation too.
       is_local: nothing but manual mesh axes splits x. Its tokens may then be joined to one dim,
         which spares XLA's CPU backend a transposed copy of the logits' gradient.
-      implementation: a name of `candidates()`, each a default of chunk_logits.
+      logits_dtype: "float32", or "bfloat16", which halves the memory of a chunk and rounds each
+        logit by up to 2^-9 of itself.
+      implementation: a name of `candidates()`: who computes the loss of a chunk from its logits,
+        and a default of chunk_logits.
 
     Raises:
       ValueError: the arguments do not fit together.
@@ -100,6 +105,8 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
         chunk_logits = as_whole(_OP, "chunk_logits", chunk_logits, 1, 2**62)
     check_flag(_OP, "with_z_loss", with_z_loss)
     check_flag(_OP, "is_local", is_local)
+    if logits_dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"{_OP}: logits_dtype={logits_dtype!r:.60} is not float32 or bfloat16")
     axis_name = _check_axes(axis_name)
     if ignore_index is not None:
         ignore_index = as_whole(_OP, "ignore_index", ignore_index, -(2**31))
@@ -113,12 +120,19 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
     x_bte = x.reshape(-1, time, width)
     targets_bt = targets.reshape(-1, time)
     mask_bt = mask.reshape(-1, time)
+    is_whole = is_local and not axis_name
+    name = _chosen(x_bte, weight, logits_dtype, is_whole, implementation)
+    interpret = name.endswith(INTERPRET)
+    name = name.removesuffix(INTERPRET)
     if chunk_logits is None:
-        chunk_logits = _chosen_logits(x_bte, weight, implementation)
+        chunk_logits = _logits_of_chunk(name)
     chunks = chunk_count(x_bte.shape[0], time, weight.shape[0], chunk_logits)
     # The mask of padding is 0.
     x_bte, targets_bt, mask_bt = pad_time(chunks, x_bte, targets_bt, mask_bt)
-    options = _Options(chunks, label_smoothing, z_loss, axis_name, vocab, scale, softcap, is_local)
+    options = _Options(
+        *(chunks, label_smoothing, z_loss, axis_name, vocab, scale, softcap, is_local),
+        *(name.partition(VARIANT)[0], interpret, logits_dtype),
+    )
     part_bn = None if parts is None else parts.astype(jnp.float32).reshape(-1, parts.shape[-1])
     sums = _loss_compiled(options, x_bte, weight, targets_bt, mask_bt, part_bn)
     given = sums[:2] if with_z_loss else sums[:1]
@@ -128,14 +142,15 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
 
 
 _OP = "linear_cross_entropy"
-# Chunks as shares of the default, which are tried when kernels are measured. None is larger: the
-# planner assumes the default's memory.
-VARIANTS = {"half": 2, "quarter": 4}
+# The logits of a chunk as shares of the default, which are tried when kernels are measured.
+VARIANTS = {"half": 1 / 2, "quarter": 1 / 4, "double": 2, "fourfold": 4}
+KERNEL = "triton"
 
 
 def candidates() -> tuple[str, ...]:
-    """Returns the names of the default size of chunks, and of the others."""
-    return ("xla", *(f"xla{VARIANT}{name}" for name in VARIANTS))
+    """Returns the names of the implementations, each with every size of chunks."""
+    sizes = ("", *(f"{VARIANT}{name}" for name in VARIANTS))
+    return tuple(f"{base}{size}" for base in ("xla", KERNEL) for size in sizes)
 
 
 def order(_: LossCall) -> tuple[str, ...]:
@@ -143,15 +158,21 @@ def order(_: LossCall) -> tuple[str, ...]:
     return ("xla",)
 
 
-def _chosen_logits(x_bte: jax.Array, weight: jax.Array, asked: str | None) -> int:
-    """Returns the largest number of logits of a chunk.
+def _chosen(
+    x_bte: jax.Array,
+    weight: jax.Array,
+    logits_dtype: str,
+    is_whole: bool,
+    asked: str | None,
+) -> str:
+    """Returns the name of the implementation, with the size of its chunks.
 
     If one chunk is enough, there is nothing to choose.
     """
     batch, time, width = x_bte.shape
     rows = weight.shape[0]
     if asked is None and chunk_count(batch, time, rows, CHUNK_LOGITS) == 1:
-        return CHUNK_LOGITS
+        return "xla"
     call = LossCall(
         batch=batch,
         time=time,
@@ -159,10 +180,19 @@ def _chosen_logits(x_bte: jax.Array, weight: jax.Array, asked: str | None) -> in
         rows=rows,
         dtype=str(x_bte.dtype),
         weight=str(weight.dtype),
+        logits=logits_dtype,
+        whole=is_whole,
     )
-    refusals = dict.fromkeys(candidates(), not_interpretable)
-    name = choose(_OP, refusals, order(call), asked, call)
-    return CHUNK_LOGITS // VARIANTS.get(name.partition(VARIANT)[2], 1)
+    of_kernel = partial(softmax.refusal, call)
+    refusals = {
+        name: of_kernel if name.startswith(KERNEL) else not_interpretable for name in candidates()
+    }
+    return choose(_OP, refusals, order(call), asked, call)
+
+
+def _logits_of_chunk(name: str) -> int:
+    """Returns the largest number of logits of a chunk."""
+    return int(CHUNK_LOGITS * VARIANTS.get(name.partition(VARIANT)[2], 1))
 
 
 def _check(x, weight, targets, mask, parts) -> None:
@@ -209,6 +239,9 @@ class _Options(NamedTuple):
     scale: float
     softcap: float | None
     is_local: bool
+    implementation: str
+    interpret: bool
+    logits_dtype: str
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -216,7 +249,7 @@ def _loss(options: _Options, x_bte, weight_ve, targets_bt, mask_bt, part_bn):
     """Returns the loss, the part of it that is z-loss, and those of `part_bn` or None."""
 
     def step(sums, chunk):
-        loss = _chunk_loss(options, weight_ve, part_bn, *chunk)
+        loss, _ = _chunk_loss(options, weight_ve, part_bn, *chunk)
         return jax.tree.map(jnp.add, sums, loss.sums), None
 
     chunks = cut(options.chunks, x_bte, targets_bt, mask_bt)
@@ -235,10 +268,11 @@ def _forward(options: _Options, x_bte, weight_ve, targets_bt, mask_bt, part_bn):
     def step(carry, chunk):
         sums, dweight_ve = carry
         x_bte, _, mask_bt = chunk
-        loss = _chunk_loss(options, weight_ve, part_bn, *chunk)
+        if options.implementation == KERNEL:
+            loss, dlogits = _chunk_by_kernel(options, weight_ve, part_bn, *chunk)
+        else:
+            loss, dlogits = _chunk_by_xla(options, weight_ve, part_bn, *chunk)
         counts = mask_bt[..., None] != 0  # values that do not count may be NaN
-        dlogits = loss.logits_gradient() * mask_bt[..., None]
-        dlogits = jnp.where(counts, dlogits, 0).astype(x_bte.dtype)
         x_bte = jnp.where(counts, x_bte, 0)
         dx_bte = einsum_in_float32("btv,ve->bte", dlogits, weight_ve).astype(x_bte.dtype)
         sums = jax.tree.map(jnp.add, sums, loss.sums)
@@ -282,16 +316,57 @@ _loss.defvjp(_forward, _backward)
 _loss_compiled = jax.jit(_loss, static_argnums=(0,), inline=True)
 
 
+def _products(options: _Options, x_bte: jax.Array, weight_ve: jax.Array) -> jax.Array:
+    """Returns x weight^T [b, t, v], from which logits are made, in `options.logits_dtype`."""
+    if options.logits_dtype == "float32":
+        return einsum_in_float32("bte,ve->btv", x_bte, weight_ve)
+    return jnp.einsum("bte,ve->btv", x_bte, weight_ve).astype(options.logits_dtype)
+
+
+def _chunk_by_kernel(options: _Options, weight_ve, part_bn, x_bte, targets_bt, mask_bt):
+    """Returns what `_chunk_by_xla` does, from a kernel that reads the logits once."""
+    products_btv = _products(options, x_bte, weight_ve)
+    shape = products_btv.shape
+    vocab = options.vocab or shape[-1]
+    shaping = softmax.Shaping(
+        vocab, options.label_smoothing, options.z_loss, options.scale, options.softcap
+    )
+    gradient, lse, expected = softmax.loss_and_gradient(
+        shaping,
+        products_btv.reshape(-1, shape[-1]),
+        targets_bt.reshape(-1),
+        mask_bt.reshape(-1),
+        x_bte.dtype,
+        interpret=options.interpret,
+    )
+    lse_bt, expected_bt = lse.reshape(mask_bt.shape), expected.reshape(mask_bt.shape)
+    loss = _summed(options, part_bn, mask_bt, lse_bt, expected_bt)
+    return loss, gradient.reshape(shape)
+
+
+def _chunk_by_xla(
+    options: _Options, weight_ve, part_bn, x_bte, targets_bt, mask_bt
+) -> tuple["_ChunkLoss", jax.Array]:
+    """Returns a chunk's loss, and the gradient of mask x loss by the products [b, t, v]."""
+    loss, gradient = _chunk_loss(options, weight_ve, part_bn, x_bte, targets_bt, mask_bt)
+    counts = mask_bt[..., None] != 0  # values that do not count may be NaN
+    return loss, jnp.where(counts, gradient() * mask_bt[..., None], 0).astype(x_bte.dtype)
+
+
 class _ChunkLoss(NamedTuple):
     # Sums over the chunk: the loss, the z-loss in it, and by `part_bn` the loss without z-loss.
     sums: tuple[jax.Array, jax.Array, jax.Array | None]
     of_tokens_bt: jax.Array  # before the mask
-    logits_gradient: Callable[[], jax.Array]  # of `of_tokens_bt`, by x weight^T: [b, t, v]
 
 
-def _chunk_loss(options: _Options, weight_ve, part_bn, x_bte, targets_bt, mask_bt) -> _ChunkLoss:
-    _, smoothing, z_loss, axis_name, vocab, scale, softcap, _ = options
-    products_btv = einsum_in_float32("bte,ve->btv", x_bte, weight_ve)
+def _chunk_loss(
+    options: _Options, weight_ve, part_bn, x_bte, targets_bt, mask_bt
+) -> tuple[_ChunkLoss, Callable[[], jax.Array]]:
+    """Returns a chunk's loss, and a function of no arguments: the gradient of each token's loss,
+    before the mask, by the products [b, t, v].
+    """
+    _, smoothing, z_loss, axis_name, vocab, scale, softcap, *_ = options
+    products_btv = _products(options, x_bte, weight_ve).astype(jnp.float32)
     logits_btv = shape_logits(products_btv, scale, softcap)
     rows = logits_btv.shape[-1]
     all_rows = rows
@@ -320,10 +395,8 @@ def _chunk_loss(options: _Options, weight_ve, part_bn, x_bte, targets_bt, mask_b
     if axis_name:
         denominator, expected = jax.lax.psum((denominator, expected), axis_name)
     lse = largest + jnp.log(denominator)
-    z_of_tokens = z_loss * lse * lse
-    of_tokens = lse - expected + z_of_tokens
 
-    def logits_gradient():
+    def products_gradient():
         probability = jnp.exp(logits_btv - lse[..., None])
         probability = probability * (1 + 2 * z_loss * lse)[..., None]
         gradient = probability - jnp.where(is_target, 1 - smoothing, 0) - smoothing / vocab
@@ -333,16 +406,24 @@ def _chunk_loss(options: _Options, weight_ve, part_bn, x_bte, targets_bt, mask_b
             gradient = gradient * scale
         return jnp.where(row < vocab, gradient, 0) if padded else gradient
 
+    return _summed(options, part_bn, mask_bt, lse, expected), products_gradient
+
+
+def _summed(options: _Options, part_bn, mask_bt, lse_bt, expected_bt) -> _ChunkLoss:
+    """Returns the loss of tokens with these denominators and expected logits."""
+
     def masked_sum(loss_bt):
         return jnp.sum(jnp.where(mask_bt != 0, loss_bt * mask_bt, 0))
 
+    z_of_tokens = options.z_loss * lse_bt * lse_bt
+    of_tokens = lse_bt - expected_bt + z_of_tokens
     total = masked_sum(of_tokens)
-    z_total = masked_sum(z_of_tokens) if z_loss else jnp.float32(0)
+    z_total = masked_sum(z_of_tokens) if options.z_loss else jnp.float32(0)
     parts_n = None
     if part_bn is not None:
-        without_z = of_tokens - z_of_tokens if z_loss else of_tokens
+        without_z = of_tokens - z_of_tokens if options.z_loss else of_tokens
         parts_n = sums_of_parts(without_z, mask_bt, part_bn)
-    return _ChunkLoss((total, z_total, parts_n), of_tokens, logits_gradient)
+    return _ChunkLoss((total, z_total, parts_n), of_tokens)
 
 
 def shape_logits(

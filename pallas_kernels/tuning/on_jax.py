@@ -51,8 +51,9 @@ class OnJax:
         api: Any = APIS[type(call)]
         shapes = jax.eval_shape(partial(_draw, call))
         order = [*api.order(call), *api.candidates()]
-        if self.interpreted and not isinstance(call, LossCall):
-            order += ["triton" + INTERPRET, f"triton{VARIANT}narrow{INTERPRET}"]
+        if self.interpreted:
+            variant = "double" if isinstance(call, LossCall) else "narrow"
+            order += ["triton" + INTERPRET, f"triton{VARIANT}{variant}{INTERPRET}"]
         names = []
         refused = {}
         for name in dict.fromkeys(order):
@@ -195,7 +196,7 @@ def _run(call: Call, name: str, arrays: dict[str, jax.Array]) -> dict[str, jax.A
     if isinstance(call, AttentionCall):
         forward = partial(_attend, call, name, whole)
     elif isinstance(call, LossCall):
-        forward = partial(_lose, name, whole)
+        forward = partial(_lose, call, name, whole)
     elif isinstance(call, GroupedCall):
         forward = partial(_multiply, name, whole)
     else:
@@ -235,8 +236,15 @@ def _multiply(name, whole, given) -> dict[str, Any]:
     return {"out": grouped_matmul(**given, **whole, implementation=name)}
 
 
-def _lose(name, whole, given) -> dict[str, Any]:
-    loss: Any = linear_cross_entropy(**given, **whole, implementation=name)
+def _lose(call, name, whole, given) -> dict[str, Any]:
+    is_reference = given["x"].dtype != call.dtype
+    loss: Any = linear_cross_entropy(
+        **given,
+        **whole,
+        is_local=call.whole,
+        logits_dtype="float32" if is_reference else call.logits,
+        implementation=name,
+    )
     return {"out": loss[None, None]}
 
 

@@ -517,7 +517,8 @@ def _build(table: TomlTable, origin: Origin) -> RunConfig:
         if any("\0" in text for text in _strings_in(value)):
             raise _refused(key, value, origin[key], "without the character NUL")
         literals = _literals(annotation)
-        if isinstance(value, bool) and literals:  # pydantic would take true for 1
+        takes_switch = bool in _alternatives(annotation)
+        if isinstance(value, bool) and literals and not takes_switch:  # or pydantic takes it for 1
             raise _refused(key, value, origin[key], " or ".join(map(repr, literals)))
         if is_none:
             value = None

@@ -32,6 +32,7 @@ from spmdtrain.train.batch import (
     to_devices,
 )
 from spmdtrain.train.items.item import Codecs, Specs
+from spmdtrain.train.layer_loop import scans_layers
 from spmdtrain.train.state import TrainState
 from spmdtrain.train.token_loss import TokenLoss
 from spmdtrain.train.updates import optimizers
@@ -112,6 +113,11 @@ class Setup:
         They do without a pipeline. With one, a weight is gathered once for all ticks.
         """
         return any(self.gathered.values()) and self.pipeline is None
+
+    @property
+    def scans_layers(self) -> bool:
+        """True if stacks run their layers as one loop; otherwise each layer is written out."""
+        return scans_layers(self.config, self.rules.sizes, self.mesh.devices.flat[0].device_kind)
 
     @property
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:

@@ -54,6 +54,7 @@ def make_sum_losses(
         return partial(_sum_own, own, training, options)
     if training:
         options |= {"label_smoothing": config.train.label_smoothing, "z_loss": config.train.z_loss}
+        options["logits_dtype"] = config.precision.logits
     return partial(_sum_cross_entropy, options)
 
 

@@ -311,7 +311,7 @@ def _turns(
         remat = random.choice(values_of("train.remat"))
         is_refused = remat == "offload" and mesh["pipeline"] > 1 and not unchecked
         drawn["train.remat"] = "full" if is_refused else remat
-        drawn["train.scan_layers"] = mesh["pipeline"] > 1 or random.random() < 0.5
+        drawn["train.scan_layers"] = mesh["pipeline"] > 1 or random.choice((True, False, "auto"))
         if mesh["pipeline"] > 1 or random.random() < UNCHECKED:
             drawn["pipeline.schedule"] = random.choice(values_of("pipeline.schedule"))
             drawn["pipeline.chunks"] = random.choice(values_of("pipeline.chunks"))

@@ -214,6 +214,8 @@ NOT_DRAWN = {
     "precision.wide": "is of precision.matmul",
     "precision.scaling": "is of precision.matmul; tests/train/test_train_delayed.py has meshes",
     "precision.scaling_history": "is of precision.scaling",
+    "precision.logits": "rounds beyond what a draw tolerates; "
+    "tests/train/test_logits.py has meshes",
     "precision.loss_scale": "needs float16; tests/train/test_loss_scale.py has it",
     "precision.loss_scale_steps": "likewise",
     "train.preference": "needs pairs of answers: tests/train/test_pair_loss.py draws meshes",

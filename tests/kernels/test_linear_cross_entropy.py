@@ -30,15 +30,17 @@ def definition(case, targets):
     return jax.value_and_grad(run, (0, 1, 2))
 
 
+@pytest.mark.parametrize("implementation", [None, "triton:interpret"])
 @pytest.mark.parametrize("case", cases.CI, ids=lambda case: case.name)
-def test_value_and_gradients(case):
+def test_value_and_gradients(case, implementation):
     x, weight, targets, mask = case.draw()
     want = oracle.in_float64(definition(case, targets), x, weight, mask)
     plain = jax.jit(definition(case, targets))(x, weight, mask)
 
     def loss(x, weight, mask):
+        more = {"is_local": True, "implementation": implementation, **options(case)}
         return linear_cross_entropy(
-            x, weight, targets, mask=mask, chunk_logits=case.chunk_logits, **options(case)
+            x, weight, targets, mask=mask, chunk_logits=case.chunk_logits, **more
         )
 
     got = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(x, weight, mask)

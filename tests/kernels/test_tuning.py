@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -297,7 +298,10 @@ def test_the_chunks_of_a_loss_are_drawn_run_and_compared(monkeypatch):
     monkeypatch.setattr(loss_api, "CHUNK_LOGITS", 2 * 16 * 24 // 2)
     machine = OnJax(interpreted=True)
     names, refused = machine.candidates(LOSS)
-    assert (names, refused) == (["xla", "xla/half", "xla/quarter"], {})
+    sizes = ["", "/half", "/quarter", "/double", "/fourfold"]
+    interpreted = ["triton:interpret", "triton/double:interpret"]
+    assert names == [*(f"xla{size}" for size in sizes), *interpreted]
+    assert set(refused) == {f"triton{size}" for size in sizes}
     wanted = machine.wanted(LOSS)
     assert set(wanted) == {"out", "dx", "dweight"}
     for name in names:
@@ -316,7 +320,8 @@ def test_a_loss_takes_the_chunks_that_were_measured(monkeypatch):
 
     def chunks(decided):
         with using(decided) as decisions:  # a lambda each time: jax remembers what it has traced
-            traced = jax.make_jaxpr(lambda x: linear_cross_entropy(x, weight, targets))(x)
+            loss = partial(linear_cross_entropy, targets=targets, is_local=True)
+            traced = jax.make_jaxpr(lambda x: loss(x, weight))(x)
         lengths = [int(length) for length in re.findall(r"length=(\d+)", str(traced))]
         return lengths, decisions.taken
 

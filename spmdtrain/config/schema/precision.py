@@ -43,6 +43,11 @@ class PrecisionConfig(Settings):
         description="float8 and mxfp8 only: patterns of paths of weights, as `show` prints them, "
         "whose matmuls stay as compute says",
     )
+    logits: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="dtype of the logits that training takes its loss from; bfloat16 halves their "
+        "memory and traffic, and rounds each by up to 2^-9 of itself",
+    )
     params: Float = Field(
         default="float32", description="dtype of master weights and optimizer state"
     )
@@ -83,6 +88,11 @@ class PrecisionConfig(Settings):
 
     @model_validator(mode="after")
     def _check(self):
+        if self.logits == "bfloat16" and self.compute != "bfloat16":
+            raise ValueError(
+                "precision.logits='bfloat16' belongs to precision.compute='bfloat16', not to "
+                f"{self.compute!r}; set precision.compute='bfloat16'"
+            )
         if self.rounding == "stochastic" and self.params != "bfloat16":
             raise ValueError(
                 f"precision.rounding='stochastic' belongs to bfloat16, not to {self.params!r}; "

@@ -145,7 +145,7 @@ class RunConfig(Settings):
                 f"train.remat='offload': the stages of mesh.pipeline={self.mesh.pipeline} keep few "
                 "layers' inputs, and keep them on the device; set train.remat='full'"
             )
-        if not self.train.scan_layers and self.mesh.pipeline != 1:
+        if self.train.scan_layers is False and self.mesh.pipeline != 1:
             raise ValueError(
                 f"train.scan_layers=false: the stages of mesh.pipeline={self.mesh.pipeline} run "
                 "their layers in a loop; set train.scan_layers=true"

@@ -98,10 +98,11 @@ class TrainConfig(Settings):
         description="what the backward pass recomputes: nothing | all but matmuls and attention "
         "| whole layers | whole layers, from inputs kept on the host",
     )
-    scan_layers: bool = Field(
-        default=True,
+    scan_layers: bool | Literal["auto"] = Field(
+        default="auto",
         description="run all layers as one loop; false writes each out: what the backward pass "
-        "needs is not copied into stacks, and compiling takes longer (docs/scan_layers.md)",
+        "needs is not copied into stacks, and compiling takes longer; auto writes up to 48 layers "
+        "out on NVIDIA GPUs that split none of them (docs/scan_layers.md)",
     )
     zero: Literal[0, 1] = Field(
         default=0, description="1: gradients and optimizer state are split over data (ZeRO-1)"

@@ -15,7 +15,7 @@ from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers.mlp import ACTIVATIONS, Mlp
 from spmdtrain.models.layers.router import Router
-from spmdtrain.models.layers.weights import hidden_std, matmul_weight
+from spmdtrain.models.layers.weights import hidden_std, matmul_weight, recomputed
 from spmdtrain.parallel.experts import ExpertWeights
 
 
@@ -61,7 +61,7 @@ class ExpertMlp(nnx.Module):
         weights = ExpertWeights(
             self.up_xeu[...], self.down_xfe[...], _array(self.up_bias), _array(self.down_bias)
         )
-        activation = ACTIVATIONS[self.activation]
+        activation = recomputed(ACTIVATIONS[self.activation], ctx)
         y_bte = ctx.experts(
             x_bte, routing.gates_btk, routing.ids_btk, weights, activation=activation
         )

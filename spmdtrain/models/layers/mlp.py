@@ -10,31 +10,26 @@ from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers.weights import bias, hidden_std, matmul_weight, recomputed
 
 
-@recomputed
 def gelu(h_btf: jax.Array) -> jax.Array:
     """Computes GELU (arXiv:1606.08415) in its tanh form, as in GPT-2."""
     return jax.nn.gelu(h_btf)
 
 
-@recomputed
 def gelu_exact(h_btf: jax.Array) -> jax.Array:
     """Computes GELU (arXiv:1606.08415) with the error function."""
     return jax.nn.gelu(h_btf, approximate=False)
 
 
-@recomputed
 def swiglu(h_bt2f: jax.Array) -> jax.Array:
     """Computes SwiGLU (arXiv:2002.05202) of gate and value."""
     return jax.nn.silu(h_bt2f[..., 0, :]) * h_bt2f[..., 1, :]
 
 
-@recomputed
 def geglu(h_bt2f: jax.Array) -> jax.Array:
     """Computes GEGLU (arXiv:2002.05202) of gate and value, with tanh GELU, as in Gemma."""
     return jax.nn.gelu(h_bt2f[..., 0, :]) * h_bt2f[..., 1, :]
 
 
-@recomputed
 def swiglu_clamped(h_bt2f: jax.Array) -> jax.Array:
     """Computes the SwiGLU of gpt-oss (arXiv:2508.10925), whose gate and value are clamped.
 
@@ -91,7 +86,7 @@ class Mlp(nnx.Module):
         if self.up_bias is not None:
             h = h + self.up_bias[...]
         h = ctx.constrain(h, "batch", "time", *self.up_axes)
-        h = ACTIVATIONS[self.activation](h)
+        h = recomputed(ACTIVATIONS[self.activation], ctx)(h)
         y = ctx.row_parallel(h, self.down_fe, ("ffn",))
         if self.down_bias is not None:
             y = y + self.down_bias[...]

@@ -70,23 +70,28 @@ class QueryKeyNorm(nnx.Module):
             self.query_scale = norm_scale(config, width, "head_dim")
             self.key_scale = norm_scale(config, width, "head_dim")
 
-    def __call__(self, qk_btknd: jax.Array) -> jax.Array:
+    def __call__(self, qk_btknd: jax.Array, ctx: ForwardContext) -> jax.Array:
         """Returns queries and keys, normalised; the keys of a head are the last of its n slots."""
-        queries = self._normed(qk_btknd[..., :-1, :], self.query_scale)
-        keys = self._normed(qk_btknd[..., -1:, :], self.key_scale)
+        queries = self._normed(qk_btknd[..., :-1, :], self.query_scale, ctx)
+        keys = self._normed(qk_btknd[..., -1:, :], self.key_scale, ctx)
         return jnp.concatenate((queries, keys), -2)
 
-    def _normed(self, x_btknd: jax.Array, scale: nnx.Param) -> jax.Array:
+    def _normed(self, x_btknd: jax.Array, scale: nnx.Param, ctx: ForwardContext) -> jax.Array:
         scale_f32 = scale[...].astype(jnp.float32) + self.offset
         if self.of_all:
             scale_f32 = scale_f32.reshape(x_btknd.shape[2:])
         dims = (2, 3, 4) if self.of_all else (4,)
-        return rms_normed(x_btknd, scale_f32, dims, self.epsilon)
+        return rms_normed(x_btknd, scale_f32, dims, self.epsilon, ctx)
 
 
-@partial(recomputed, static_argnums=(2, 3))
-def rms_normed(x: jax.Array, scale: jax.Array, dims: tuple[int, ...], epsilon: float) -> jax.Array:
+def rms_normed(
+    x: jax.Array, scale: jax.Array, dims: tuple[int, ...], epsilon: float, ctx: ForwardContext
+) -> jax.Array:
     """Returns x divided by its root mean square along `dims`, times `scale`, in float32."""
+    return recomputed(_rms_normed, ctx, static_argnums=(2, 3))(x, scale, dims, epsilon)
+
+
+def _rms_normed(x: jax.Array, scale: jax.Array, dims: tuple[int, ...], epsilon: float) -> jax.Array:
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(wide * wide, dims, keepdims=True)
     return (wide * jax.lax.rsqrt(mean_square + epsilon) * scale).astype(x.dtype)

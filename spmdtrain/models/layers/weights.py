@@ -1,22 +1,20 @@
 """Makes the weights of layers, and defines what their backward pass recomputes."""
 
-from functools import partial
+from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from spmdtrain.config.schema import TransformerConfig
+from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.projection import MatmulWeight
 
 # The standard deviation of every weight matrix, as in GPT-2; residual projections divide it by
 # sqrt(2 layers).
 INIT_STD = 0.02
-
-# Recomputes a function in the backward pass, from its input: one more pass over memory, instead of
-# keeping several arrays as wide as f. prevent_cse is off: in a scan over layers, XLA has no forward
-# to merge it with.
-recomputed = partial(jax.checkpoint, prevent_cse=False)
 
 
 def hidden_std(config: TransformerConfig) -> float:
@@ -39,6 +37,23 @@ def matmul_weight(
 ) -> MatmulWeight:
     """Draws weights like `weight`, only for `ctx.column_parallel` or `ctx.row_parallel`."""
     return MatmulWeight(std * jax.random.normal(rngs.params(), shape), out_sharding=axes)
+
+
+def recomputed(
+    function: Callable, ctx: ForwardContext, static_argnums: tuple[int, ...] = ()
+) -> Callable:
+    """Returns `function` with a backward pass that recomputes it from its input.
+
+    That is one more pass over memory, instead of keeping several arrays as wide as f.
+    """
+    return _recomputed(function, ctx.scan_layers, static_argnums)
+
+
+@cache
+def _recomputed(function: Callable, scanned: bool, static_argnums: tuple[int, ...]) -> Any:
+    # In a loop over layers XLA has no forward pass to merge the recomputation with. Outside of one
+    # it would find both equal, and keep what is to be recomputed.
+    return jax.checkpoint(function, prevent_cse=not scanned, static_argnums=static_argnums)
 
 
 def bias(size: int, axis: str) -> nnx.Param:

@@ -102,7 +102,7 @@ def make_context(setup: Setup) -> Callable[..., ForwardContext]:
             lookup=lookup,
             gather_layer=gather_layer,
             remat=remat,
-            scan_layers=train.scan_layers,
+            scan_layers=setup.scans_layers,
             column_matmul=column_parallel,
             row_matmul=row_parallel,
             experts=through_experts,

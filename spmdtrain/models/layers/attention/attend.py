@@ -75,7 +75,7 @@ class Attend:
                 "positions": None if aligned else (q_places, k_places),
             }
             number = _number(ctx, layer)
-            return by_kind(self.windows, number, partial(self._seen, q, k, v, sinks, options))
+            return by_kind(self.windows, number, partial(self._seen, ctx, q, k, v, sinks, options))
 
         # Keys are split over time like queries, and gathered here. A cache is not split.
         key_time = Whole("time") if cache is None else None
@@ -117,7 +117,7 @@ class Attend:
                 found: Any = ring_attention(ring, q_bthd, k, v, segments, kind)
             out, lse = found
             if sinks is not None:
-                out = _sunk(out, lse, sinks)
+                out = recomputed(_sunk, ctx)(out, lse, sinks)
             return out.reshape(*q.shape[:-1], v.shape[-1])
 
         arrays = (q_btkgd, k_btkd, v_btke, ctx.segment_ids_bt, sinks_h, kind)
@@ -136,7 +136,8 @@ class Attend:
             options = {"segment_ids": pair, "positions": None}
 
             def attend(q, k, v):
-                return by_kind(self.windows, number, partial(self._seen, q, k, v, sinks, options))
+                seen = partial(self._seen, ctx, q, k, v, sinks, options)
+                return by_kind(self.windows, number, seen)
 
             return heads_for_time(attend, axes, q, k, v)
 
@@ -152,8 +153,8 @@ class Attend:
             return ctx.layer
         return None
 
-    def _seen(
-        self, q_btkgd, k_bskd, v_bske, sinks_h, options: dict[str, Any], window: int
+    def _seen(  # noqa: PLR0913 - the arrays of attention
+        self, ctx, q_btkgd, k_bskd, v_bske, sinks_h, options: dict[str, Any], window: int
     ) -> jax.Array:
         """Returns the attention output [b, t, k, g, e] through a window, 0 for all tokens.
 
@@ -178,7 +179,7 @@ class Attend:
             )
         if sinks_h is None:
             return found.reshape(shape)
-        return _sunk(*found, sinks_h).reshape(shape)
+        return recomputed(_sunk, ctx)(*found, sinks_h).reshape(shape)
 
     @contextlib.contextmanager
     def _saying_what_refuses(self) -> Iterator[None]:
@@ -201,7 +202,6 @@ def _before(window: int, tokens: int) -> int | None:
     return window - 1 if 0 < window < tokens else None
 
 
-@recomputed
 def _sunk(y_bthd: jax.Array, lse_bth: jax.Array, sinks_h: jax.Array) -> jax.Array:
     """Returns the output of attention after a sink has taken its share of each head's softmax."""
     share_bth = jax.nn.sigmoid(lse_bth - sinks_h)

@@ -75,7 +75,9 @@ class Attention(nnx.Module):
         of_qkv = ("kv_heads", None, "head_dim")
         qkv = ctx.column_parallel(x_bte, self.qkv_eknd, of_qkv)
         if self.qkv_bias is not None:
-            qkv = qkv + self.qkv_bias[...].reshape(qkv.shape[2:])
+            # As a vector: XLA would write a bias of several dims out for each token.
+            wide = qkv.reshape(*qkv.shape[:2], -1) + self.qkv_bias[...]
+            qkv = wide.reshape(qkv.shape)
         qkv = ctx.constrain(qkv, "batch", "time", *of_qkv)
         q, k = self._with_positions(qkv, ctx)
         v = qkv[..., -1, :]
@@ -105,7 +107,7 @@ class Attention(nnx.Module):
             return qkv_btknd[..., :-2, :], qkv_btknd[..., -2, :]
         qk = qkv_btknd[..., :-1, :]
         if self.query_key_norm is not None:
-            qk = self.query_key_norm(qk)
+            qk = self.query_key_norm(qk, ctx)
         if position is not None:
             qk = position(qk, ctx.positions_bt)
         return qk[..., :-1, :], qk[..., -1, :]

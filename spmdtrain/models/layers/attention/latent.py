@@ -69,7 +69,7 @@ class LatentAttention(nnx.Module):
     ) -> tuple[jax.Array, Cache | None]:
         down_btu = ctx.column_parallel(x_bte, self.down_eu, (None,))
         latent_btc, turned_bth = jnp.split(down_btu[..., self.query_rank :], [self.rank], -1)
-        latent_btc = self._normed(latent_btc, self.latent_scale)
+        latent_btc = self._normed(latent_btc, self.latent_scale, ctx)
         turned_bth = self._turned(turned_bth[:, :, None, None], ctx)[:, :, 0, 0]
         q_btkd = self._queries(x_bte, down_btu[..., : self.query_rank], ctx)
         sinks = None if self.sinks is None else self.sinks[...]
@@ -95,7 +95,7 @@ class LatentAttention(nnx.Module):
     def _queries(self, x_bte: jax.Array, latent_btr: jax.Array, ctx: ForwardContext) -> jax.Array:
         """Returns the queries [b, t, k, n + h], with the last h channels rotated."""
         if self.query_scale is not None:
-            x_bte = self._normed(latent_btr, self.query_scale)
+            x_bte = self._normed(latent_btr, self.query_scale, ctx)
         q = ctx.column_parallel(x_bte, self.query_rkd, OF_HEADS[::2])
         q = ctx.constrain(q, "batch", "time", *OF_HEADS[::2])
         plain, turned = jnp.split(q, [self.plain_dim], -1)
@@ -107,9 +107,9 @@ class LatentAttention(nnx.Module):
             return x_btkgh
         return self.rotation(x_btkgh, ctx.positions_bt, ctx.layer)
 
-    def _normed(self, x_btr: jax.Array, scale_r: nnx.Param) -> jax.Array:
+    def _normed(self, x_btr: jax.Array, scale_r: nnx.Param, ctx: ForwardContext) -> jax.Array:
         scale = scale_r[...].astype(jnp.float32) + self.offset
-        return rms_normed(x_btr, scale, (2,), self.epsilon)
+        return rms_normed(x_btr, scale, (2,), self.epsilon, ctx)
 
     def _from_cache(self, q_btkd, ctx: ForwardContext, cache: Cache, sinks) -> jax.Array:
         """Attends to the latents of a cache, as keys and values that all heads share."""

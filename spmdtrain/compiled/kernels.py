@@ -1,0 +1,144 @@
+"""Lists the kernels that a compiled step launches on a GPU, with the bytes that each moves.
+
+The bytes are those of the arrays that a kernel reads and writes, once each: of a slice its own, of
+an array that is updated in place those of the update.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from spmdtrain.compiled import hlo
+from spmdtrain.compiled.hlo import Instruction
+
+TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+# What launches nothing.
+FREE = {
+    *("parameter", "constant", "iota", "tuple", "get-tuple-element", "bitcast", "after-all"),
+    *("partition-id", "replica-id", "optimization-barrier"),
+}
+CALLS = {"call", "conditional", "async-start"}
+SLICES = {"dynamic-slice", "slice", "gather"}
+UPDATE = "dynamic-update-slice"
+# What a fusion may hold that computes nothing, beside the scalars of its indices.
+MOVES = {
+    *("parameter", "constant", "iota", "tuple", "get-tuple-element", "bitcast"),
+    *("copy", "transpose", "reshape", "broadcast", "dynamic-slice", UPDATE, "slice"),
+    *("concatenate", "pad"),
+}
+FLOATS = {"f32", "bf16", "f16"}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel of the text; a loop launches it `launches` times."""
+
+    name: str
+    kind: str  # its opcode, or what a custom call names
+    launches: int
+    read: float  # bytes of one launch
+    written: float
+    only_moves: bool  # it computes nothing
+    only_converts: bool  # it turns floats of one width into another, and computes nothing else
+
+    @property
+    def moved(self) -> float:
+        """The bytes that all launches read and write."""
+        return self.launches * (self.read + self.written)
+
+
+def kernels(hlo_text: str) -> list[Kernel]:
+    """Returns the kernels of a step, in the order of the text.
+
+    A loop of unknown length counts once.
+    """
+    named, entry = hlo.computations(hlo_text)
+
+    def of(name: str, launches: int) -> Iterator[Kernel]:
+        around = {each.name: each for each in named[name]}
+        for each in named[name]:
+            if each.opcode == "while":
+                trips = TRIPS.search(each.line)
+                for called in each.called:
+                    yield from of(called, launches * (int(trips[1]) if trips else 1))
+            elif each.opcode in CALLS:
+                for called in each.called:
+                    yield from of(called, launches)
+            elif each.opcode not in FREE and not each.opcode.endswith("-done"):
+                yield _kernel(each, around, named, launches)
+
+    return list(of(entry, 1))
+
+
+def _kernel(
+    of: Instruction,
+    around: Mapping[str, Instruction],
+    named: Mapping[str, Sequence[Instruction]],
+    launches: int,
+) -> Kernel:
+    inner = named[of.called[0]] if of.opcode.startswith("fusion") else [of]
+    if of.opcode.startswith("fusion"):
+        read, written = _moved_by_fusion(inner)
+    else:
+        read, written = _moved(of, around)
+    kinds = {each.opcode for each in inner if not _is_scalar(each)}
+    widths = {each.type.partition("[")[0] for each in inner if each.opcode != "parameter"}
+    converts = "convert" in kinds and kinds <= MOVES | {"convert"} and bool(widths & FLOATS)
+    named_kind = re.search(r'custom_call_target="([^"]+)"', of.line)
+    kind = named_kind[1] if named_kind else of.opcode.removesuffix("-start")
+    return Kernel(of.name, kind, launches, read, written, kinds <= MOVES, converts)
+
+
+def _moved(of: Instruction, around: Mapping[str, Instruction]) -> tuple[float, float]:
+    """Returns the bytes that an instruction reads and writes that is no fusion."""
+    operands = [around[name] for name in _operands(of) if name in around]
+    if of.opcode in SLICES:
+        return _size(of), _size(of)
+    if of.opcode == UPDATE:
+        return _size(operands[1]), _size(operands[1])
+    return sum(map(_size, operands)), _size(of)
+
+
+def _moved_by_fusion(inner: Sequence[Instruction]) -> tuple[float, float]:
+    """Returns the bytes that a fusion of these instructions reads and writes."""
+    by_name = {each.name: each for each in inner}
+    users: dict[str, list[Instruction]] = defaultdict(list)
+    for each in inner:
+        for name in _operands(each):
+            users[name].append(each)
+
+    def read(of: Instruction) -> float:
+        total = 0.0
+        for user in users[of.name]:
+            if user.opcode in SLICES:
+                total += _size(user)
+            elif user.opcode == "bitcast":
+                total += read(user)
+            elif user.opcode != UPDATE or _operands(user)[0] != of.name:
+                return _size(of)
+        return min(total, _size(of))
+
+    def written(of: Instruction) -> float:
+        if of.opcode == "tuple":
+            return sum(written(by_name[name]) for name in _operands(of))
+        if of.opcode == "bitcast":
+            return written(by_name[_operands(of)[0]])
+        return _size(by_name[_operands(of)[1]] if of.opcode == UPDATE else of)
+
+    return sum(read(each) for each in inner if each.opcode == "parameter"), written(inner[-1])
+
+
+def _operands(of: Instruction) -> list[str]:
+    """Returns the names of the operands; a type may stand before each, with commas of its own."""
+    plain = re.sub(r"/\*.*?\*/", "", of.operands)
+    parts = re.split(r", (?![^\[\{]*[\]\}])", plain)
+    return [part.split()[-1] for part in parts if part]
+
+
+def _size(of: Instruction) -> int:
+    return sum(hlo.bytes_by_dtype(of.type, of.line).values())
+
+
+def _is_scalar(of: Instruction) -> bool:
+    return "[]" in of.type
