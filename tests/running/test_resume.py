@@ -186,10 +186,15 @@ def test_kill_9_loses_at_most_the_steps_since_the_last_checkpoint(
 
 @pytest.mark.parametrize(
     "mesh",
-    [("mesh.data=2", "mesh.tensor=4"), ("mesh.data=8",), (), ("mesh.fsdp=4", "mesh.context=2")],
+    [
+        *(("mesh.data=2", "mesh.tensor=4"), ("mesh.data=8",), ()),
+        *(("mesh.fsdp=4", "mesh.context=2"), ("train.scan_layers=false",)),
+    ],
     ids=lambda mesh: " ".join(mesh) or "one device",
 )
-def test_a_run_goes_on_on_another_mesh(uninterrupted, half, tmp_path, mesh):
+def test_a_run_goes_on_on_another_mesh_or_with_its_layers_written_out(
+    uninterrupted, half, tmp_path, mesh
+):
     shutil.copytree(half, tmp_path, dirs_exist_ok=True)
     assert run(tmp_path, *SETTINGS, *mesh).status == "finished"
     got, want = losses(tmp_path), losses(uninterrupted)
