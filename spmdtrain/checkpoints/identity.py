@@ -140,7 +140,7 @@ def check_identity(
     now = _teacher(setup).get("teacher")
     if None not in (now, then := meta.get("teacher")) and now != then:
         raise CheckpointError(
-            f"{where} learned from another teacher than {config.distill.asked}",
+            f"{where} learned from another teacher than {config.distill.source}",
             asked=str(now),
             found=f"{then} in the checkpoint",
             fix="the teacher of that run, or --fresh for a new run",

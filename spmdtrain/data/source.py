@@ -434,7 +434,8 @@ def _open_source(config: RunConfig, source: Source | Tokens) -> SourceData:
         fix = "Source(tokens, validation, validation_samples)"
         raise ConfigError("eval.every asks for evaluation, but data= has no validation", fix=fix)
     if config.distill.logits is not None:
-        what = f"{config.distill.asked} lies beside the tokens of a corpus, and data= makes its own"
+        logits = config.distill.source
+        what = f"{logits} lies beside the tokens of a corpus, and data= makes its own"
         raise ConfigError(what, fix="--set distill.logits=none")
     digest = hashlib.sha256(str(config.model.vocab).encode())
     digest.update(_read(source.tokens, config, np.arange(FINGERPRINTED))["tokens"].data)

@@ -67,7 +67,7 @@ def choose(config: RunConfig, own: TokenLoss | None) -> TokenLoss | None:
     own = own_part(config, "loss") if own is None else own
     if own is not None:
         if config.distill.is_on:
-            what = f"{config.distill.asked} has a loss of its own, beside loss="
+            what = f"{config.distill.source} has a loss of its own, beside loss="
             raise ConfigError(what, fix="one of both")
         _check(config.train, own, config.vocab)
     return own

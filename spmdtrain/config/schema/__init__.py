@@ -1,29 +1,27 @@
 """Every setting of a run: typed, frozen, each with its unit and meaning.
 
-Each section has a file with its name in TOML: train.py has [train]; [rules] and [islands] are in
-mesh.py, [kernels] is in precision.py, [sparsity] in finetune.py, [distill] in train.py, [own] in
+Each section has a file with its name in TOML: train.py has [train]; only [own] is elsewhere, in
 ../own/section.py. run.py has `RunConfig`, all sections together. A class checks what can be known
-from its own section, and `RunConfig` what needs several sections. What depends on the machine
-(devices, files) is checked where the config meets it. Nothing here imports jax, so `--help` and a
-typo cost milliseconds.
+from its own section. Functions beside it, `refusals` and `refusals_of_...`, yield what it does not
+go with: islands.py knows what islands cannot have, [optimizer] knows of none. run.py has them in
+order. What depends on the machine (devices, files) is checked where the config meets it. Nothing
+here imports jax, so `--help` and a typo cost milliseconds.
 
 Descriptions are read by people: they appear in the JSON schema and in the list of settings.
 """
 
 from spmdtrain.config.own.section import OwnConfig
 from spmdtrain.config.schema.checkpoint import CheckpointConfig
+from spmdtrain.config.schema.compression import CompressionConfig
 from spmdtrain.config.schema.data import DataConfig, MixPhase, MixSource
+from spmdtrain.config.schema.distill import DistillConfig
 from spmdtrain.config.schema.eval import EvalConfig
-from spmdtrain.config.schema.finetune import FinetuneConfig, SparsityConfig
+from spmdtrain.config.schema.finetune import FinetuneConfig
 from spmdtrain.config.schema.guard import GuardConfig
+from spmdtrain.config.schema.islands import IslandsConfig
+from spmdtrain.config.schema.kernels import KernelsConfig
 from spmdtrain.config.schema.log import LogConfig
-from spmdtrain.config.schema.mesh import (
-    MESH_AXES,
-    CompressionConfig,
-    IslandsConfig,
-    MeshConfig,
-    RulesConfig,
-)
+from spmdtrain.config.schema.mesh import MESH_AXES, MeshConfig
 from spmdtrain.config.schema.model import (
     GPT,
     ExpertsConfig,
@@ -47,9 +45,11 @@ from spmdtrain.config.schema.optimizer import (
     Soap,
 )
 from spmdtrain.config.schema.pipeline import PipelineConfig, PipelineSchedule
-from spmdtrain.config.schema.precision import KernelsConfig, Narrow, PrecisionConfig
+from spmdtrain.config.schema.precision import Narrow, PrecisionConfig
+from spmdtrain.config.schema.rules import RulesConfig
 from spmdtrain.config.schema.run import RunConfig, check_config
-from spmdtrain.config.schema.train import SEEDS, BatchStage, DistillConfig, TrainConfig
+from spmdtrain.config.schema.sparsity import SparsityConfig
+from spmdtrain.config.schema.train import SEEDS, BatchStage, TrainConfig
 from spmdtrain.config.settings import Settings
 
 __all__ = [

@@ -1,6 +1,7 @@
 """[checkpoint]: when a run is saved, and which checkpoints are kept."""
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -54,3 +55,12 @@ class CheckpointConfig(Settings):
                 "memory_peer copies what memory_every leaves in memory; try memory_every=1"
             )
         return self
+
+
+def refusals(run: Any) -> Iterator[str]:
+    """Yields that no evaluation says which checkpoints are the best."""
+    if (run.checkpoint.keep == "best" or run.checkpoint.keep_best) and not run.eval.every:
+        yield (
+            "the best checkpoints are those with the lowest eval_loss, and eval.every=0 "
+            "never evaluates; set eval.every=100"
+        )

@@ -1,8 +1,6 @@
-"""[finetune] and [sparsity]: which weights of a model are trained, with which adapters, and which
-stay zero.
-"""
+"""[finetune]: which weights of a model are trained, and with which adapters."""
 
-import re
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -10,8 +8,6 @@ from pydantic import Field, model_validator
 from spmdtrain.config.settings import (
     Count,
     CountOrZero,
-    Decay,
-    DerivedOrNone,
     Fraction,
     Positive,
     Settings,
@@ -87,106 +83,29 @@ class FinetuneConfig(Settings):
         return self.alpha / (self.rank**0.5 if self.rank_stabilised else self.rank)
 
 
-LARGEST_GROUP = 32
+def frozen_by_setting(run: Any) -> dict[str, int]:
+    """Returns the numbers of frozen layers that are asked for, except 0, by setting."""
+    numbers: dict[str, int | None] = {
+        f"train.stages[{number}].frozen_layers": stage.frozen_layers
+        for number, stage in enumerate(run.train.stages)
+    }
+    numbers["finetune.frozen_layers"] = run.finetune.frozen_layers
+    return {setting: frozen for setting, frozen in numbers.items() if frozen}
 
 
-class SparsityConfig(Settings):
-    """The weights that are zero and stay so, while the others are trained (docs/sparsity.md)."""
-
-    pattern: str = Field(
-        default="none",
-        description="which weights stay: all | N:M, e.g. 2:4: of each M consecutive inputs of an "
-        "output the N largest (arXiv:2102.04010) | magnitude: the largest of each matrix "
-        "(arXiv:1710.01878) | kept: those that are not zero at the start",
-    )
-    share: DerivedOrNone[Decay] = Field(
-        default=None,
-        description="magnitude only: share of each matrix that is zero in the end; default: 0.5",
-    )
-    since: DerivedOrNone[Count] = Field(
-        default=None, description="step after which the first weights are set to 0; default: 1"
-    )
-    until: DerivedOrNone[Count] = Field(
-        default=None,
-        description="last step after which it is chosen anew which weights are zero; magnitude "
-        "reaches its share then, by a cubic schedule; default: since",
-    )
-    every: DerivedOrNone[Count] = Field(
-        default=None,
-        description="steps from one choice to the next, up to until; default: 100, at "
-        "most those from since to until",
-    )
-    weights: Strings = Field(
-        default=(),
-        description="patterns of paths of matrices, as `show` prints them; default: all that only "
-        "matmuls of layers read: neither embeddings and head nor norms and routers",
-    )
-
-    def derived(self) -> dict[str, Any]:
-        """Returns the share of zeros, which only magnitude has, and the steps of the choices."""
-        since = (self.since or 1) if self.chooses else None
-        until = (self.until or since) if self.chooses else None
-        return {
-            "share": 0.5 if self.pattern == "magnitude" else None,
-            "since": since,
-            "until": until,
-            "every": min(100, until - since) if since and until and until > since else None,
-        }
-
-    @model_validator(mode="after")
-    def _check(self):
-        if self.chooses and self.pattern != "magnitude":
-            self._check_group()
-        if self.share is not None and self.pattern != "magnitude":
-            raise ValueError(
-                f"sparsity.share={self.share:g} belongs to 'magnitude', not to {self.pattern!r}; "
-                "set sparsity.pattern='magnitude'"
+def refusals(run: Any) -> Iterator[str]:
+    """Yields which frozen layers leave nothing to train, or cannot be frozen."""
+    model = run.model
+    dense = model.layers - model.stack_layers
+    for setting, frozen in frozen_by_setting(run).items():
+        if not dense < frozen < model.layers:
+            yield (
+                f"{setting}={frozen}: of the {model.layers} layers from {dense + 1} to "
+                f"{model.layers - 1} can be frozen; set {setting}="
+                f"{max(dense + 1, model.layers // 2)}"
             )
-        idle = [] if self.chooses else ["since", "until", "every"]
-        idle += ["weights"] if self.pattern == "none" else []
-        for name in idle:
-            if getattr(self, name):
-                raise ValueError(
-                    f"sparsity.{name}: {self.pattern!r} sets no weight to zero; set "
-                    "sparsity.pattern='2:4' or 'magnitude'"
-                )
-        if self.since is None or self.until is None:
-            return self
-        if self.until < self.since:
-            raise ValueError(
-                f"sparsity.until={self.until} is before since={self.since}; set "
-                f"sparsity.until={self.since}"
+        if model.multi_token:
+            yield (
+                f"{setting}={frozen}: a model with [model.multi_token] learns with all its layers; "
+                f"set {setting}=0"
             )
-        if self.every is not None and self.until < self.since + self.every:
-            raise ValueError(
-                f"sparsity.every={self.every}: from since={self.since} until={self.until} there "
-                f"is one choice; set sparsity.until={self.since + self.every} or later"
-            )
-        return self
-
-    def _check_group(self) -> None:
-        """Refuses a pattern that is no N:M with N below M."""
-        kept, size = self.group or (0, 0)
-        if not 0 < kept < size <= LARGEST_GROUP:
-            raise ValueError(
-                f"sparsity.pattern={self.pattern!r} must be none, magnitude, kept or N:M with N "
-                f"below M and M at most {LARGEST_GROUP}; set sparsity.pattern='2:4'"
-            )
-
-    @property
-    def group(self) -> tuple[int, int] | None:
-        """N and M of a pattern N:M."""
-        found = re.fullmatch(r"(\d{1,9}):(\d{1,9})", self.pattern)
-        return (int(found[1]), int(found[2])) if found else None
-
-    @property
-    def chooses(self) -> bool:
-        """True if a run chooses which of its weights are zero."""
-        return self.pattern not in ("none", "kept")
-
-    @property
-    def choices(self) -> int:
-        """The number of times that it is chosen which weights are zero."""
-        if self.since is None or self.until is None:
-            return 0
-        return 1 if self.every is None else (self.until - self.since) // self.every + 1

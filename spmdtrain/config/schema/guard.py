@@ -1,5 +1,6 @@
 """[guard]: what counts as a bad step, and what is done about it."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -89,3 +90,19 @@ class GuardConfig(Settings):
     def in_step(self) -> bool:
         """True if the compiled step judges itself, and keeps the old weights after a bad step."""
         return self.policy != "abort" or self.judges_spikes
+
+
+def refusals_of_rollback(run: Any) -> Iterator[str]:
+    """Yields that there is no checkpoint to go back to."""
+    if run.guard.policy == "rollback" and run.checkpoint.every == 0:
+        yield (
+            "guard.policy='rollback' goes back to a checkpoint, but checkpoint.every=0 saves "
+            "none during the run; set checkpoint.every='auto'"
+        )
+
+
+def refusals_of_routers(run: Any) -> Iterator[str]:
+    """Yields that there is no router whose load could be limited."""
+    limit = run.guard.expert_load
+    if limit is not None and not run.model.experts and not run.model.make:
+        yield f"guard.expert_load={limit:g} limits routers, and there is no [model.experts]"

@@ -1,6 +1,7 @@
 """[log]: figures, profiler traces and sinks."""
 
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -44,3 +45,10 @@ class LogConfig(Settings):
                 "log.record='none' keeps none; set log.record='hashes'"
             )
         return self
+
+
+def refusals_of_steps(run: Any) -> Iterator[str]:
+    """Yields which steps to trace are beyond `train.steps`."""
+    late = [step for step in run.log.profile if step > run.train.steps]
+    if late:
+        yield f"log.profile={late} is beyond train.steps={run.train.steps}"

@@ -1,5 +1,6 @@
 """[optimizer]: a class for each optimizer, and groups of parameters."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -279,3 +280,39 @@ class Soap(OptimizerConfig):
         default=10_000,
         description="most rows or columns of a matrix that have a basis; a longer side has none",
     )
+
+
+def refusals(run: Any) -> Iterator[str]:
+    """Yields which rates rise at the end, and which weights an average would not move."""
+    if run.optimizer.final_learning_rate > run.optimizer.learning_rate:
+        yield "optimizer.final_learning_rate is above optimizer.learning_rate"
+    narrow = run.precision.params
+    if isinstance(run.optimizer, ScheduleFreeAdamW) and narrow != "float32":
+        yield (
+            f"precision.params={narrow!r}: an average of n steps moves by 1 / n, which rounds "
+            "to nothing there; set precision.params='float32' for schedule_free_adamw"
+        )
+
+
+def refusals_of_batches(run: Any) -> Iterator[str]:
+    """Yields why a rate cannot follow the size of a batch."""
+    follows = run.optimizer.rate_by_batch
+    if follows == "none":
+        return
+    if not run.train.stages:
+        yield (
+            f"optimizer.rate_by_batch={follows!r} needs batches of several sizes; add "
+            "[[train.stages]]"
+        )
+    if run.own.learning_rate is not None:
+        yield (
+            f"optimizer.rate_by_batch={follows!r} does not change the rate of "
+            "own.learning_rate; set optimizer.rate_by_batch='none'"
+        )
+
+
+def refusals_of_steps(run: Any) -> Iterator[str]:
+    """Yields that the rate still rises after `train.steps`."""
+    warmup = run.optimizer.warmup
+    if warmup > run.train.steps:
+        yield f"optimizer.warmup={warmup} is longer than train.steps={run.train.steps}"

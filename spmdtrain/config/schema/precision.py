@@ -1,7 +1,6 @@
-"""[precision] and [kernels]: the dtypes of a step, the loss scale of float16, and the choice of
-kernels.
-"""
+"""[precision]: the dtypes of a step, and the loss scale of float16."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -123,13 +122,18 @@ class PrecisionConfig(Settings):
         return self
 
 
-class KernelsConfig(Settings):
-    """The choice among the implementations of attention and norms."""
-
-    tune: Literal["auto", "off", "again"] = Field(
-        default="auto",
-        description="auto: the fastest correct ones, which `train` measures on the GPU once and "
-        "remembers; a resumed run keeps its choice; off: a fixed order, and nothing "
-        "is measured; again: they are measured once more, even for a resumed run, "
-        "whose last bits then differ",
-    )
+def refusals(run: Any) -> Iterator[str]:
+    """Yields on which meshes no matmul returns the magnitudes that delayed scaling needs."""
+    if run.precision.scaling != "delayed":
+        return
+    setting = "precision.scaling='delayed'"
+    if run.mesh.pipeline != 1:
+        yield (
+            f"{setting}: the ticks of mesh.pipeline={run.mesh.pipeline} sum what a microbatch "
+            "returns, and magnitudes have no sum; set precision.scaling='current'"
+        )
+    if run.mesh.collective_matmul:
+        yield (
+            f"{setting}: the pieces of mesh.collective_matmul=true are scaled by themselves; set "
+            "mesh.collective_matmul=false, or precision.scaling='current'"
+        )

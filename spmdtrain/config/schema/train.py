@@ -1,19 +1,19 @@
-"""[train]: the length of training, the batch, the loss, and what saves memory; [distill]."""
+"""[train]: the length of training, the batch, the loss, and what saves memory."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_serializer, model_validator
 
+from spmdtrain.config.schema.optimizer import ScheduleFreeAdamW
 from spmdtrain.config.settings import (
     Count,
     CountOrZero,
-    DerivedOrNone,
     Fraction,
     LocalPath,
     NonNegative,
     Positive,
     Settings,
-    Share,
     Tokens,
 )
 from spmdtrain.config.stages import TimedStage, timetable
@@ -199,9 +199,9 @@ class TrainConfig(Settings):
     def of_preference(self) -> dict[str, float]:
         """The settings of the preference loss, e.g. {"beta": 0.1} for dpo."""
         defaults = PREFERENCE_SETTINGS[self.preference]
-        given = {name: getattr(self, name) for name in defaults}
+        chosen = {name: getattr(self, name) for name in defaults}
         return {
-            name.removeprefix("preference_"): default if given[name] is None else given[name]
+            name.removeprefix("preference_"): default if chosen[name] is None else chosen[name]
             for name, default in defaults.items()
         }
 
@@ -213,63 +213,79 @@ class TrainConfig(Settings):
         return values
 
 
-class DistillConfig(Settings):
-    """A second, frozen model from whose predictions this one learns (arXiv:1503.02531).
-
-    The loss is (1 - share) x cross-entropy + share x temperature^2 x KL(teacher || student), the
-    divergence of the softmax of both models' logits over the temperature (docs/distillation.md).
+def refusals_of_length(run: Any) -> Iterator[str]:
+    """Yields that sequences are longer than the model allows, and how to extend rotary
+    positions.
     """
+    length, longest = run.train.sequence_length, run.model.max_length
+    if length <= longest:
+        return
+    text = f"train.sequence_length={length} is longer than model.max_length={longest}"
+    if run.model.positions == "rope" and not run.model.rope_scaling:
+        factor = -(-length // longest)
+        text = (
+            f"{text}; try --set model.max_length={factor * longest} --set "
+            f"model.rope_scaling.kind=yarn --set model.rope_scaling.factor={factor} --set "
+            f"model.rope_scaling.original_length={longest}"
+        )
+    yield text
 
-    teacher: LocalPath | None = Field(
-        default=None,
-        description="the teacher: a run, whose newest weights it has, or a folder of Hugging Face",
-    )
-    logits: LocalPath | None = Field(
-        default=None,
-        description="a folder in which `spmdtrain data teach` has saved what a teacher says of the "
-        "data, instead of a teacher on the mesh",
-    )
-    temperature: DerivedOrNone[Positive] = Field(
-        default=None,
-        description="divisor of the logits of both models; above 1 what the teacher finds unlikely "
-        "counts more; default: 1",
-    )
-    share: DerivedOrNone[Share] = Field(
-        default=None,
-        description="share of the loss against the teacher; 1: of no other; default: 0.5",
-    )
 
-    def derived(self) -> dict[str, Any]:
-        """Returns temperature and share, which only a run that learns from a teacher has."""
-        return {
-            "temperature": 1.0 if self.is_on else None,
-            "share": 0.5 if self.is_on else None,
-        }
+def refusals_of_memory(run: Any) -> Iterator[str]:
+    """Yields why the layers of a pipeline cannot save memory as they are told to."""
+    stages = run.mesh.pipeline
+    if stages == 1:
+        return
+    if run.pipeline.schedule == "zero_bubble" and run.train.remat != "none":
+        yield (
+            f"train.remat={run.train.remat!r}: zero_bubble splits a layer's backward in "
+            "two, which needs remat 'none'; or set pipeline.schedule='interleaved'"
+        )
+    if run.train.remat == "offload":
+        yield (
+            f"train.remat='offload': the stages of mesh.pipeline={stages} keep few "
+            "layers' inputs, and keep them on the device; set train.remat='full'"
+        )
+    if run.train.scan_layers is False:
+        yield (
+            f"train.scan_layers=false: the stages of mesh.pipeline={stages} run "
+            "their layers in a loop; set train.scan_layers=true"
+        )
 
-    @property
-    def is_on(self) -> bool:
-        """True if the run learns from a teacher, on the mesh or by what it said."""
-        return self.teacher is not None or self.logits is not None
 
-    @property
-    def asked(self) -> str:
-        """The setting that names where the run learns from, with its value, for messages."""
-        if self.logits is not None:
-            return f"distill.logits={self.logits!r}"
-        return f"distill.teacher={self.teacher!r}"
+def refusals_of_pairs(run: Any) -> Iterator[str]:
+    """Yields which settings do not go with pairs of answers."""
+    if not run.train.learns_pairs:
+        return
+    setting = f"train.preference={run.train.preference!r}"
+    if run.data.corpus != "tokens" or run.data.mix or run.data.packing != "best_fit":
+        yield (
+            f"{setting} learns from token files of pairs, each in one sequence; set "
+            "data.corpus='tokens' and data.packing='best_fit', without data.mix"
+        )
+    if run.train.label_smoothing or run.train.z_loss:
+        yield f"{setting} has no train.label_smoothing and no train.z_loss"
 
-    @model_validator(mode="after")
-    def _check(self):
-        for name in ("temperature", "share"):
-            value = getattr(self, name)
-            if value is not None and not self.is_on:
-                raise ValueError(
-                    f"distill.{name}={value:g} belongs to a teacher; set distill.teacher='RUN', or "
-                    "distill.logits='DIR'"
-                )
-        if self.teacher is not None and self.logits is not None:
-            raise ValueError(
-                f"distill.teacher={self.teacher!r} and distill.logits={self.logits!r} are two "
-                "teachers; set one of them to none"
-            )
-        return self
+
+def refusals_of_stages(run: Any) -> Iterator[str]:
+    """Yields which settings do not go with several stages."""
+    stages = run.train.stages
+    if not stages:
+        return
+    if run.guard.replay_check:
+        yield (
+            f"guard.replay_check={run.guard.replay_check} repeats one compiled step, and "
+            "train.stages have several; set guard.replay_check=0"
+        )
+    freezes = any(stage.frozen_layers is not None for stage in stages)
+    if freezes and isinstance(run.optimizer, ScheduleFreeAdamW):
+        yield (
+            "train.stages: the average of schedule_free_adamw would go on moving while its "
+            "layer is frozen; set optimizer.name='adamw' for stages with frozen_layers"
+        )
+    is_short = any(stage.pieces > 1 for stage in run.train.timetable)
+    if is_short and run.data.packing == "best_fit":
+        yield (
+            "data.packing='best_fit' cuts no documents, and a stage of train.stages with its "
+            "own sequence_length would; set data.packing='documents'"
+        )

@@ -23,7 +23,7 @@ def join_teacher(setup: Setup) -> Setup:
     of_teacher = setup_alone(settings, setup.mesh, None, _all_frozen, None, None)
     if of_teacher.way.zigzag != setup.way.zigzag:
         raise ConfigError(
-            f"{setup.config.distill.asked} reads tokens in another order over mesh.context",
+            f"{setup.config.distill.source} reads tokens in another order over mesh.context",
             asked=setup.way.line,
             found=of_teacher.way.line,
             fix="--set model.context_attention=gather",
@@ -53,8 +53,9 @@ def join_logits(setup: Setup) -> Setup:
 def _check_tokens(setup: Setup) -> None:
     """Refuses a model that does not predict the next token."""
     if setup.model.corrupt is not None:
-        name, _, _ = setup.config.distill.asked.partition("=")
+        source = setup.config.distill.source
+        name, _, _ = source.partition("=")
         raise ConfigError(
-            f"{setup.config.distill.asked} predicts the next token, and this model restores tokens",
+            f"{source} predicts the next token, and this model restores tokens",
             fix=f"--set {name}=none",
         )
