@@ -7,7 +7,7 @@ an array that is updated in place those of the update.
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spmdtrain.compiled import hlo
 from spmdtrain.compiled.hlo import Instruction
@@ -27,7 +27,7 @@ MOVES = {
     *("copy", "transpose", "reshape", "broadcast", "dynamic-slice", UPDATE, "slice"),
     *("concatenate", "pad"),
 }
-FLOATS = {"f32", "bf16", "f16"}
+FLOAT = re.compile(r"b?f\d")
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,9 @@ def kernels(hlo_text: str) -> list[Kernel]:
     named, entry = hlo.computations(hlo_text)
 
     def of(name: str, launches: int) -> Iterator[Kernel]:
-        around = {each.name: each for each in named[name]}
-        for each in named[name]:
+        listed = _with_results(named[name])
+        around = {each.name: each for each in listed}
+        for each in listed:
             if each.opcode == "while":
                 trips = TRIPS.search(each.line)
                 for called in each.called:
@@ -69,6 +70,15 @@ def kernels(hlo_text: str) -> list[Kernel]:
                 yield _kernel(each, around, named, launches)
 
     return list(of(entry, 1))
+
+
+def _with_results(listed: Sequence[Instruction]) -> list[Instruction]:
+    """Returns the instructions, with the type of its -done for each -start.
+
+    Its own holds its operands as well.
+    """
+    results = {_operands(each)[0]: each.type for each in listed if each.opcode.endswith("-done")}
+    return [replace(each, type=results.get(each.name, each.type)) for each in listed]
 
 
 def _kernel(
@@ -83,8 +93,10 @@ def _kernel(
     else:
         read, written = _moved(of, around)
     kinds = {each.opcode for each in inner if not _is_scalar(each)}
-    widths = {each.type.partition("[")[0] for each in inner if each.opcode != "parameter"}
-    converts = "convert" in kinds and kinds <= MOVES | {"convert"} and bool(widths & FLOATS)
+    by_name = {**around, **{each.name: each for each in inner}}
+    conversions = [each for each in inner if each.opcode == "convert" and not _is_scalar(each)]
+    of_floats = all(_is_of_floats(each, by_name) for each in conversions)
+    converts = bool(conversions) and kinds <= MOVES | {"convert"} and of_floats
     named_kind = re.search(r'custom_call_target="([^"]+)"', of.line)
     kind = named_kind[1] if named_kind else of.opcode.removesuffix("-start")
     return Kernel(of.name, kind, launches, read, written, kinds <= MOVES, converts)
@@ -138,6 +150,11 @@ def _operands(of: Instruction) -> list[str]:
 
 def _size(of: Instruction) -> int:
     return sum(hlo.bytes_by_dtype(of.type, of.line).values())
+
+
+def _is_of_floats(conversion: Instruction, by_name: Mapping[str, Instruction]) -> bool:
+    sides = conversion, by_name[_operands(conversion)[0]]
+    return all(FLOAT.match(side.type) for side in sides)
 
 
 def _is_scalar(of: Instruction) -> bool:

@@ -26,10 +26,11 @@ from pallas_kernels.chosen import using
 from pallas_kernels.loss import api as loss_api
 from pallas_kernels.loss import linear_cross_entropy
 from pallas_kernels.tuning import Table, tune
-from pallas_kernels.tuning.decide import decide
+from pallas_kernels.tuning.decide import LEAST_GAIN, decide
 from pallas_kernels.tuning.measure import WORKER, Limits, Process, measure
 from pallas_kernels.tuning.on_jax import OnJax
 from pallas_kernels.tuning.right import complaint
+from pallas_kernels.tuning.table import SHIPPED
 from pallas_kernels.tuning.work import share_of_sheet
 
 ROOT = Path(__file__).parents[2]
@@ -255,6 +256,16 @@ def test_shipped_entries_count_where_nothing_was_measured(tmp_path, monkeypatch)
     table.add("G", {"one": {"implementation": "b"}})
     assert table.chosen("G") == {"one": "b", "two": "a"}
     assert table.entry("G", "two") == {"implementation": "a"} and table.entry("H", "two") is None
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.json")), ids=lambda p: p.stem)
+def test_a_shipped_entry_is_of_the_call_that_it_names_and_takes_the_fastest(path):
+    """A program that asks for the call by another name would not find it."""
+    for entries in json.loads(path.read_text(encoding="utf-8"))["gpus"].values():
+        for name, entry in entries.items():
+            assert from_json(entry["call"]).name == name
+            taken = entry["milliseconds"][entry["implementation"]]
+            assert (1 - LEAST_GAIN) * taken <= min(entry["milliseconds"].values())
 
 
 # The real path, on this CPU

@@ -1,0 +1,108 @@
+"""The step of a GPT as XLA compiles it for one H200, which writes the layers out."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import jax
+import pytest
+
+from spmdtrain.compiled import hlo
+from spmdtrain.compiled.kernels import Kernel, kernels
+
+# Compiled in a process of its own: XLA's flags for GPUs are not those of these tests.
+TEXT = """
+import sys
+from spmdtrain.processes.xla_flags import set_xla_flags
+set_xla_flags(deviceless=True)
+from helpers import tiny
+from spmdtrain.planner.cost.hardware import hardware
+from spmdtrain.planner.deviceless import executable
+config = tiny(*sys.argv[1:])
+print(executable(config, dict(config.mesh.sizes), hardware("h200"))[0].as_text())
+"""
+LAYERS, SEQUENCES, TIME, EMBED = 3, 4, 64, 128
+FFN, QKV = 4 * EMBED, 3 * EMBED
+GPT = (
+    *(f"model.layers={LAYERS}", f"model.embed={EMBED}", "model.vocab=1024"),
+    *(f"train.global_batch={SEQUENCES}", f"train.sequence_length={TIME}"),
+    "precision.compute=bfloat16",
+)
+# Without a GPU nothing can be autotuned, and XLA would take its own matmuls, which it fuses less.
+CUBLAS = "--xla_gpu_enable_triton_gemm=false"
+MATMUL = "__cublas$lt$matmul"
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        jax.__version_info__ < (0, 11) or not importlib.util.find_spec("jax_cuda13_plugin"),
+        reason="needs jax's CUDA plugin and its compiler",
+    ),
+]
+
+
+@cache
+def text() -> str:
+    tests = str(Path(__file__).parents[1])
+    path = os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])
+    run = subprocess.run(
+        [sys.executable, "-c", TEXT, *GPT],
+        env=os.environ | {"PYTHONPATH": path, "XLA_FLAGS": CUBLAS},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    return run.stdout
+
+
+def instructions() -> dict[str, hlo.Instruction]:
+    return {each.name: each for listed in hlo.computations(text())[0].values() for each in listed}
+
+
+def beside_matmuls(part: str) -> list[Kernel]:
+    """The kernels of a part of a layer that are no matmul."""
+    named = hlo.computations(text())[0]
+
+    def computes(kernel: Kernel) -> bool:
+        call = instructions()[kernel.name]
+        inner = [each for name in call.called for each in named[name]]
+        is_matmul = any(MATMUL in each.line for each in (call, *inner))
+        return re.search(rf'op_name="[^"]*/{part}/', call.line) is not None and not is_matmul
+
+    return [each for each in kernels(text()) if computes(each)]
+
+
+def test_no_kernel_is_launched_by_a_loop():
+    assert len(kernels(text())) > 50 * LAYERS
+    assert [each.name for each in kernels(text()) if each.launches > 1] == []
+
+
+def test_gelu_is_computed_by_its_matmul_and_again_in_the_backward_pass():
+    """Its parts would be arrays as wide as the mlp, if they were kept from the forward pass.
+
+    The backward pass reads gelu's input and the gradient, writes a gradient, and sums it up for
+    the bias.
+    """
+    epilogues = Counter(re.findall(r'"epilogue":"(\w+)"', text()))
+    assert epilogues["BIAS_GELU_AUX"] == LAYERS
+    wide = 2 * SEQUENCES * TIME * FFN  # bytes
+    moved = sum(each.moved for each in beside_matmuls("mlp"))
+    assert 4 * LAYERS * wide < moved < 5 * LAYERS * wide
+
+
+def test_the_bias_of_queries_keys_and_values_is_a_vector():
+    """As a matrix it would be written out for every token, and read by the matmul."""
+    of_qkv = re.compile(rf"\(?bf16\[{SEQUENCES * TIME},{QKV}\]")
+    matmuls = [
+        each
+        for each in instructions().values()
+        if MATMUL in each.line and of_qkv.match(each.type) and "/jvp()/" in each.line
+    ]
+    assert len(matmuls) == LAYERS
+    assert all('"beta":0' in each.line and '"epilogue":"BIAS"' in each.line for each in matmuls)
