@@ -1,25 +1,36 @@
 """The figures of docs/ that come from steps compiled for GPUs that are not there.
 
     python benchmarks/absent_gpus.py [--only TEXT]
+    python benchmarks/absent_gpus.py step [--only TEXT]
 
 Of each program: temporary bytes on a device and on the host, the bytes that a device sends over
 each axis, and over groups of a part of it, how many matmuls multiply 8-bit floats, and what is
 copied into and out of the stacks of a loop over layers. `--only` takes the programs whose names
 contain TEXT.
 
+`step` takes the step of GPT-2 124M with 32 x 1024 tokens on an H200 in its forms, with the kernels
+that were measured there and cuBLAS's matmuls. It prints the bytes that kernels read and write, how
+many are launched, and temporary bytes, and ends with code 1 if one is above its bound.
+
 Needs what `make cuda-compiler` installs, jax 0.11 or later. Half a minute a program on two cores.
 """
 
 import argparse
 import math
+import os
+import sys
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
 from stacks import copied_bytes
+from step_text import Bounds, StepText, step_text
 
 import spmdtrain as st
+from pallas_kernels.chosen import using
+from pallas_kernels.gpus import GPUS
+from pallas_kernels.tuning import Table
 from spmdtrain.compiled import hlo
 from spmdtrain.parallel.mesh import AXES
 from spmdtrain.planner import deviceless
@@ -111,6 +122,19 @@ PROGRAMS = (
 )
 
 
+# Without a GPU to time them on, XLA takes its own matmuls, which it fuses with less.
+CUBLAS = "--xla_gpu_enable_triton_gemm=false"
+STEP = GPT2.format(32, 32, "none")
+LOOP = Program("loop", "gpt2_124m", "", f"{STEP} train.scan_layers=true", "h200")
+# 170.0 GB and 1,683 launches were those of 2026-11-27. Memory: no more than the loop takes.
+BOUND = Bounds(moved=112, launches=800, hidden=0.8)
+STEPS = (
+    Program("as it is", "gpt2_124m", "", STEP, "h200"),
+    Program("bfloat16 logits", "gpt2_124m", "", f"{STEP} precision.logits=bfloat16", "h200"),
+    Program("data 8", "gpt2_124m", "data=8", GPT2.format(256, 32, "none"), "h200"),
+)
+
+
 def matmuls_in_8_bits(hlo_text: str) -> list[bool]:
     """Returns, for each matmul in a text, whether it multiplies 8-bit floats.
 
@@ -148,18 +172,57 @@ def figures(program: Program) -> dict[str, str]:
     }
 
 
-def main() -> None:
+def measured(program: Program) -> StepText:
+    """Returns the figures of a step with the kernels that were measured on its GPU."""
+    with using(Table().chosen(GPUS[program.hardware].device_kinds[0])):
+        return step_text(*program.compiled())
+
+
+def print_steps(only: str) -> bool:
+    """Prints the figures of the steps; returns False if one is above its bound."""
+    loop = measured(LOOP)
+    bounds = replace(BOUND, temporaries=loop.temporaries)
+    steps = {LOOP.name: loop}
+    for program in STEPS:
+        if only in program.name:
+            steps[program.name] = measured(program)
+    for name, step in steps.items():
+        for line in step.lines():
+            print(f"step, {name}, {line}", flush=True)
+    broken = [
+        f"step, {name}, {line}"
+        for name, step in steps.items()
+        if name != LOOP.name
+        for line in bounds.broken_by(step)
+    ]
+    print(*broken, sep="\n", file=sys.stderr, end="\n" if broken else "")
+    return not broken
+
+
+def print_documents(only: str) -> bool:
+    """Prints the figures of the documents."""
+    for program in PROGRAMS:
+        if only in program.name:
+            for what, figure in figures(program).items():
+                print(f"{program.name}, {what}: {figure}", flush=True)
+    return True
+
+
+WHAT = {"documents": print_documents, "step": print_steps}
+
+
+def main() -> int:
     """Compiles the programs and prints their figures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("what", nargs="?", choices=WHAT, default="documents")
     parser.add_argument("--only", default="", metavar="TEXT")
     chosen = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")  # or the plugin would look for a GPU
+    if chosen.what == "step":
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {CUBLAS}"
     xla_flags.set_xla_flags(deviceless=True)
-    for program in PROGRAMS:
-        if chosen.only in program.name:
-            for what, figure in figures(program).items():
-                print(f"{program.name}, {what}: {figure}", flush=True)
+    return 0 if WHAT[chosen.what](chosen.only) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

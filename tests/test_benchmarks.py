@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -137,3 +138,19 @@ def test_rows_of_single_options_are_merged_into_the_table_of_convergence(monkeyp
     assert [line for line in lines if line not in found] == [
         line for line in lines if line.startswith("| 8-bit moments |")
     ]
+
+
+def test_a_step_above_its_bounds_is_named(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    step_text = importlib.import_module("step_text")
+    bounds = step_text.Bounds(moved=112, launches=800, hidden=0.8, temporaries=11.5)
+    kept = step_text.StepText(112.0, 800, 11.5, 4.3, 180, 1.1, 19, hidden=0.8)
+    assert bounds.broken_by(kept) == [] == bounds.broken_by(replace(kept, hidden=None))
+    broken = replace(kept, moved=112.1, launches=801, temporaries=11.6, hidden=0.79)
+    assert bounds.broken_by(broken) == [
+        "moved: 112.1 is above 112",
+        "launches: 801 is above 800",
+        "temporaries: 11.6 is above 11.5",
+        "hidden: 79% is below 80%",
+    ]
+    assert "hidden over data: 79%" in broken.lines()
