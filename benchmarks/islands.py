@@ -36,7 +36,7 @@ from spmdtrain.running.device_batches import batches
 from spmdtrain.running.islands.island import Island
 from spmdtrain.running.islands.meetings import Meetings
 from spmdtrain.train.evaluation import make_eval_figures
-from spmdtrain.train.islands.timetable import Timetable
+from spmdtrain.train.islands.meeting_times import Timetable
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
 

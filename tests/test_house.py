@@ -258,6 +258,97 @@ def test_no_two_files_of_tests_share_a_name():
     assert [name for name, times in names.items() if times > 1] == []
 
 
+# --- a name of its own, and company ---------------------------------------------------------------
+
+# A command and a section of the settings have the name that a person types.
+TYPED = ("spmdtrain/cli", "spmdtrain/config/schema")
+# Names that several files still share. The list may only shrink: a line of a traceback, a tab of an
+# editor and a search for a file show no more than its name.
+SHARED_NAMES = {
+    "directory.py",
+    "encode.py",
+    "experts.py",
+    "files.py",
+    "float8.py",
+    "flops.py",
+    "items.py",
+    "kernels.py",
+    "latent.py",
+    "memory.py",
+    "parts.py",
+    "pieces.py",
+    "prepare.py",
+    "reading.py",
+    "rope.py",
+    "stages.py",
+    "sums.py",
+    "teacher.py",
+    "weights.py",
+    "words.py",
+    "writing.py",
+}
+
+# Folders of fewer than three files, and why each is one.
+SMALL_FOLDERS = {
+    "spmdtrain": "the package itself: what is run with python -m",
+    "spmdtrain/checkpoints/snapshots": "a floor of their own: the memory of a host, not a store",
+    "spmdtrain/data/mixtures": "[data.mix], with [data.phases]",
+    "spmdtrain/planner/settings": "what the schema accepts, apart from what it costs",
+    "spmdtrain/processes/snapshots": "slots that a launcher owns: without jax, unlike the others",
+    "spmdtrain/running/distillation": "the running half of [distill]",
+    "spmdtrain/train/compared": "compares runs, and no step imports it",
+    "spmdtrain/train/scaling": "the training half of delayed scaling",
+    "spmdtrain/train/setups": "what shard.py joins: a model, and its teacher",
+    "spmdtrain/train/updating": "the part of an update that knows where moments rest",
+}
+
+
+def modules_in(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.glob("*.py")) if path.name != "__init__.py"]
+
+
+def shared_names(root: Path) -> dict[str, list[str]]:
+    """File name -> the modules of the library that share it; not what a person types."""
+    homes: dict[str, list[str]] = {}
+    for folder in folders_of(root):
+        if not any(folder.is_relative_to(root / typed) for typed in TYPED):
+            for path in modules_in(folder):
+                homes.setdefault(path.name, []).append(str(path.relative_to(root)))
+    return {name: files for name, files in homes.items() if len(files) > 1}
+
+
+def folders_of(root: Path) -> list[Path]:
+    return sorted({path.parent for path in (root / "spmdtrain").rglob("*.py")})
+
+
+def small_folders(root: Path) -> set[str]:
+    """The folders with one module or two."""
+    return {
+        str(folder.relative_to(root)) for folder in folders_of(root) if len(modules_in(folder)) < 3
+    }
+
+
+def test_no_two_modules_share_a_file_name():
+    shared = shared_names(ROOT)
+    assert {name: files for name, files in shared.items() if name not in SHARED_NAMES} == {}
+    assert SHARED_NAMES - shared.keys() == set(), "no longer shared: take it off the list"
+
+
+def test_a_folder_below_three_files_has_a_reason():
+    small = small_folders(ROOT)
+    assert small - SMALL_FOLDERS.keys() == set(), "put the files next to what uses them"
+    assert SMALL_FOLDERS.keys() - small == set(), "no longer small: take it off the list"
+
+
+def test_a_shared_name_and_a_small_folder_are_found(tmp_path):
+    for name in ("data/a.py", "data/b.py", "data/c.py", "models/b.py", "cli/b.py"):
+        path = tmp_path / "spmdtrain" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    assert shared_names(tmp_path) == {"b.py": ["spmdtrain/data/b.py", "spmdtrain/models/b.py"]}
+    assert small_folders(tmp_path) == {"spmdtrain/models", "spmdtrain/cli"}
+
+
 # --- one home -------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from spmdtrain.certify.noise import make_reference
 from spmdtrain.certify.shrink import Shrunk
 from spmdtrain.certify.stepper import Own
 from spmdtrain.certify.witnesses.exchanged import narrow_sums
-from spmdtrain.certify.witnesses.narrow import is_narrow, narrow_gradients
+from spmdtrain.certify.witnesses.own_precision import is_narrow, narrow_gradients
 
 
 def in_asked_precision(found: Certificate, asked: Shrunk, own: Own, say: Say) -> None:

@@ -23,7 +23,7 @@ from spmdtrain.running.device_batches import batches
 from spmdtrain.train.compared.in_order import placed_arrays, plain_arrays
 from spmdtrain.train.fresh import init_state
 from spmdtrain.train.step import make_step
-from spmdtrain.train.updates.kinds import Kind, kind_of
+from spmdtrain.train.updates.parameter_kinds import Kind, kind_of
 
 LEAST_SHARE = 0.1  # of the change, in every width, for a kind to be judged
 Weights = dict[str, np.ndarray]  # plain ones, by dotted path

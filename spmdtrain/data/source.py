@@ -22,7 +22,7 @@ from spmdtrain.data.corpus import Corpus, check_vocab, common_template, open_cor
 from spmdtrain.data.cut_documents import count_cut, said_of_cut
 from spmdtrain.data.epochs import counted_in_steps
 from spmdtrain.data.indices import sample_indices
-from spmdtrain.data.mixtures.phases import PhasedMixture, phased
+from spmdtrain.data.mixtures.mixture_phases import PhasedMixture, phased
 from spmdtrain.data.packing import PackedStream, PackedWindows
 from spmdtrain.data.recorded import RecordedData
 from spmdtrain.data.saved_logits.reader import SavedLogits, open_logits

@@ -18,7 +18,7 @@ import jax
 from spmdtrain.config.errors import UserError
 from spmdtrain.diff import FEW
 from spmdtrain.models.choose import MakeModel
-from spmdtrain.replay.compare import different_figures
+from spmdtrain.replay.first_difference import different_figures
 from spmdtrain.replay.opened import open_replay
 from spmdtrain.replay.rounding import FIGURES, limits, limits_apart
 from spmdtrain.replay.written import WrittenRun

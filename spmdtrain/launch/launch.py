@@ -32,11 +32,11 @@ from spmdtrain.config.errors import (
     PeerLostError,
     StorageError,
 )
-from spmdtrain.launch.memory import HostMemory
 from spmdtrain.launch.patience import Patience
 from spmdtrain.launch.peer.peer import Peer
 from spmdtrain.launch.place import Place
 from spmdtrain.launch.ranks import Rank, Ranks
+from spmdtrain.launch.snapshot_memory import HostMemory
 from spmdtrain.processes import closed_outputs, pulse, signals
 from spmdtrain.processes.goodput import DOWN, Goodput
 from spmdtrain.processes.signals import COMMANDS, WARNINGS

@@ -10,9 +10,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from spmdtrain.launch.memory import HostMemory
+from spmdtrain.launch.snapshot_memory import HostMemory
 from spmdtrain.processes import pulse
-from spmdtrain.processes.snapshots import given
+from spmdtrain.processes.snapshots import handed_slots
 
 STACKS_SECONDS = 2.0  # for the stacks of all processes to be printed
 TERM_SECONDS = 5.0  # between SIGTERM and SIGKILL
@@ -64,10 +64,10 @@ class Ranks:
     def _started(self, number: int, command: Sequence[str]) -> Rank:
         read, write = os.pipe()
         slots = self._memory.files(number)
-        described = given.described(slots, are_copied=self._memory.are_copied)
+        described = handed_slots.described(slots, are_copied=self._memory.are_copied)
         process = subprocess.Popen(
             [*PROGRAM, *command],
-            env=os.environ | {pulse.PIPE: str(write), given.SLOTS: described},
+            env=os.environ | {pulse.PIPE: str(write), handed_slots.SLOTS: described},
             pass_fds=[write, *slots],
             start_new_session=True,  # Ctrl-C reaches the launcher, which hands it on
             preexec_fn=_end_with_the_launcher,  # noqa: PLW1509 - the launcher's other thread waits for signals

@@ -20,9 +20,9 @@ import numpy as np
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.replay import spike
 from spmdtrain.replay.again import steps_again
-from spmdtrain.replay.bundle import is_bundle
-from spmdtrain.replay.compare import Mismatch
+from spmdtrain.replay.first_difference import Mismatch
 from spmdtrain.replay.opened import Opened, changed_setting, open_replay, with_changes
+from spmdtrain.replay.read_bundle import is_bundle
 from spmdtrain.replay.replay import asked_step, unlike
 from spmdtrain.replay.samples import far_samples, text_of_samples
 from spmdtrain.train.batch import Batch

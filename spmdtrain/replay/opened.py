@@ -32,7 +32,7 @@ from spmdtrain.config.schema import RunConfig
 from spmdtrain.config.settable import OF_PLACES, OF_REPLAY, check_settable
 from spmdtrain.data.source import Data, open_data, recall_progress
 from spmdtrain.models.choose import MakeModel, check_make
-from spmdtrain.replay.bundle import is_bundle, read_bundle
+from spmdtrain.replay.read_bundle import is_bundle, read_bundle
 from spmdtrain.replay.written import WrittenRun, read_written
 from spmdtrain.running.compile_step import compile_step, lower_step, with_stages
 from spmdtrain.running.distillation.teacher_weights import shard_with_teacher

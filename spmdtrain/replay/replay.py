@@ -19,9 +19,9 @@ from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.given import as_whole
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.replay.again import Again, steps_again
-from spmdtrain.replay.bundle import is_bundle, step_of
-from spmdtrain.replay.compare import Mismatch, different_figures, different_leaves
+from spmdtrain.replay.first_difference import Mismatch, different_figures, different_leaves
 from spmdtrain.replay.opened import Opened, open_replay
+from spmdtrain.replay.read_bundle import is_bundle, step_of
 from spmdtrain.replay.rounding import FIGURES, figures_again, limits
 from spmdtrain.running.record.token_hash import sums_of_batch, text_of
 from spmdtrain.train.stages import setup_at

@@ -11,11 +11,11 @@ import jax
 from spmdtrain.config.run_files import PREDICTED
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.running.distillation.teacher_weights import shard_with_teacher
-from spmdtrain.running.given import check_arguments
 from spmdtrain.running.outcome import Outcome, conclude, nothing_to_do
 from spmdtrain.running.record.bundle import bundled_at_crash, bundling
 from spmdtrain.running.report import stages
 from spmdtrain.running.report.summary import Prediction
+from spmdtrain.running.run_arguments import check_arguments
 from spmdtrain.running.seams import (
     Hook,
     LearningRate,

@@ -12,7 +12,7 @@ from spmdtrain.models.choose import MakeModel
 from spmdtrain.parallel.mesh import describe_mesh
 from spmdtrain.parallel.specs import axes_of_dim
 from spmdtrain.pipeline.draw import describe_pipeline
-from spmdtrain.show.layers import describe_experts, describe_layers, experts_row, layer_rows
+from spmdtrain.show.layer_list import describe_experts, describe_layers, experts_row, layer_rows
 from spmdtrain.train.items.items import by_parameter
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.shard import shard

@@ -15,7 +15,7 @@ from spmdtrain.replay.rounding import moved
 from spmdtrain.running.compile_step import compile_step, lower_step
 from spmdtrain.running.device_batches import batches
 from spmdtrain.running.distillation.teacher_weights import shard_with_teacher
-from spmdtrain.running.guards.memory import MemoryGuard
+from spmdtrain.running.guards.out_of_memory import MemoryGuard
 from spmdtrain.running.start import kernels
 from spmdtrain.train.fresh import init_state
 from spmdtrain.train.setup import Setup

@@ -23,7 +23,7 @@ from spmdtrain.parallel.gather import gathered_axes
 from spmdtrain.parallel.reduce import Reduction, codec_of, reduction
 from spmdtrain.parallel.regions import MANUAL_AXES
 from spmdtrain.train.items.item import Specs
-from spmdtrain.train.updates.kinds import is_matrix, stream_dim
+from spmdtrain.train.updates.parameter_kinds import is_matrix, stream_dim
 
 Gathered = Mapping[str, tuple[str, ...]]  # mesh axes, by dotted parameter path
 

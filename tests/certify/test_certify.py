@@ -11,10 +11,10 @@ import pytest
 from fuzz.campaign import ROOT
 
 from spmdtrain.certify import against
+from spmdtrain.certify.certificate_page import page
 from spmdtrain.certify.certify import Certificate, Examined, certify, examine, values
 from spmdtrain.certify.cover import COLLECTIVE, Layout
 from spmdtrain.certify.noise import Reference, make_reference
-from spmdtrain.certify.page import page
 from spmdtrain.certify.shrink import Shrunk, shrink
 from spmdtrain.certify.stepper import Own
 from spmdtrain.certify.witnesses.mixing import APART, samples_apart

@@ -12,7 +12,7 @@ from spmdtrain.certify.cover import Layout
 from spmdtrain.certify.noise import Reference
 from spmdtrain.certify.shrink import shrink
 from spmdtrain.certify.stepper import Own
-from spmdtrain.certify.witnesses.narrow import narrow_gradients
+from spmdtrain.certify.witnesses.own_precision import narrow_gradients
 from spmdtrain.certify.witnesses.witness import Witness
 from spmdtrain.config import load
 from spmdtrain.parallel.wide_sums import narrow_sums

@@ -15,7 +15,7 @@ from spmdtrain.certify.shrink import BATCH, LENGTH, shrink
 from spmdtrain.certify.witnesses.resume import with_settings
 from spmdtrain.config import ConfigError, RunConfig, load
 from spmdtrain.config.schema import MeshConfig, PrecisionConfig
-from spmdtrain.pipeline.choose import choose_table
+from spmdtrain.pipeline.find_table import choose_table
 from spmdtrain.train.shard import shard_on
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))

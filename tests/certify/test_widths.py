@@ -27,7 +27,7 @@ from spmdtrain.config.schema import AdamW, Lion, Muon, TransformerConfig
 from spmdtrain.models.abstract import Parameter
 from spmdtrain.train.shard import shard
 from spmdtrain.train.updates import shipped_optimizers
-from spmdtrain.train.updates.kinds import kind_of, width_rate
+from spmdtrain.train.updates.parameter_kinds import kind_of, width_rate
 
 BASE, WIDEST = 32, 128
 SETTINGS = (

@@ -15,12 +15,12 @@ from helpers import assert_same_bits, tiny
 
 import spmdtrain as st
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.launch.memory import HostMemory
-from spmdtrain.processes.snapshots import given
+from spmdtrain.launch.snapshot_memory import HostMemory
+from spmdtrain.processes.snapshots import handed_slots
 from spmdtrain.processes.snapshots import slot as slot_module
 from spmdtrain.processes.snapshots.slot import PAGE, Slot
 from spmdtrain.running import loop
-from spmdtrain.running.snapshots import opened
+from spmdtrain.running.start import open_snapshots
 from spmdtrain.train.shard import shard
 
 pytestmark = pytest.mark.usefixtures("shared_programs", "memory")
@@ -43,7 +43,7 @@ MESHES = {
 def memory(monkeypatch):
     """The memory of a launcher whose one process is this one."""
     kept = HostMemory()
-    monkeypatch.setattr(given, "_slots", kept.slots(0))
+    monkeypatch.setattr(handed_slots, "_slots", kept.slots(0))
     yield kept
     kept.close()
 
@@ -154,10 +154,10 @@ def test_what_does_not_fit_is_left_for_the_disk(memory, tmp_path):
 
 
 def test_it_needs_a_launcher_and_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(opened, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(open_snapshots, "available_bytes", lambda: 1000)
     with pytest.raises(ConfigError, match="too little memory .* found 0.0 GB available; try"):
         run(tmp_path / "run", (), "checkpoint.memory_every=1")
-    monkeypatch.setattr(given, "_slots", [])
+    monkeypatch.setattr(handed_slots, "_slots", [])
     with pytest.raises(ConfigError, match="only a launcher .* asked checkpoint.memory_every=1"):
         run(tmp_path / "run", (), "checkpoint.memory_every=1")
 

@@ -17,7 +17,7 @@ from spmdtrain.cli import main
 from spmdtrain.config.errors import DataError
 from spmdtrain.data.batches import EvalWindows, Range, TrainStream
 from spmdtrain.data.corpus import token_corpus
-from spmdtrain.data.prepare import encode, shards
+from spmdtrain.data.prepare import encode, token_shards
 from spmdtrain.data.prepare.prepare import Job, prepare
 from spmdtrain.data.texts.documents import find_inputs, read_chunks, texts_in, values_of
 from spmdtrain.data.token_files.tokens import COUNTS, _read_shared, open_tokens
@@ -346,7 +346,7 @@ def test_an_interrupted_prepare_goes_on_behind_its_last_shard(
     lines, uninterrupted, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr("spmdtrain.data.texts.documents.CHUNK_BYTES", 2000)
-    finish = shards.Output._end_shard
+    finish = token_shards.Output._end_shard
 
     def killed_at(number):
         def end_shard(self, position):
@@ -357,11 +357,11 @@ def test_an_interrupted_prepare_goes_on_behind_its_last_shard(
         return end_shard
 
     for number in (1, 2, 7):
-        monkeypatch.setattr(shards.Output, "_end_shard", killed_at(number))
+        monkeypatch.setattr(token_shards.Output, "_end_shard", killed_at(number))
         with pytest.raises(KeyboardInterrupt):
             prepare(sharded(lines, tmp_path))
         assert len(shard_bytes(tmp_path)) == 3 * number
-    monkeypatch.setattr(shards.Output, "_end_shard", finish)
+    monkeypatch.setattr(token_shards.Output, "_end_shard", finish)
     capsys.readouterr()
     prepare(sharded(lines, tmp_path, workers=2))
     said = capsys.readouterr()
@@ -385,7 +385,7 @@ def test_an_interrupted_prepare_goes_on_behind_its_last_shard(
 def test_a_kill_in_the_middle_of_a_shard_costs_that_shard_alone(lines, uninterrupted, tmp_path):
     """Killed for good, with two workers, which must not outlive it."""
     code = (
-        "import sys, time, spmdtrain.data.prepare.shards as s\n"
+        "import sys, time, spmdtrain.data.prepare.token_shards as s\n"
         "from spmdtrain.data.prepare.prepare import *\n"
         "if __name__ == '__main__':\n"
         "    write = s.Output.write\n"

@@ -13,8 +13,8 @@ from spmdtrain.config import RunConfig
 from spmdtrain.data.batches import Range
 from spmdtrain.data.corpus import Corpus
 from spmdtrain.data.inspected.counts import count_corpus
-from spmdtrain.data.inspected.windows import END_OF_TEXT, harmless, windows_of
-from spmdtrain.data.inspected.words import window_text
+from spmdtrain.data.inspected.passages import END_OF_TEXT, harmless, windows_of
+from spmdtrain.data.inspected.printed import window_text
 from spmdtrain.data.source import CorpusData
 from spmdtrain.data.tokenizers.tokenizer import from_spec
 

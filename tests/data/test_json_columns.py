@@ -6,7 +6,7 @@ import pytest
 
 from spmdtrain.config.errors import DataError
 from spmdtrain.data.chats.conversation import ChatFields
-from spmdtrain.data.texts.tables import arrow_rows, parquet_rows
+from spmdtrain.data.texts.parquet_columns import arrow_rows, parquet_rows
 
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

@@ -16,7 +16,7 @@ from spmdtrain.data.batches import Range
 from spmdtrain.data.chats.conversation import ChatFields, read_conversation, read_pair
 from spmdtrain.data.corpus import token_corpus
 from spmdtrain.data.packing import PackedWindows
-from spmdtrain.data.texts.tables import no_field
+from spmdtrain.data.texts.parquet_columns import no_field
 from spmdtrain.data.token_files.references import reference_paths, write_references
 from spmdtrain.data.token_files.tokens import open_tokens
 

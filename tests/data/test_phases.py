@@ -13,7 +13,7 @@ from spmdtrain.config import load, to_toml
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import MixPhase
 from spmdtrain.data.mixtures.mixture import mix
-from spmdtrain.data.mixtures.phases import PIECES, PhasedMixture, phased
+from spmdtrain.data.mixtures.mixture_phases import PIECES, PhasedMixture, phased
 from spmdtrain.data.prepare.token_writer import write_tokens
 from spmdtrain.data.source import open_data
 from spmdtrain.data.tokenizers.tokenizer import open_tokenizer

@@ -65,7 +65,7 @@ def test_a_wrong_file_leaves_no_token_file(texts):
 
 def test_a_document_that_takes_long_leaves_lines_too(texts, monkeypatch, capsys):
     """The reader of this test waits in the middle of the work for a second line."""
-    monkeypatch.setattr("spmdtrain.data.prepare.progress.SILENCE", 0.01)
+    monkeypatch.setattr("spmdtrain.data.prepare.file_progress.SILENCE", 0.01)
     heard = []
 
     def hear(*words, **options):
@@ -74,7 +74,7 @@ def test_a_document_that_takes_long_leaves_lines_too(texts, monkeypatch, capsys)
         two.set() if len(heard) == 2 else None
 
     two = threading.Event()
-    monkeypatch.setattr("spmdtrain.data.prepare.progress.print", hear, raising=False)
+    monkeypatch.setattr("spmdtrain.data.prepare.file_progress.print", hear, raising=False)
     encode = ByteTokenizer.encode_batch
 
     def slow(self, texts, **options):

@@ -12,7 +12,7 @@ from spmdtrain.config.errors import DataError, StorageError
 from spmdtrain.config.schema import DataConfig, RunConfig, TrainConfig
 from spmdtrain.data.source import open_data
 from spmdtrain.data.streams import remote
-from spmdtrain.data.streams.copies import LocalCopies
+from spmdtrain.data.streams.local_copies import LocalCopies
 from spmdtrain.data.streams.shards import find_shards
 
 pytest.importorskip("aiohttp")

@@ -15,10 +15,10 @@ from spmdtrain.data.batches import Range, TrainStream
 from spmdtrain.data.corpus import Corpus
 from spmdtrain.data.packing import PackedStream
 from spmdtrain.data.pieces import in_pieces, sequences_of
+from spmdtrain.data.saved_logits.logits_writer import LogitsWriter
 from spmdtrain.data.saved_logits.manifest import MANIFEST_FILE, Manifest, read_manifest, saved_for
 from spmdtrain.data.saved_logits.reader import IDS, LOGS, SavedLogits, open_logits
-from spmdtrain.data.saved_logits.windows import passes
-from spmdtrain.data.saved_logits.writer import LogitsWriter
+from spmdtrain.data.saved_logits.taught_windows import passes
 from spmdtrain.data.tokenizers.tokenizer import tokenizer_fingerprint
 
 TOKENS, TOP, LENGTH = 500, 3, 12

@@ -34,7 +34,7 @@ from fuzz.settings import BASE_FILE, Values, overrides
 from spmdtrain.certify.cover import Layout
 from spmdtrain.certify.shrink import shrink
 from spmdtrain.certify.stepper import Own
-from spmdtrain.certify.witnesses.narrow import is_narrow, narrow_gradients
+from spmdtrain.certify.witnesses.own_precision import is_narrow, narrow_gradients
 from spmdtrain.config import RunConfig, UserError, load
 from spmdtrain.data.source import open_data
 from spmdtrain.train.shard import shard

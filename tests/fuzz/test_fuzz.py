@@ -34,7 +34,7 @@ from fuzz.settings import BASE_FILE, NOT_DRAWN, settings, values_of
 from fuzz.shrink import shrunk, spoken
 from spmdtrain.config import load
 from spmdtrain.parallel import reduce
-from spmdtrain.pipeline.choose import choose_table
+from spmdtrain.pipeline.find_table import choose_table
 from spmdtrain.running.record import feed
 from spmdtrain.train import exchange
 from spmdtrain.train.gradients import grad_accumulation, reduction

@@ -16,9 +16,9 @@ from spmdtrain.config import ConfigError
 from spmdtrain.config.errors import HangError, PeerLostError
 from spmdtrain.launch import launch as module
 from spmdtrain.launch import ranks
-from spmdtrain.launch.memory import HostMemory
 from spmdtrain.launch.patience import FACTOR, Patience
 from spmdtrain.launch.place import Place, find_place
+from spmdtrain.launch.snapshot_memory import HostMemory
 from spmdtrain.processes import pulse, signals
 from spmdtrain.processes.goodput import Goodput
 

@@ -17,11 +17,11 @@ from helpers import tiny
 
 from spmdtrain.config import to_toml
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.launch.memory import HostMemory
 from spmdtrain.launch.peer import peer as module
 from spmdtrain.launch.peer import wire
 from spmdtrain.launch.peer.peer import Peer
 from spmdtrain.launch.place import COORDINATOR, HOST, HOSTS, Place
+from spmdtrain.launch.snapshot_memory import HostMemory
 from spmdtrain.processes.coordinator import ThreadServer
 from spmdtrain.processes.snapshots.slot import Head, newest_of
 from spmdtrain.running import loop

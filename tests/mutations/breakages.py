@@ -338,7 +338,7 @@ BREAKAGES = [
     ),
     Breakage(
         "a tokens' shard's gradient of a weight is taken for the whole",
-        "parallel/matmuls/parts.py",
+        "parallel/matmuls/local_matmul.py",
         "        return (*axes_of_dim(self.wide[0]), *axes_of_dim(self.wide[1]))\n",
         "        return axes_of_dim(self.wide[0])\n",
         f"{COLLECTIVE} -k plain_matmul",
@@ -512,7 +512,7 @@ BREAKAGES = [
     ),
     Breakage(
         "stacked vectors decay as matrices",
-        "train/updates/kinds.py",
+        "train/updates/parameter_kinds.py",
         "return len(parameter.shape) - parameter.apart >= 2",
         "return len(parameter.shape) >= 2",
         OPTIMIZER,
@@ -639,7 +639,7 @@ BREAKAGES = [
     ),
     Breakage(
         "a run from the weights of another has a z of its own",
-        "train/given/weights.py",
+        "train/given/given_weights.py",
         "if any(rule.gradient_point for rule in setup.update_rules.values()):",
         "if not setup.update_rules:",
         f"{SCHEDULE_FREE} -k another",
@@ -737,7 +737,7 @@ BREAKAGES = [
     ),
     Breakage(
         "a run that begins with another's weights averages fresh ones",
-        "train/given/weights.py",
+        "train/given/given_weights.py",
         "return with_items_begun(setup, state, setup.state.items)",
         "return state",
         f"{EMA} -k another_run",
@@ -1002,7 +1002,7 @@ BREAKAGES = [
     ),
     Breakage(
         "a prepare that was killed goes on at the start of a chunk",
-        "data/prepare/shards.py",
+        "data/prepare/token_shards.py",
         "self._end_shard((file, row))",
         "self._end_shard(position)",
         f"{DATA_ROOM}/test_documents.py -k interrupted",
@@ -1016,14 +1016,14 @@ BREAKAGES = [
     ),
     Breakage(
         "a source of a mixture begins anew in each phase",
-        "data/mixtures/phases.py",
+        "data/mixtures/mixture_phases.py",
         "own[rows] = place + self._before[number][drawn]",
         "own[rows] = place",
         f"{DATA_ROOM}/test_phases.py -k in_order",
     ),
     Breakage(
         "weights that change are those of the beginning of each piece",
-        "data/mixtures/phases.py",
+        "data/mixtures/mixture_phases.py",
         "Fraction(2 * piece + 1, 2 * PIECES)",
         "Fraction(2 * piece, 2 * PIECES)",
         f"{DATA_ROOM}/test_phases.py -k linearly",

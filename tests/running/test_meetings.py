@@ -27,8 +27,8 @@ from spmdtrain.running.islands.folder import Folder, left_in, overlapping
 from spmdtrain.running.islands.island import Island
 from spmdtrain.running.islands.meetings import Meetings, parts_of
 from spmdtrain.train.islands.changes import mean_of
-from spmdtrain.train.islands.rows import BLOCK, Held, PlacesInRow, Row
-from spmdtrain.train.islands.timetable import Timetable, deal
+from spmdtrain.train.islands.fragment_rows import BLOCK, Held, PlacesInRow, Row
+from spmdtrain.train.islands.meeting_times import Timetable, deal
 from spmdtrain.train.state import TrainState
 
 SGD = (

@@ -1,7 +1,7 @@
 """What `show` says of layers that differ."""
 
 from spmdtrain.config.schema import Llama
-from spmdtrain.show.layers import describe_experts, describe_layers, layer_rows
+from spmdtrain.show.layer_list import describe_experts, describe_layers, layer_rows
 
 GEMMA = Llama(
     layers=7,

@@ -23,14 +23,14 @@ from spmdtrain.strategies.layouts import (
     settings_of,
 )
 from spmdtrain.strategies.predicted import predict
-from spmdtrain.strategies.trained import judge, train_in_turns
-from spmdtrain.strategies.words import (
+from spmdtrain.strategies.side_by_side import (
     in_markdown,
     in_terminal,
     table_predicted,
     table_trained,
     values_trained,
 )
+from spmdtrain.strategies.trained import judge, train_in_turns
 
 SIXTEEN = Cluster(16, per_host=8)
 SETTINGS = ("train.global_batch=16", "model.layers=6", "model.heads=4")

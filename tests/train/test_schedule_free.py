@@ -26,7 +26,7 @@ from spmdtrain.train.fresh import init_state
 from spmdtrain.train.shard import shard
 from spmdtrain.train.step import make_gradients
 from spmdtrain.train.updates import optimizers
-from spmdtrain.train.updates.kinds import is_matrix
+from spmdtrain.train.updates.parameter_kinds import is_matrix
 from spmdtrain.train.updates.shipped_optimizers import shipped_update_rules
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("shared_programs")]

@@ -9,7 +9,7 @@ from helpers import batches_of, mesh_of, tiny
 
 import spmdtrain as st
 from spmdtrain.config import ConfigError
-from spmdtrain.train.updates.rounding import stochastic_bfloat16
+from spmdtrain.train.updates.stochastic_rounding import stochastic_bfloat16
 from spmdtrain.train.updates.transformations.small_moments import Few, decoded, encoded, in_8_bits
 
 EIGHT = "optimizer.moment_dtype=8bit"

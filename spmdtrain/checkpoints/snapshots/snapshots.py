@@ -28,7 +28,7 @@ from spmdtrain.checkpoints.meta import (
     prefix,
 )
 from spmdtrain.checkpoints.newest import Found
-from spmdtrain.checkpoints.snapshots.parts import as_document, parts_of, read, write
+from spmdtrain.checkpoints.snapshots.array_parts import as_document, parts_of, read, write
 from spmdtrain.config.errors import PeerLostError
 from spmdtrain.processes.processes import said_by_all
 from spmdtrain.processes.snapshots.slot import PAGE, Head, Slot, newest_of

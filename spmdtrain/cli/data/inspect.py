@@ -50,7 +50,7 @@ def run_inspect(parsed: argparse.Namespace) -> int:
     """Prints the counts of the data and the first windows of a step."""
     without_devices()
     from spmdtrain.data.inspected.counts import count_data
-    from spmdtrain.data.inspected.windows import windows_of
+    from spmdtrain.data.inspected.passages import windows_of
     from spmdtrain.data.pieces import in_pieces, sequences_of
     from spmdtrain.data.source import open_data
 
@@ -86,16 +86,16 @@ def run_inspect(parsed: argparse.Namespace) -> int:
         }
         print(json.dumps(document))
         return DONE
-    from spmdtrain.data.inspected import words
+    from spmdtrain.data.inspected import printed
 
     print(data.describe(config))
     for each in counts:
-        print(words.counts_text(each))
-    print(f"step {parsed.step}     {words.step_text(windows)}")
+        print(printed.counts_text(each))
+    print(f"step {parsed.step}     {printed.step_text(windows)}")
     if proven:
         print("recorded   the run hashed the same tokens at this step")
     for window in shown:
-        print(words.window_text(window, colours=_has_colours(parsed.colour)))
+        print(printed.window_text(window, colours=_has_colours(parsed.colour)))
     return DONE
 
 

@@ -63,7 +63,7 @@ def _gradients() -> Figures:
     from spmdtrain.certify.cover import Layout
     from spmdtrain.certify.shrink import shrink
     from spmdtrain.certify.stepper import Own
-    from spmdtrain.certify.witnesses.narrow import narrow_gradients
+    from spmdtrain.certify.witnesses.own_precision import narrow_gradients
     from spmdtrain.config import RunConfig
 
     config = RunConfig(precision={"compute": "bfloat16"})

@@ -11,8 +11,8 @@ from spmdtrain.cli.shared_arguments import add_config, add_make, positive_int, w
 from spmdtrain.config import DONE, REFUSED, ConfigError, RunConfig, load
 
 if TYPE_CHECKING:
+    from spmdtrain.strategies.side_by_side import StrategyTable
     from spmdtrain.strategies.trained import TrainedStrategy
-    from spmdtrain.strategies.words import StrategyTable
 
 
 def add_compare(commands) -> None:
@@ -71,7 +71,7 @@ def run_compare(parsed: argparse.Namespace) -> int:
     if parsed.write:
         refuse_unwritable(Path(parsed.write))
     _start(parsed)
-    from spmdtrain.strategies import words
+    from spmdtrain.strategies import side_by_side
     from spmdtrain.strategies.layouts import DEFAULT, check_names, compared_run
 
     parsed.strategies = parsed.strategies or [*DEFAULT]
@@ -82,19 +82,19 @@ def run_compare(parsed: argparse.Namespace) -> int:
     answer: dict[str, Any] = {}
     if trained:
         title = _title(parsed)
-        tables.append(words.table_trained(trained, title))
+        tables.append(side_by_side.table_trained(trained, title))
         answer["here"] = {
             "devices": title,
-            "rows": [words.values_trained(each) for each in trained],
+            "rows": [side_by_side.values_trained(each) for each in trained],
         }
     if parsed.hardware:
         table, values = _predicted(parsed, config)
         tables.append(table)
         answer["predicted"] = values
     if parsed.write:
-        text = "\n".join(words.in_markdown(table) for table in tables)
+        text = "\n".join(side_by_side.in_markdown(table) for table in tables)
         Path(parsed.write).write_text(text, encoding="utf-8")
-    print(json.dumps(answer) if parsed.json else "\n\n".join(map(words.in_terminal, tables)))
+    print(json.dumps(answer) if parsed.json else "\n\n".join(map(side_by_side.in_terminal, tables)))
     return DONE if _is_good(trained) else REFUSED
 
 
@@ -146,10 +146,10 @@ def _predicted(
     parsed: argparse.Namespace, config: RunConfig
 ) -> "tuple[StrategyTable, list[dict[str, Any]]]":
     from spmdtrain.planner.cost.hardware import hardware
-    from spmdtrain.strategies import words
+    from spmdtrain.strategies import side_by_side
     from spmdtrain.strategies.predicted import predict
 
     kind = hardware(parsed.hardware)
     found = predict(config, parsed.strategies, kind, parsed.devices)
     title = f"predicted: {parsed.devices} x {kind.name}, for {found[0].offer.tokens:.4g} tokens"
-    return words.table_predicted(found, title), words.values_predicted(found)
+    return side_by_side.table_predicted(found, title), side_by_side.values_predicted(found)

@@ -104,9 +104,9 @@ def run_certify(parsed: argparse.Namespace) -> int:
         refuse_unwritable(file)
     _start(parsed)
     from spmdtrain.certify import against
+    from spmdtrain.certify.certificate_page import not_proved
+    from spmdtrain.certify.certificate_page import page as as_page
     from spmdtrain.certify.certify import values
-    from spmdtrain.certify.page import not_proved
-    from spmdtrain.certify.page import page as as_page
 
     older = None if parsed.against is None else against.read(Path(parsed.against))
     found = _certified(parsed, config)

@@ -10,12 +10,12 @@ from spmdtrain.cli.shared_arguments import add_config, add_devices, positive_int
 from spmdtrain.config import DONE, UserError, load, to_toml
 from spmdtrain.processes import pulse
 from spmdtrain.processes.scheduler import is_first
-from spmdtrain.processes.snapshots import given
+from spmdtrain.processes.snapshots import handed_slots
 from spmdtrain.running.report import stages
 
 if TYPE_CHECKING:
     from spmdtrain.config.schema import RunConfig
-    from spmdtrain.running.guards.memory import OutOfMemoryError
+    from spmdtrain.running.guards.out_of_memory import OutOfMemoryError
 
 
 def add_train(commands) -> None:
@@ -53,7 +53,7 @@ def add_train(commands) -> None:
 def run_train(parsed: argparse.Namespace) -> int:
     """Trains or resumes a run. Returns PREEMPTED if it was asked to stop and has saved."""
     pulse.begin()
-    given.take()
+    handed_slots.take()
     config = load(parsed.config, parsed.set)
     if parsed.print_config:
         from spmdtrain.processes import xla_flags
@@ -73,7 +73,7 @@ def _train(parsed: argparse.Namespace, config: "RunConfig", directory: str) -> i
     before_training(parsed, config)
     stages.enter("starting jax")
     start_jax(parsed, takes_steps=True)
-    from spmdtrain.running.guards.memory import OutOfMemoryError
+    from spmdtrain.running.guards.out_of_memory import OutOfMemoryError
     from spmdtrain.running.loop import run
 
     prediction = _prediction(config, parsed.hardware)

@@ -13,7 +13,7 @@ from typing import Any
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.near import did_you_mean
-from spmdtrain.config.own.names import import_named, run_named, source_of
+from spmdtrain.config.own.import_name import import_named, run_named, source_of
 from spmdtrain.config.own.section import PARTS
 from spmdtrain.config.schema import RunConfig
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from spmdtrain.config.errors import DataError
-from spmdtrain.data.chats.prompts import echoes, seam
+from spmdtrain.data.chats.joined_prompts import echoes, seam
 from spmdtrain.data.chats.roles import ANSWERS, ASKS
 
 # Where a conversation may be in a row, in this order.

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from spmdtrain.data.chats.conversation import Conversation
-from spmdtrain.data.chats.written import Frame, Written
+from spmdtrain.data.chats.rendered import Frame, Written
 from spmdtrain.data.tokenizers.tokenizer import Tokenizer
 
 

@@ -21,9 +21,9 @@ import numpy as np
 from spmdtrain.config.errors import DataError
 from spmdtrain.data.chats.answers import texts_of_arguments
 from spmdtrain.data.chats.conversation import Conversation
+from spmdtrain.data.chats.rendered import MARKER, Frame, Written, check_role
 from spmdtrain.data.chats.stops import stop_texts
 from spmdtrain.data.chats.tool_calls import PARSE_ARGUMENTS, with_parsed_arguments
-from spmdtrain.data.chats.written import MARKER, Frame, Written, check_role
 from spmdtrain.data.tokenizers.tokenizer import Tokenizer
 
 SECONDS = 5  # of computing that a template may take for a conversation

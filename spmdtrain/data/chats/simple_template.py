@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from spmdtrain.config.errors import ConfigError, DataError
 from spmdtrain.data.chats.conversation import ANSWERS, ASKS, Conversation
-from spmdtrain.data.chats.written import MARKER, Frame, Written, check_role
+from spmdtrain.data.chats.rendered import MARKER, Frame, Written, check_role
 from spmdtrain.data.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
 from spmdtrain.data.tokenizers.offsets import marks
 from spmdtrain.data.tokenizers.tokenizer import Tokenizer

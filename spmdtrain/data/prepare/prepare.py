@@ -23,9 +23,9 @@ from spmdtrain.data.chats.template_folder import template_from_spec, with_tokens
 from spmdtrain.data.chats.tool_calls import PARSE_ARGUMENTS
 from spmdtrain.data.prepare.chats import choose_template, texts_of_chats
 from spmdtrain.data.prepare.encode import Recipe, encode_all
+from spmdtrain.data.prepare.file_progress import heartbeat, plain_lines
 from spmdtrain.data.prepare.notes import COUNTED, said_of_conversations
-from spmdtrain.data.prepare.progress import heartbeat, plain_lines
-from spmdtrain.data.prepare.shards import Output, Position
+from spmdtrain.data.prepare.token_shards import Output, Position
 from spmdtrain.data.prepare.token_writer import Summary, TokenWriter, share_tokenizer
 from spmdtrain.data.texts.documents import (
     Chunk,

@@ -11,8 +11,8 @@ import numpy as np
 from spmdtrain.config.errors import DataError
 from spmdtrain.data.prepare.encode import Recipe, encode_all
 from spmdtrain.data.shuffle import permute, random_bits
-from spmdtrain.data.streams.copies import LocalCopies
 from spmdtrain.data.streams.ledger import Ledger
+from spmdtrain.data.streams.local_copies import LocalCopies
 from spmdtrain.data.streams.shards import Shard
 from spmdtrain.data.texts.documents import Chunk, read_chunks
 

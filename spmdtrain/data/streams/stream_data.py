@@ -23,11 +23,11 @@ from spmdtrain.data.corpus import Corpus
 from spmdtrain.data.indices import sample_indices
 from spmdtrain.data.prepare.encode import Recipe, encode_all
 from spmdtrain.data.shuffle import permute, random_bits
-from spmdtrain.data.streams.blocks import WindowBlocks
-from spmdtrain.data.streams.copies import LocalCopies, default_folder
 from spmdtrain.data.streams.ledger import Ledger
+from spmdtrain.data.streams.local_copies import LocalCopies, default_folder
 from spmdtrain.data.streams.reading import ShardReader
 from spmdtrain.data.streams.shards import Shard, find_shards
+from spmdtrain.data.streams.shuffle_blocks import WindowBlocks
 from spmdtrain.data.texts.documents import Chunk, read_chunks
 from spmdtrain.data.tokenizers.tokenizer import (
     Tokenizer,

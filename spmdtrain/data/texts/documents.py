@@ -22,7 +22,7 @@ from spmdtrain.data.chats.conversation import ChatFields
 from spmdtrain.data.texts.compressed import compression_of, opened, without_compression
 from spmdtrain.data.texts.files import decode, find_files, parse_json, read_json
 from spmdtrain.data.texts.other_kinds import LOOKED_AT, refuse_other_kinds
-from spmdtrain.data.texts.tables import arrow_rows, no_field, parquet_rows
+from spmdtrain.data.texts.parquet_columns import arrow_rows, no_field, parquet_rows
 
 CHUNK_BYTES = 2**18  # approximate text per chunk: a fraction of a second's work
 FORMATS = {

@@ -9,7 +9,7 @@ import numpy as np
 
 from spmdtrain.config.errors import DataError
 from spmdtrain.config.writing import writing
-from spmdtrain.data.prepare.progress import plain_lines
+from spmdtrain.data.prepare.file_progress import plain_lines
 from spmdtrain.data.texts.documents import find_inputs, said_of_separator, texts_in
 from spmdtrain.data.tokenizers.tokenizer import END_NAMES
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from spmdtrain.launch.memory import HostMemory
 from spmdtrain.launch.peer.meeting import Meeting
 from spmdtrain.launch.peer.wire import (
     read_line,
@@ -20,6 +19,7 @@ from spmdtrain.launch.peer.wire import (
     send_line,
 )
 from spmdtrain.launch.place import Place
+from spmdtrain.launch.snapshot_memory import HostMemory
 from spmdtrain.processes.coordinator import ANY, ThreadServer, keep_alive
 from spmdtrain.processes.snapshots.slot import Head, Slot, newest_of
 

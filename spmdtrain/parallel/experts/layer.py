@@ -14,9 +14,9 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_kernels.counting import is_counted, marked
 from pallas_kernels.partition import locally
 from spmdtrain.parallel.axes import Rules
+from spmdtrain.parallel.experts.expert_weights import Activation, ExpertWeights
 from spmdtrain.parallel.experts.places import Places, find_places, on_one_device
 from spmdtrain.parallel.experts.rounds import backward, forward
-from spmdtrain.parallel.experts.weights import Activation, ExpertWeights
 from spmdtrain.parallel.matmuls.tensor_matmul import SAVED
 
 BUCKET_FACTOR = 1.25

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from spmdtrain.parallel.experts.expert_weights import Activation, ExpertWeights, multiply
 from spmdtrain.parallel.experts.receiving import Arrived, lay_out
 from spmdtrain.parallel.experts.sending import (
     Bucket,
@@ -22,7 +23,6 @@ from spmdtrain.parallel.experts.sending import (
     look_up,
     sort_rows,
 )
-from spmdtrain.parallel.experts.weights import Activation, ExpertWeights, multiply
 
 TILE = 128  # rows of a tile, if experts get many
 LEAST_TILE = 16

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.partition import locally
 from spmdtrain.config.schema import Narrow
 from spmdtrain.parallel.matmuls import float8, mxfp8
-from spmdtrain.parallel.matmuls.parts import Parts
+from spmdtrain.parallel.matmuls.local_matmul import Parts
 
 
 @dataclass(frozen=True, kw_only=True)

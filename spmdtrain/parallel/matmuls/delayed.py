@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 from spmdtrain.parallel.matmuls import float8
 from spmdtrain.parallel.matmuls.float8 import GRADIENTS, VALUES, by_scale
-from spmdtrain.parallel.matmuls.parts import Parts
+from spmdtrain.parallel.matmuls.local_matmul import Parts
 from spmdtrain.parallel.specs import axes_of_dim
 
 

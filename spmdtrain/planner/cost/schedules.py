@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from spmdtrain.pipeline.choose import choose_table
+from spmdtrain.pipeline.find_table import choose_table
 from spmdtrain.pipeline.schedule import Table, without_backward_of
 from spmdtrain.pipeline.timing import Times, exposed_hop
 from spmdtrain.planner.cost.workload import Workload

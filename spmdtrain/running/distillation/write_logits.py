@@ -16,9 +16,9 @@ from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.given import as_whole
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.batches import batch_ids
+from spmdtrain.data.saved_logits.logits_writer import LogitsWriter
 from spmdtrain.data.saved_logits.manifest import VERSION, Manifest, bytes_of_token
-from spmdtrain.data.saved_logits.windows import passes
-from spmdtrain.data.saved_logits.writer import LogitsWriter
+from spmdtrain.data.saved_logits.taught_windows import passes
 from spmdtrain.data.source import CorpusData, open_data
 from spmdtrain.data.tokenizers.tokenizer import tokenizer_fingerprint
 from spmdtrain.models.abstract import matmuls

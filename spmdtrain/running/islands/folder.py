@@ -28,7 +28,7 @@ from spmdtrain.processes.processes import (
     together,
     told_by_process_0,
 )
-from spmdtrain.train.islands.rows import BLOCK, Held, Range, Row, joined
+from spmdtrain.train.islands.fragment_rows import BLOCK, Held, Range, Row, joined
 
 ABOUT, RANGES = "about.json", "ranges"
 NUMBERS, SCALES = "numbers", "scales"

@@ -37,7 +37,7 @@ from spmdtrain.processes.processes import (
     told_by_process_0,
 )
 from spmdtrain.running.islands.folder import Folder
-from spmdtrain.train.islands.rows import BLOCK, Held, Range, Row
+from spmdtrain.train.islands.fragment_rows import BLOCK, Held, Range, Row
 
 AGREED, PROMISED, OUTER = "agreed", "promised", "outer"
 AGREED_DATA = "agreed-data"

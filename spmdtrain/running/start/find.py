@@ -9,8 +9,8 @@ from spmdtrain.checkpoints.newest import Found
 from spmdtrain.checkpoints.snapshots.snapshots import Snapshots
 from spmdtrain.processes import pulse
 from spmdtrain.running.report import stages
-from spmdtrain.running.snapshots.opened import open_snapshots
 from spmdtrain.running.start.chosen_step import chosen_or_newest
+from spmdtrain.running.start.open_snapshots import open_snapshots
 from spmdtrain.running.start.other_run import naming_settings, recorded
 from spmdtrain.running.start.prepare import Prepared
 from spmdtrain.train.setup import Setup

@@ -9,7 +9,7 @@ import jax
 from spmdtrain.running.start.directory import check_source
 from spmdtrain.running.start.init_from import weights_of
 from spmdtrain.train import fresh
-from spmdtrain.train.given.weights import with_weights
+from spmdtrain.train.given.given_weights import with_weights
 from spmdtrain.train.setup import Setup, check_setup
 from spmdtrain.train.state import TrainState
 

@@ -18,7 +18,7 @@ from spmdtrain.config.schema import RunConfig
 from spmdtrain.interop.directory import keep_files, kept_in
 from spmdtrain.running.published.read_weights import read_weights
 from spmdtrain.running.start.other_run import naming_settings, recorded
-from spmdtrain.train.given.weights import with_wide_base
+from spmdtrain.train.given.given_weights import with_wide_base
 from spmdtrain.train.setup import Setup
 
 # Settings that the shapes of tensors show anyway, or that may differ: `max_length`, a separate

@@ -11,7 +11,7 @@ import jax
 from spmdtrain.checkpoints.checkpoints import Checkpoints
 from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.running.compile_step import lower_step
-from spmdtrain.running.guards.memory import MemoryGuard
+from spmdtrain.running.guards.out_of_memory import MemoryGuard
 from spmdtrain.running.report.attempt import Attempt, attempt
 from spmdtrain.running.report.reporter import Reporter
 from spmdtrain.running.seams import Hook, MakeSink

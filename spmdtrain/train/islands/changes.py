@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmdtrain.config.schema import IslandsConfig
 from spmdtrain.parallel.compress import Codec, EightBits
-from spmdtrain.train.islands.rows import BLOCK, OnDevices, PlacesInRow, Row, joined, split
+from spmdtrain.train.islands.fragment_rows import BLOCK, OnDevices, PlacesInRow, Row, joined, split
 from spmdtrain.train.items.outer import MOMENTUM, OUTER, Weights, outer_step
 from spmdtrain.train.setup import Setup
 

@@ -9,7 +9,7 @@ from spmdtrain.models.abstract import AbstractModel, build_model
 from spmdtrain.models.choose import MakeModel, choose_model
 from spmdtrain.parallel.axes import make_rules
 from spmdtrain.parallel.matmuls.tensor_matmul import check_matmuls
-from spmdtrain.pipeline.choose import pipeline_schedule
+from spmdtrain.pipeline.find_table import pipeline_schedule
 from spmdtrain.train import token_loss
 from spmdtrain.train.batch import choose_way, cut_batch
 from spmdtrain.train.exchange import (

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import AbstractModel, Parameter
-from spmdtrain.train.updates.kinds import is_matrix, is_table
+from spmdtrain.train.updates.parameter_kinds import is_matrix, is_table
 
 
 def sparse_paths(config: RunConfig, model: AbstractModel) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import Parameter
 from spmdtrain.models.context import random_key
 from spmdtrain.pipeline.stage_layout import StageLayout
-from spmdtrain.train.updates.rounding import key_of, stochastic_bfloat16
+from spmdtrain.train.updates.stochastic_rounding import key_of, stochastic_bfloat16
 from spmdtrain.train.updates.unfit import refuse_unfit
 from spmdtrain.train.updates.whole_tree import WholeTree, needs_whole_tree, over_stack
 

@@ -33,8 +33,8 @@ from spmdtrain.config.schema import (
     Soap,
 )
 from spmdtrain.models.abstract import Parameter
-from spmdtrain.train.updates.kinds import is_matrix, is_table, stream_dim, width_rate
 from spmdtrain.train.updates.optimizers import GradientPoint, Rule, UpdateRules
+from spmdtrain.train.updates.parameter_kinds import is_matrix, is_table, stream_dim, width_rate
 from spmdtrain.train.updates.transformations.schedule_free import gradient_point, schedule_free
 from spmdtrain.train.updates.transformations.small_moments import in_8_bits, in_bfloat16
 from spmdtrain.train.updates.transformations.soap import BasisSettings, soap

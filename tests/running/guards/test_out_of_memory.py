@@ -16,8 +16,8 @@ from spmdtrain.config import ConfigError, to_toml
 from spmdtrain.config.load import from_resolved, resolved
 from spmdtrain.planner.settings.remedy import cheapest_change
 from spmdtrain.running.compile_step import lower_step
-from spmdtrain.running.guards import host_memory, memory
-from spmdtrain.running.guards.memory import OutOfMemoryError
+from spmdtrain.running.guards import host_memory, out_of_memory
+from spmdtrain.running.guards.out_of_memory import OutOfMemoryError
 from spmdtrain.running.start import compiling
 
 SETTINGS = ("train.steps=2", "train.global_batch=8", "train.sequence_length=64")
@@ -39,8 +39,8 @@ def test_at_compile_time_the_line_names_needs_and_a_change_that_fits(tmp_path, m
         needs.append(memory_in(report).held)
         return memory_in(report)
 
-    monkeypatch.setattr(memory, "memory_in", read)
-    monkeypatch.setattr(memory, "available_bytes", lambda _: limit)
+    monkeypatch.setattr(out_of_memory, "memory_in", read)
+    monkeypatch.setattr(out_of_memory, "available_bytes", lambda _: limit)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     assert main(["train", "tiny.toml"]) == ConfigError.exit_code
     said = capsys.readouterr().err
@@ -82,15 +82,15 @@ def test_the_share_that_jax_takes_is_named_where_it_is_all_that_is_wrong(monkeyp
     monkeypatch.delenv(share, raising=False)
     monkeypatch.delenv(old, raising=False)
     larger = "XLA_CLIENT_MEM_FRACTION=0.92 before the command: jax takes 0.75 of it"
-    assert memory._larger_share(70, 60) == larger
-    assert memory._larger_share(80, 60) == "", "80 of 80 does not fit at all"
+    assert out_of_memory._larger_share(70, 60) == larger
+    assert out_of_memory._larger_share(80, 60) == "", "80 of 80 does not fit at all"
     monkeypatch.setenv(share, "0.85")
-    assert memory._larger_share(70, 68) == larger.replace("0.75", "0.85")
+    assert out_of_memory._larger_share(70, 68) == larger.replace("0.75", "0.85")
     monkeypatch.setenv(share, "0.92")
-    assert memory._larger_share(70, 60) == "", "jax takes all that it should"
+    assert out_of_memory._larger_share(70, 60) == "", "jax takes all that it should"
     monkeypatch.delenv(share)
     monkeypatch.setenv(old, "0.75")  # jax refuses both
-    assert memory._larger_share(70, 60) == larger.replace(share, old)
+    assert out_of_memory._larger_share(70, 60) == larger.replace(share, old)
 
 
 def test_the_cheapest_change_comes_first_and_the_impossible_has_none():

@@ -7,7 +7,7 @@ from spmdtrain.checkpoints.checkpoints import Checkpoints
 from spmdtrain.checkpoints.snapshots.snapshots import Snapshots
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.processes.processes import said_by_all, together
-from spmdtrain.processes.snapshots import given
+from spmdtrain.processes.snapshots import handed_slots
 from spmdtrain.running.guards.host_memory import available_bytes
 from spmdtrain.train.setup import Setup
 
@@ -24,7 +24,7 @@ def open_snapshots(setup: Setup, checkpoints: Checkpoints, *, clear: bool) -> Sn
     if not config.memory_every:
         return None
     asked = f"checkpoint.memory_every={config.memory_every}"
-    slots = given.slots()
+    slots = handed_slots.slots()
     with together():
         if not slots:
             raise ConfigError(
@@ -32,7 +32,7 @@ def open_snapshots(setup: Setup, checkpoints: Checkpoints, *, clear: bool) -> Sn
                 asked=asked,
                 fix="spmdtrain launch train ..., or --set checkpoint.memory_every=0",
             )
-        if config.memory_peer and not given.are_copied():
+        if config.memory_peer and not handed_slots.are_copied():
             raise ConfigError(
                 "no other host keeps a copy: this one is alone, or Slurm started the launchers",
                 asked="checkpoint.memory_peer=true",
@@ -46,7 +46,7 @@ def open_snapshots(setup: Setup, checkpoints: Checkpoints, *, clear: bool) -> Sn
     if any(device.platform != "cpu" for device in setup.mesh.local_devices):
         wanted += snapshots.bytes  # a copy on its way from the devices
     if config.memory_peer:
-        wanted += given.PER_PROCESS * snapshots.slot_bytes  # of the host before this one
+        wanted += handed_slots.PER_PROCESS * snapshots.slot_bytes  # of the host before this one
     _check_room(asked, wanted)
     with together():
         try:

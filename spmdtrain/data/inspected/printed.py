@@ -5,7 +5,7 @@ colours.
 from collections.abc import Sequence
 
 from spmdtrain.data.inspected.counts import RARE, CorpusCounts
-from spmdtrain.data.inspected.windows import Kind, Window
+from spmdtrain.data.inspected.passages import Kind, Window
 
 # What stands around the text of a passage: in a terminal with colours, and elsewhere.
 COLOURS: dict[Kind, tuple[str, str]] = {

@@ -7,7 +7,7 @@ killed.
 
 import os
 
-from spmdtrain.processes.snapshots.given import PER_PROCESS
+from spmdtrain.processes.snapshots.handed_slots import PER_PROCESS
 from spmdtrain.processes.snapshots.slot import Slot
 
 

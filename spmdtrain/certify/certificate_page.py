@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from spmdtrain.certify.certify import Certificate, Examined
 from spmdtrain.certify.compare import MARGIN
-from spmdtrain.certify.witnesses.narrow import TOKENS
+from spmdtrain.certify.witnesses.own_precision import TOKENS
 from spmdtrain.certify.witnesses.witness import Witness
 
 LEAST, MOST = -3, 8  # powers of ten on the axis

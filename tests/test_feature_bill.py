@@ -1,0 +1,156 @@
+"""The bill of each feature: the files of the library that name it, except its own. It only falls.
+
+Whoever changes a feature or takes it out has to read these files. So a file that names a feature
+for the first time is an error here: what it says belongs to the feature's own folder, and reaches
+the rest through a table, an item of the state, a hook or a function without the feature's name.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "spmdtrain"
+
+
+@dataclass(frozen=True)
+class Feature:
+    """`words`: a pattern of what it is called, in code and texts, whatever the case. `homes`: its
+    own folders and files. `bill`: the number of other files with one of the words.
+    """
+
+    words: str
+    homes: tuple[str, ...]
+    bill: int
+
+
+FEATURES = {
+    "adapters": Feature(
+        r"adapter|\blora|\bdora", ("models/adapters", "config/schema/finetune.py"), 25
+    ),
+    "certify": Feature(r"certif", ("certify", "cli/run/certify.py"), 6),
+    "chats": Feature(r"\bchat", ("data/chats",), 21),
+    "compression": Feature(
+        r"compress|feedback|codec",
+        (
+            "config/schema/compression.py",
+            "parallel/compress.py",
+            "parallel/feedback",
+            "train/items/feedback.py",
+        ),
+        36,
+    ),
+    "delayed scaling": Feature(
+        r"delayed|scaling_history|history",
+        (
+            "config/schema/precision.py",
+            "parallel/matmuls/delayed.py",
+            "train/items/magnitudes.py",
+            "train/scaling",
+        ),
+        4,
+    ),
+    "distillation": Feature(
+        r"distil|teach|taught",
+        (
+            "config/published/teacher.py",
+            "config/schema/distill.py",
+            "data/saved_logits",
+            "running/distillation",
+            "train/gradients/saved.py",
+            "train/gradients/taught.py",
+            "train/items/teacher.py",
+            "train/setups/with_teacher.py",
+        ),
+        40,
+    ),
+    "ema": Feature(r"\bema\b", ("train/items/ema.py",), 22),
+    "experts": Feature(
+        r"expert",
+        ("config/schema/model/experts.py", "models/layers/experts.py", "parallel/experts"),
+        75,
+    ),
+    "float8": Feature(r"float8|mxfp8|\bfp8", ("parallel/matmuls",), 19),
+    "guards": Feature(r"guard", ("config/schema/guard.py", "running/guards"), 40),
+    "islands": Feature(
+        r"island", ("config/schema/islands.py", "running/islands", "train/islands"), 11
+    ),
+    "latent attention": Feature(
+        r"latent", ("config/schema/model/latent.py", "models/layers/attention/latent.py"), 24
+    ),
+    "loss scale": Feature(r"loss_?scale", ("train/items/loss_scale.py",), 7),
+    "multi token": Feature(
+        r"multi_?token", ("config/schema/model/multi_token.py", "models/layers/multi_token.py"), 21
+    ),
+    "muP": Feature(r"\bmup|width_rule", ("config/schema/model/mup.py",), 15),
+    "page": Feature(r"spmdtrain\.page", ("page",), 4),
+    "preference": Feature(
+        r"preference|pair_loss|learns_pairs|\bdpo\b", ("train/gradients/pair_loss.py",), 12
+    ),
+    "profile": Feature(r"spmdtrain\.profile", ("profile",), 1),
+    "record": Feature(
+        r"running\.record|steps\.jsonl|log\.record|fingerprint", ("running/record",), 48
+    ),
+    "replay": Feature(r"replay", ("replay", "cli/record/replay.py"), 28),
+    "ring attention": Feature(r"\bring\b|ulysses|zigzag", ("parallel/context",), 31),
+    "snapshots": Feature(
+        r"snapshot",
+        ("checkpoints/snapshots", "processes/snapshots", "running/start/open_snapshots.py"),
+        17,
+    ),
+    "soap": Feature(r"\bsoap", ("train/updates/transformations/soap.py",), 6),
+    "sparsity": Feature(
+        r"spars(?!e_moe|e_step)",
+        ("config/schema/sparsity.py", "train/items/masks.py", "train/sparsity"),
+        14,
+    ),
+    "spikes": Feature(r"spike", ("train/items/spikes.py",), 9),
+    "stages": Feature(
+        r"train\.stages|BatchStage|TimedStage|in_stage|stage_of|frozen_layers",
+        ("config/stages.py", "train/stages.py"),
+        29,
+    ),
+    "streams": Feature(r"is_streamed|data\.streams|jsonl.*parquet", ("data/streams",), 8),
+}
+
+
+def files_that_name(feature: Feature, library: Path) -> list[str]:
+    """The files with one of its words, except its own: paths in the library, sorted."""
+    words = re.compile(feature.words, re.IGNORECASE)
+    files = (path.relative_to(library) for path in sorted(library.rglob("*.py")))
+    homes = [Path(home) for home in feature.homes]
+    return [
+        str(file)
+        for file in files
+        if not any(home in (file, *file.parents) for home in homes)
+        and words.search((library / file).read_text(encoding="utf-8"))
+    ]
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_no_further_file_names_a_feature(name):
+    files = files_that_name(FEATURES[name], ROOT)
+    bill = FEATURES[name].bill
+    assert len(files) <= bill, f"move what names {name} to its own files; it is in {files}"
+    assert len(files) == bill, f"fewer than before: write {len(files)} as the bill of {name}"
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_feature_has_its_homes(name):
+    assert [home for home in FEATURES[name].homes if not (ROOT / home).exists()] == []
+
+
+def test_files_that_name_a_feature_are_found(tmp_path):
+    for file, text in {
+        "soap/soap.py": "class Soap: ...",
+        "soap/basis.py": "def basis(): ...",
+        "soapy.py": "import soapy",
+        "step.py": '"""Not of SOAP alone."""',
+        "loop.py": "def loop(): ...",
+    }.items():
+        path = tmp_path / file
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    soap = Feature(r"\bsoap\b", ("soap",), 1)
+    assert files_that_name(soap, tmp_path) == ["step.py"]
