@@ -39,7 +39,7 @@ FEATURES = {
             "parallel/feedback",
             "train/items/feedback.py",
         ),
-        36,
+        34,
     ),
     "delayed scaling": Feature(
         r"delayed|scaling_history|history",
@@ -103,7 +103,7 @@ FEATURES = {
     "sparsity": Feature(
         r"spars(?!e_moe|e_step)",
         ("config/schema/sparsity.py", "train/items/masks.py", "train/sparsity"),
-        14,
+        10,
     ),
     "spikes": Feature(r"spike", ("train/items/spikes.py",), 9),
     "stages": Feature(

@@ -7,11 +7,10 @@ import jax
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.models.context import random_key
-from spmdtrain.train.items import items, magnitudes
+from spmdtrain.train.items import items
 from spmdtrain.train.items.item import Start
 from spmdtrain.train.items.teacher import ITEM as TEACHER
 from spmdtrain.train.setup import Setup, check_setup
-from spmdtrain.train.sparsity.chosen import sparse_paths
 from spmdtrain.train.state import TrainState, fresh_state
 from spmdtrain.train.updates import optimizers
 
@@ -70,10 +69,9 @@ def with_items_begun(setup: Setup, state: TrainState, names: Collection[str]) ->
 
     def begin(params: dict[str, jax.Array]) -> items.Values:
         learned = optimizers.learned(setup.update_rules)
-        sparse = sparse_paths(setup.config, setup.model)
-        of_mesh = (setup.specs, setup.mesh.shape)
-        remembered = magnitudes.remembered(setup.config, setup.model)
-        start = Start(setup.config, params, learned, *of_mesh, sparse, setup.codecs, remembered)
+        sizes = setup.mesh.shape
+        subjects = items.subjects(setup.config, setup.model, sizes)
+        start = Start(setup.config, params, learned, setup.specs, sizes, subjects)
         begun = items.begin(start)
         return {name: begun[name] for name in asked}
 

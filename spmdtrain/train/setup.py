@@ -19,6 +19,7 @@ from spmdtrain.models.abstract import AbstractModel
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.parallel.axes import Rules
 from spmdtrain.parallel.copies import Copies
+from spmdtrain.parallel.feedback.sums import Codecs
 from spmdtrain.parallel.padding import Padding
 from spmdtrain.parallel.reduce import Reduction
 from spmdtrain.pipeline.schedule import Table
@@ -31,7 +32,7 @@ from spmdtrain.train.batch import (
     abstract_batch,
     to_devices,
 )
-from spmdtrain.train.items.item import Codecs, Specs
+from spmdtrain.train.items.item import Specs
 from spmdtrain.train.layer_loop import scans_layers
 from spmdtrain.train.state import TrainState
 from spmdtrain.train.token_loss import TokenLoss

@@ -20,11 +20,9 @@ from spmdtrain.models.abstract import AbstractModel, cast_floating
 from spmdtrain.parallel import host
 from spmdtrain.parallel.padding import Padding, Shape, add_zeros_apart
 from spmdtrain.parallel.specs import axes_of_dim
-from spmdtrain.train.exchange import feedback_codecs
-from spmdtrain.train.items import items, magnitudes
+from spmdtrain.train.items import items
 from spmdtrain.train.items.item import Specs, Start
 from spmdtrain.train.items.items import Values, at_rest
-from spmdtrain.train.sparsity.chosen import sparse_paths
 from spmdtrain.train.updates import optimizers
 
 
@@ -178,11 +176,9 @@ def _start(  # noqa: PLR0913 - all that items begin from
     specs: Specs,
     mesh: Mesh,
 ) -> Start:
-    sparse = sparse_paths(config, model)
-    codecs = feedback_codecs(config, model, mesh.shape)
     learned = optimizers.learned(update_rules)
-    remembered = magnitudes.remembered(config, model)
-    return Start(config, params, learned, specs, mesh.shape, sparse, codecs, remembered)
+    subjects = items.subjects(config, model, mesh.shape)
+    return Start(config, params, learned, specs, mesh.shape, subjects)
 
 
 def _fresh(

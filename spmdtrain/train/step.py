@@ -40,7 +40,7 @@ def make_step(setup: Setup) -> Checked:
     if a bad step does not change the state, and loss_limit and grad_norm_limit if it is judged by
     earlier steps (spikes.py). With float16 loss_scale, and overflow (0 or 1) if the scale was too
     large, in which case the state does not change either. With experts router_entropy, and the
-    figures of router_load.py. With [sparsity] zeros, the share of its weights that are zero.
+    figures of router_load.py. Items of the state have figures of their own (items/).
 
     Raises ConfigError if state or batch does not fit this setup; the state then still exists.
     """

@@ -16,6 +16,7 @@ from spmdtrain.parallel.feedback.low_rank import LowRank
 from spmdtrain.parallel.specs import axes_of_dim, drop_axes
 
 FeedbackCodec = LowRank | Largest
+Codecs = Mapping[str, FeedbackCodec]  # by dotted path of the parameters with compressed gradients
 
 
 class Feedback(NamedTuple):
@@ -28,7 +29,7 @@ class Feedback(NamedTuple):
 def feedback_sums(
     gradients: Mapping[str, jax.Array],
     kept: Feedback,
-    codecs: Mapping[str, FeedbackCodec],
+    codecs: Codecs,
     specs: Mapping[str, P],
     manual: tuple[str, ...],
 ) -> tuple[dict[str, jax.Array], Feedback]:
@@ -67,7 +68,7 @@ def feedback_sums(
 def _sums(
     gradients: Mapping[str, jax.Array],
     kept: Feedback,
-    codecs: Mapping[str, FeedbackCodec],
+    codecs: Codecs,
     specs: Mapping[str, P],
 ) -> tuple[dict[str, jax.Array], Feedback]:
     """Computes `feedback_sums` where all mesh axes that split a gradient are manual."""

@@ -837,12 +837,12 @@ def _item_bytes(config: RunConfig) -> int:
     from jax.sharding import PartitionSpec
 
     from spmdtrain.parallel.mesh import AXES
-    from spmdtrain.train.items import items
+    from spmdtrain.train.items import items, masks
     from spmdtrain.train.items.item import Start
 
     weight: dict[str, Any] = {"weight": jax.ShapeDtypeStruct((1,), config.precision.params)}
     where = {"weight": PartitionSpec()}
-    sparse = () if config.sparsity.pattern == "none" else weight
-    start = Start(config, weight, weight, where, dict.fromkeys(AXES, 1), sparse)
+    subjects = {} if config.sparsity.pattern == "none" else {masks.NAME: weight}
+    start = Start(config, weight, weight, where, dict.fromkeys(AXES, 1), subjects)
     of_weight = [tree["weight"] for tree in items.by_parameter(items.shapes(start))]
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(of_weight))

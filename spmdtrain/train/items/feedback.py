@@ -14,19 +14,19 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain.parallel.feedback.low_rank import LowRank
-from spmdtrain.parallel.feedback.sums import Feedback
+from spmdtrain.parallel.feedback.sums import Codecs, Feedback
+from spmdtrain.train.exchange import feedback_codecs
 from spmdtrain.train.items.item import Item, Start, Taken, Value, per_data_shard
 
+NAME = "errors"
 Arrays = dict[str, jax.Array]  # by dotted path of the compressed parameters
 
 
 def _begin_errors(start: Start) -> Arrays | None:
     """Returns zeros [data shards, *shape at rest], float32."""
     shards = start.sizes["data"]
-    zeros = {
-        path: jnp.zeros((shards, *start.params[path].shape), jnp.float32) for path in start.codecs
-    }
-    return zeros or None
+    shapes = {path: (shards, *start.params[path].shape) for path in _codecs(start)}
+    return {path: jnp.zeros(shape, jnp.float32) for path, shape in shapes.items()} or None
 
 
 def _begin_factors(start: Start) -> Arrays | None:
@@ -37,8 +37,13 @@ def _begin_factors(start: Start) -> Arrays | None:
     return first or None
 
 
+def _codecs(start: Start) -> Codecs:
+    return start.subjects.get(NAME, {})
+
+
 def _low_rank(start: Start) -> dict[str, LowRank]:
-    return {path: each for path, each in start.codecs.items() if isinstance(each, LowRank)}
+    codecs = _codecs(start)
+    return {path: codec for path, codec in codecs.items() if isinstance(codec, LowRank)}
 
 
 def _factors_rest(start: Start, value: Arrays) -> dict[str, P]:
@@ -70,10 +75,11 @@ def _left(taken: Taken) -> Feedback:
 
 
 ERRORS = Item(
-    "errors",
+    NAME,
     begin=_begin_errors,
     rests=per_data_shard,
     update=_update_errors,
+    subjects=feedback_codecs,
     fold=_in_equal_parts,
 )
 FACTORS = Item("factors", begin=_begin_factors, rests=_factors_rest, update=_update_factors)

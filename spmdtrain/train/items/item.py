@@ -16,13 +16,14 @@ from jax.sharding import PartitionSpec as P
 from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import AbstractModel
-from spmdtrain.parallel.feedback.sums import Feedback, FeedbackCodec
+from spmdtrain.parallel.feedback.sums import Feedback
 from spmdtrain.parallel.padding import Padding
 from spmdtrain.parallel.specs import drop_axes
 from spmdtrain.train.batch import Batch
 
 Specs = Mapping[str, P]  # by dotted parameter path
-Codecs = Mapping[str, FeedbackCodec]  # by dotted path of the parameters with compressed gradients
+# By dotted path of the parameters that an item is about: what it has to know of each.
+Subjects = Mapping[str, Any]
 Metrics = dict[str, jax.Array]
 # A tree of arrays. If an item is saved among the arrays of a checkpoint, it must be a dict.
 Value = Any
@@ -34,9 +35,7 @@ class Start:
 
     `params`: the weights at rest, traced or abstract, and `specs`, their specs. `learned`: the
     paths of those that follow the slope of the loss. `sizes`: devices along each axis of the mesh.
-    `sparse`: the paths of the matrices that [sparsity] makes sparse. `codecs`: those with error
-    feedback, by path of the gradients that they compress. `remembered`: the dims that stack layers,
-    by path of each weight whose matmul is scaled by earlier steps.
+    `subjects`: what `Item.subjects` has found, by the name of the item.
     """
 
     config: RunConfig
@@ -44,9 +43,7 @@ class Start:
     learned: Collection[str]
     specs: Specs
     sizes: Mapping[str, int]
-    sparse: Collection[str] = ()
-    codecs: Codecs = field(default_factory=dict)
-    remembered: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    subjects: Mapping[str, Subjects] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -118,6 +115,8 @@ class Item:
     ask for it. `rests(start, value)` returns the spec of each leaf: `as_parameters`, `whole` or
     `per_data_shard`. `update(value, taken)` is its value after a step. `figures` are what the step
     reports about it, by name: each is a function of the value before the step and the step.
+    `subjects(config, model, sizes)` finds the parameters that it is about, before there are any,
+    with `sizes` of the mesh axes; None: it is about all, or none.
     `project(value, moved)` changes the weights after their update, before the step is judged;
     None: it leaves them alone.
 
@@ -128,6 +127,7 @@ class Item:
     begin: Callable[[Start], Value | None]
     rests: Callable[[Start, Value], Value]
     update: Callable[[Value, Taken], Value]
+    subjects: Callable[[RunConfig, AbstractModel, Mapping[str, int]], Subjects] | None = None
     project: Callable[[Value, Moved], Projected] | None = None
     figures: Mapping[str, Callable[[Value, Taken], jax.Array]] = field(default_factory=dict)
     # Whether a step that does not change the weights keeps the item too, or updates it.

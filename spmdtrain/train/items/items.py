@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from spmdtrain.config.schema import RunConfig
+from spmdtrain.models.abstract import AbstractModel
 from spmdtrain.parallel.feedback.sums import Feedback
 from spmdtrain.train.items import (
     ema,
@@ -29,6 +31,7 @@ from spmdtrain.train.items.item import (
     Moved,
     Projected,
     Start,
+    Subjects,
     Taken,
     Value,
     as_parameters,
@@ -55,6 +58,13 @@ Params = dict[str, jax.Array]  # by dotted path, at rest
 def of(values: Mapping[str, Value]) -> Iterator[tuple[Item, Value]]:
     """Yields the items that a state has, with their values."""
     return ((item, values[item.name]) for item in TABLE if item.name in values)
+
+
+def subjects(
+    config: RunConfig, model: AbstractModel, sizes: Mapping[str, int]
+) -> dict[str, Subjects]:
+    """Returns the parameters that items are about, by name of the item; see `Start`."""
+    return {item.name: item.subjects(config, model, sizes) for item in TABLE if item.subjects}
 
 
 def begin(start: Start) -> Values:

@@ -17,15 +17,22 @@ from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import AbstractModel
 from spmdtrain.train.items.item import Item, Start, Taken, whole
 
+NAME = "magnitudes"
 History = dict[str, jax.Array]  # by dotted path of the weight
 
 
-def remembered(config: RunConfig, model: AbstractModel) -> dict[str, tuple[int, ...]]:
-    """Returns the dims that stack layers, by path of each weight whose matmul has a history."""
+def remembered(
+    config: RunConfig,
+    model: AbstractModel,
+    sizes: Mapping[str, int],  # noqa: ARG001
+) -> dict[str, tuple[int, ...]]:
+    """Returns the dims that stack layers, by path of each weight whose matmul has a history; they
+    are the same on any mesh.
+    """
     if config.precision.scaling != "delayed":
         return {}
-    weights = {path: each for path, each in model.parameters.items() if each.is_float8}
-    return {path: each.shape[: each.stacked] for path, each in weights.items()}
+    weights = {path: weight for path, weight in model.parameters.items() if weight.is_float8}
+    return {path: weight.shape[: weight.stacked] for path, weight in weights.items()}
 
 
 def pushed(history: History, largest: Mapping[str, jax.Array]) -> History:
@@ -39,8 +46,8 @@ def pushed(history: History, largest: Mapping[str, jax.Array]) -> History:
 
 def _begin(start: Start) -> History | None:
     steps = start.config.precision.scaling_history
-    none = {path: jnp.zeros((*stack, steps, 2)) for path, stack in start.remembered.items()}
-    return none or None
+    stacks = start.subjects.get(NAME, {})
+    return {path: jnp.zeros((*stack, steps, 2)) for path, stack in stacks.items()} or None
 
 
 def _update(history: History, taken: Taken) -> History:
@@ -49,9 +56,9 @@ def _update(history: History, taken: Taken) -> History:
 
 
 def _in_length(history: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    kept = history[..., : shape[-2], :]
-    missing = shape[-2] - kept.shape[-2]
-    return jnp.pad(kept, [(0, 0)] * (kept.ndim - 2) + [(0, missing), (0, 0)])
+    latest = history[..., : shape[-2], :]
+    missing = shape[-2] - latest.shape[-2]
+    return jnp.pad(latest, [(0, 0)] * (latest.ndim - 2) + [(0, missing), (0, 0)])
 
 
-ITEM = Item("magnitudes", begin=_begin, rests=whole, update=_update, fold=_in_length)
+ITEM = Item(NAME, begin=_begin, rests=whole, update=_update, subjects=remembered, fold=_in_length)

@@ -19,12 +19,13 @@ import jax.numpy as jnp
 from spmdtrain.config.schema import SparsityConfig
 from spmdtrain.models.abstract import Parameter
 from spmdtrain.train.items.item import Item, Moved, Projected, Start, Taken, as_parameters
-from spmdtrain.train.sparsity.chosen import input_dim
+from spmdtrain.train.sparsity.chosen import input_dim, sparse_parameters
 from spmdtrain.train.sparsity.elements import largest, largest_of_each
 from spmdtrain.train.sparsity.timetable import is_begun, is_time, number_kept
 from spmdtrain.train.updates.whole_tree import over_stack
 
 Masks = dict[str, jax.Array]  # by dotted path of the matrices that are sparse
+NAME = "masks"
 ZEROS = "zeros"
 
 
@@ -35,11 +36,12 @@ def masked(x: jax.Array, mask: jax.Array) -> jax.Array:
 
 def _begin(start: Start) -> Masks | None:
     """Returns masks that keep every element, or for `kept` every one that is not zero."""
-    if not start.sparse:
+    sparse = start.subjects.get(NAME)
+    if not sparse:
         return None
     if start.config.sparsity.pattern == "kept":
-        return {path: start.params[path] != 0 for path in start.sparse}
-    return {path: jnp.ones(start.params[path].shape, bool) for path in start.sparse}
+        return {path: start.params[path] != 0 for path in sparse}
+    return {path: jnp.ones(start.params[path].shape, bool) for path in sparse}
 
 
 def _project(masks: Masks, moved: Moved) -> Projected:
@@ -112,18 +114,19 @@ def _size(parameter: Parameter) -> int:
 
 
 def _update(masks: Masks, taken: Taken) -> Masks:  # noqa: ARG001
-    return taken.projected[ITEM.name].value
+    return taken.projected[NAME].value
 
 
 def _zeros(masks: Masks, taken: Taken) -> jax.Array:  # noqa: ARG001
-    return taken.projected[ITEM.name].figures[ZEROS]
+    return taken.projected[NAME].figures[ZEROS]
 
 
 ITEM = Item(
-    "masks",
+    NAME,
     begin=_begin,
     rests=as_parameters,
     update=_update,
+    subjects=sparse_parameters,
     project=_project,
     figures={ZEROS: _zeros},
 )

@@ -10,14 +10,18 @@ from spmdtrain.models.abstract import AbstractModel, Parameter
 from spmdtrain.train.updates.parameter_kinds import is_matrix, is_table
 
 
-def sparse_paths(config: RunConfig, model: AbstractModel) -> tuple[str, ...]:
-    """Returns the paths of the matrices that are sparse; none without [sparsity].
+def sparse_parameters(
+    config: RunConfig,
+    model: AbstractModel,
+    sizes: Mapping[str, int],  # noqa: ARG001
+) -> dict[str, Parameter]:
+    """Returns the matrices that are sparse, by path, the same on any mesh; none without [sparsity].
 
     Raises ConfigError if a pattern names something else, or if N:M does not divide a matrix.
     """
     settings = config.sparsity
     if settings.pattern == "none":
-        return ()
+        return {}
     if settings.weights:
         paths = _named(settings.weights, model.parameters)
     else:
@@ -30,7 +34,7 @@ def sparse_paths(config: RunConfig, model: AbstractModel) -> tuple[str, ...]:
         )
     if settings.group is not None:
         _check_groups(settings.pattern, settings.group[1], {p: model.parameters[p] for p in paths})
-    return tuple(paths)
+    return {path: model.parameters[path] for path in paths}
 
 
 def input_dim(parameter: Parameter) -> int:
