@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from tensorstore import open as open_array
 
-from spmdtrain.checkpoints.leaves.fingerprint import Fingerprint, added, fingerprint
+from spmdtrain.checkpoints.leaves.fingerprint import Fingerprint, added, host_fingerprint
 from spmdtrain.checkpoints.leaves.relayout import cut_to
 from spmdtrain.checkpoints.meta import Meta, prefix, unpadded_leaves
 from spmdtrain.checkpoints.saved_steps import SavedSteps
@@ -67,7 +67,7 @@ class Layers:
             raise self._checkpoints.damaged(self._step, f"it cannot be read: {cause}") from error
         if counts:
             sums = self._sums.setdefault(name, [])
-            sums.append(fingerprint(found, first * found.size))
+            sums.append(host_fingerprint(found, first * found.size))
             if layer is not None and layer == self._layout.layers - 1:
                 sums += self._of_padding(path)
         shape = self._unpadded[name][0]
@@ -77,7 +77,7 @@ class Layers:
         """Returns the fingerprints of a stack's padding, after its last layer."""
         places = range(self._layout.layers, self._layout.places)
         layers = ((place, self._layer(path, place)) for place in places)
-        return [fingerprint(x, place * x.size) for place, x in layers]
+        return [host_fingerprint(x, place * x.size) for place, x in layers]
 
     def verify(self) -> None:
         """Raises DamagedError if what the processes have read together is not what was saved."""

@@ -18,15 +18,15 @@ def start_jax(
     *,
     alone: bool = False,
     find_devices: bool = True,
-    takes_steps: bool = False,
+    keeps_memory: bool = False,
 ) -> None:
     """Imports jax for a command that computes, with its devices, and joins other processes.
 
     alone: join other processes only if the arguments name them, even under a scheduler.
-    find_devices: refuse a machine on which jax finds none. takes_steps: the command trains, so the
-    memory of a step is kept for the next one. Compiled programs are kept between runs, in the
-    user's cache folder. Raises ConfigError if the environment makes no sense to jax, XLA or
-    a scheduler.
+    find_devices: refuse a machine on which jax finds none. keeps_memory: the memory of a step, or
+    of a layer that is read, is kept for the next one. Compiled programs are kept between runs, in
+    the user's cache folder. Raises ConfigError if the environment makes no sense to jax, XLA or a
+    scheduler.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # hides XLA's remarks on its own choices
     _forget_empty_variables()
@@ -37,7 +37,7 @@ def start_jax(
         processes.simulate_devices(parsed.simulate_devices)
     xla_flags.set_xla_flags()
     xla_flags.set_memory_share()
-    if takes_steps:
+    if keeps_memory:
         kept_memory.keep_freed_memory()
     if not has_nvidia_driver():
         # jax's CUDA plugin may be installed for `make cuda-compiler`. On a machine without a GPU
@@ -122,8 +122,11 @@ def _import_libraries() -> None:
 
 
 def join_without_devices(parsed: argparse.Namespace) -> None:
-    """Imports jax and occupies no GPU, and joins other processes if the arguments name them."""
-    without_devices()
+    """Imports jax and occupies no GPU, and joins other processes if the arguments name them.
+
+    The memory of a layer that is read is kept for the next one.
+    """
+    without_devices(keeps_memory=True)
     told = (parsed.coordinator, parsed.processes, parsed.process)
     if told != (None, None, None):
         from spmdtrain.processes import processes
@@ -131,13 +134,18 @@ def join_without_devices(parsed: argparse.Namespace) -> None:
         processes.start(*told)
 
 
-def without_devices() -> None:
-    """Imports jax for a command that only needs shapes, and occupies no GPU."""
+def without_devices(*, keeps_memory: bool = False) -> None:
+    """Imports jax for a command that only needs shapes, and occupies no GPU.
+
+    keeps_memory: see `start_jax`.
+    """
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     _forget_empty_variables()
-    from spmdtrain.processes import xla_flags
+    from spmdtrain.processes import kept_memory, xla_flags
 
     xla_flags.check_given()
+    if keeps_memory:
+        kept_memory.keep_freed_memory()
     with _blaming_the_environment():
         _import_libraries()

@@ -18,7 +18,8 @@ import numpy as np
 
 Shape = tuple[int, ...]
 Index = tuple[slice, ...]
-SQUARE = 128  # numbers on a side: 32 KiB of bfloat16, which a core's own cache holds
+SQUARE = 256  # numbers on a side: 128 KiB of bfloat16, which a core's own cache holds
+LINE = 64  # bytes of a line of the cache
 
 
 @dataclass(frozen=True)
@@ -118,31 +119,39 @@ class Mapped:
 
 
 def _copy(target: np.ndarray, source: np.ndarray) -> None:
-    """Copies `source` into `target`, in squares of the two dims that lie close together in each.
-
-    Row by row, a transposed copy would use one number from each cache line, at a quarter of the
-    speed.
-    """
+    """Copies `source` into `target`, in squares of the two dims that lie close together in each."""
     if target.dtype == source.dtype:  # numpy copies words faster than foreign dtypes
         word = np.dtype(f"u{target.itemsize}")
         target, source = target.view(word), source.view(word)
     longer = [axis for axis, size in enumerate(target.shape) if size > 1]
     last = longer[-1] if longer else None
     close = min(longer, key=lambda axis: source.strides[axis], default=None)
-    if close == last:
+    if close is None or last is None or close == last:
         target[...] = source
         return
-    squared = (close, last)
-    steps = [
-        range(0, size, SQUARE) if axis in squared else range(size)
-        for axis, size in enumerate(target.shape)
-    ]
-    for at in itertools.product(*steps):
-        cut = tuple(
-            slice(place, place + SQUARE) if axis in squared else place
-            for axis, place in enumerate(at)
-        )
-        target[cut] = source[cut]
+    others = [size for axis, size in enumerate(target.shape) if axis not in (close, last)]
+    targets = np.moveaxis(target, (last, close), (-2, -1))
+    sources = np.moveaxis(source, (last, close), (-2, -1))
+    for outer in np.ndindex(*others):
+        _transpose(targets[outer], sources[outer])
+
+
+def _transpose(target: np.ndarray, source: np.ndarray) -> None:
+    """Copies a matrix whose rows lie together in `source`, and its columns in `target`.
+
+    Each square is copied first, into rows that are a line of the cache longer. In place the numbers
+    of a column lie a row apart: for a power of two all fall on the same few lines of the cache, and
+    the copy has a quarter of the speed.
+    """
+    rows, columns = source.shape
+    line = LINE // source.itemsize
+    square = np.empty((min(rows, SQUARE), min(columns, SQUARE) + line), source.dtype)
+    for top, start in itertools.product(range(0, rows, SQUARE), range(0, columns, SQUARE)):
+        cut = slice(top, top + SQUARE), slice(start, start + SQUARE)
+        part = source[cut]
+        near = square[: part.shape[0], : part.shape[1]]
+        near[...] = part
+        target[cut] = near
 
 
 class AnyMapped(Protocol):

@@ -1,8 +1,14 @@
 """Memory of the host that devices read and write directly: where arrays may rest between steps."""
 
+import math
+from collections.abc import Sequence
+from typing import Any
+
 import jax
+import numpy as np
 
 KIND = "pinned_host"  # the name that jax gives it
+ALIGNMENT = 64  # bytes: XLA for CPU takes an array of numpy as it is where it begins at a multiple
 
 
 def rests_there(x: jax.Array | jax.ShapeDtypeStruct) -> bool:
@@ -20,3 +26,12 @@ def on_device(x: jax.Array) -> jax.Array:
 def on_host(x: jax.Array) -> jax.Array:
     """Returns the traced x in the memory of the host."""
     return jax.device_put(x, jax.memory.Space.Host)
+
+
+def empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
+    """Returns an array, not yet filled, that becomes one of a CPU device without a copy."""
+    dtype = np.dtype(dtype)
+    size = math.prod(shape) * dtype.itemsize
+    bytes_around = np.empty(size + ALIGNMENT, np.uint8)
+    first = -bytes_around.ctypes.data % ALIGNMENT
+    return bytes_around[first : first + size].view(dtype).reshape(shape)

@@ -1,4 +1,4 @@
-"""Keeps the memory that a step on CPUs frees, for the next step."""
+"""Keeps the memory that a step on CPUs frees for the next step, and a layer for the next layer."""
 
 import ctypes
 import os
@@ -15,9 +15,10 @@ def keep_freed_memory() -> bool:
 
     XLA's CPU backend asks malloc for the temporary memory of each step, in one piece. glibc maps a
     piece of more than 32 MB anew each time, and the kernel fills it with zeros, page by page: 10 to
-    15 % of the CPU time of a step of a tiny GPT. So there are no maps, and nothing at the end of
-    the heap goes back to the system. There is one heap for all threads, as the others are too small
-    for such a piece.
+    15 % of the CPU time of a step of a tiny GPT, and a fifth of that of an import or an export,
+    whose layers are read and written one after another. So there are no maps, and nothing at the
+    end of the heap goes back to the system. There is one heap for all threads, as the others are
+    too small for such a piece.
 
     It does nothing where jax has started, as in a program that calls us: its memory is its own. Nor
     with another libc, or if the user set one of malloc's own variables.

@@ -8,7 +8,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain.checkpoints.leaves import fingerprint as module
-from spmdtrain.checkpoints.leaves.fingerprint import begin, fingerprint, fingerprints
+from spmdtrain.checkpoints.leaves.fingerprint import (
+    begin,
+    fingerprint,
+    fingerprints,
+    host_fingerprint,
+)
 
 DTYPES = ["float32", "bfloat16", "int32", "int8", "bool"]
 
@@ -49,10 +54,34 @@ def test_it_does_not_depend_on_the_other_arrays():
 
 def test_the_host_reads_small_arrays_and_compiles_nothing(monkeypatch):
     small, large = jnp.ones(module.SMALL), jnp.ones(module.SMALL + 1)
+    mesh = jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2])
+    split = jax.device_put(jnp.ones(2 * module.SMALL), NamedSharding(mesh, P("x")))
     started = []
     monkeypatch.setattr(module, "begin", lambda arrays: started.append(set(arrays)) or dict)
-    assert fingerprints({"small": small, "large": large}).keys() == {"small"}
-    assert started == [{"large"}]
+    found = fingerprints({"small": small, "large": large, "split": split})
+    assert found.keys() == {"small", "large"}
+    assert started == [{"split"}]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "float64"])
+def test_a_cpu_device_mixes_blocks_of_an_array_of_any_size(dtype, monkeypatch):
+    """In one program; the index of the first element may be any."""
+    monkeypatch.setattr(module, "BLOCK", 16)
+    for size in (1, 15, 16, 17, 35, 64):
+        x = array(dtype, (size,))
+        for first in (0, 5, 2**32 - 20):
+            assert host_fingerprint(x, first) == fingerprint(x, first), (size, first)
+    whole = jnp.asarray(array(dtype, (9, 2**13)))
+    assert whole.size > module.SMALL
+    monkeypatch.setattr(module, "BLOCK", 2**12)
+    assert fingerprints({"x": whole}) == {"x": fingerprint(np.asarray(whole))}
+
+
+def test_reading_starts_no_gpu(monkeypatch):
+    monkeypatch.setattr(module, "runs_on_gpus", lambda: True)
+    monkeypatch.setattr(jax, "local_devices", lambda: pytest.fail("jax looks for devices"))
+    x = np.ones(module.BLOCK, np.uint8)
+    assert host_fingerprint(x) == fingerprint(x)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64", "int8"])

@@ -36,6 +36,7 @@ from spmdtrain.running.published.export_run import export_run
 from spmdtrain.running.published.import_model import import_model
 from spmdtrain.running.published.read_weights import read_weights
 from spmdtrain.train.compared.in_order import plain_arrays
+from spmdtrain.train.given import from_layers
 from spmdtrain.train.shard import shard
 
 MESHES = {
@@ -110,10 +111,22 @@ def test_any_mesh_holds_what_one_device_holds(family, mesh, published):
         assert np.array_equal(np.asarray(x), want), path
 
 
-def layer_shapes_on_one_device(folder):
-    from spmdtrain.train.given.from_layers import layer_shapes
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.seconds
+def test_devices_get_layer_by_layer_what_the_host_fills_in_place(mesh, published, monkeypatch):
+    """Rounded to the run's dtype as well."""
+    said, setup = setup_of(published / "llama", *MESHES[mesh], "precision.params=bfloat16")
+    filled, _ = read_weights(setup, said)
+    monkeypatch.setattr(from_layers, "_filled", from_layers._sent)
+    sent, _ = read_weights(setup, said)
+    assert {str(x.dtype) for x in sent.values()} == {"bfloat16"}
+    for path, x in filled.items():
+        assert (x.dtype, x.sharding) == (sent[path].dtype, sent[path].sharding)
+        assert np.array_equal(np.asarray(x), np.asarray(sent[path])), path
 
-    return layer_shapes(setup_of(folder)[1]).items()
+
+def layer_shapes_on_one_device(folder):
+    return from_layers.layer_shapes(setup_of(folder)[1]).items()
 
 
 @pytest.mark.parametrize("mesh", MESHES)

@@ -7,6 +7,8 @@ import sys
 import jax
 import pytest
 
+from spmdtrain.cli import main
+from spmdtrain.processes import kept_memory
 from spmdtrain.processes.kept_memory import keep_freed_memory
 
 # Faults of two arrays of 100 MB one after the other, made by a thread like XLA's.
@@ -53,3 +55,19 @@ def test_the_settings_of_a_person_stay():
 def test_a_program_in_which_jax_has_started_keeps_its_own_memory():
     jax.devices()
     assert not keep_freed_memory()
+
+
+@pytest.mark.parametrize(
+    "command", [["import", "DIR", "--out", "RUN"], ["export", "RUN", "--to", "hf", "DIR"]]
+)
+def test_commands_that_read_layer_after_layer_keep_memory(command, monkeypatch):
+    class KeptError(Exception):
+        pass
+
+    def keep() -> None:
+        raise KeptError
+
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setattr(kept_memory, "keep_freed_memory", keep)
+    with pytest.raises(KeptError):
+        main(command)

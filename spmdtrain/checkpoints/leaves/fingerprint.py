@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec as P
 from spmdtrain.parallel.host import on_device
 from spmdtrain.parallel.regions import manual_region
 from spmdtrain.parallel.specs import axes_of_dim
+from spmdtrain.processes.xla_flags import runs_on_gpus
 
 Fingerprint = tuple[int, int]
 
@@ -49,12 +50,22 @@ def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, Fingerprint]:
 
     Those of large arrays are computed where the arrays are, in one program, and so are those of
     arrays of which this process holds a part; small ones are read by the host, which compiles
-    nothing. All processes that hold parts of the arrays must call this, and all get the same
-    result. Waits for the devices.
+    nothing, and those of a single CPU device have one program for all. All processes that hold
+    parts of the arrays must call this, and all get the same result. Waits for the devices.
     """
     near = {name: x for name, x in arrays.items() if x.is_fully_addressable and x.size <= SMALL}
-    start = begin({name: _as_integers(x) for name, x in arrays.items() if name not in near})
-    return {name: fingerprint(x) for name, x in jax.device_get(near).items()} | start()
+    far = {name: x for name, x in arrays.items() if name not in near}
+    whole = {name: x for name, x in far.items() if _is_whole_on_host(x)}
+    start = begin({name: _as_integers(x) for name, x in far.items() if name not in whole})
+    of_whole = {
+        name: _by_blocks(np.asarray(x), *x.sharding.device_set) for name, x in whole.items()
+    }
+    return {name: fingerprint(x) for name, x in jax.device_get(near).items()} | of_whole | start()
+
+
+def _is_whole_on_host(x: jax.Array) -> bool:
+    platforms = [device.platform for device in x.sharding.device_set]
+    return x.is_fully_addressable and platforms == ["cpu"]
 
 
 def _as_integers(x: jax.Array) -> jax.Array:
@@ -101,8 +112,7 @@ def fingerprint(x: np.ndarray, first: int = 0) -> Fingerprint:
     For a part of an array, whose elements are contiguous from index `first` on, it is their
     contribution to the fingerprint of the whole; see `added`.
     """
-    words = np.ascontiguousarray(x).reshape(-1)
-    words = words.view(np.uint32 if words.itemsize == 8 else f"uint{8 * words.itemsize}")
+    words = _host_words(x)
     totals = [0, 0]
     spare = np.empty((3, min(CHUNK, words.size)), np.uint32)
     for start in range(0, words.size, CHUNK):
@@ -113,6 +123,46 @@ def fingerprint(x: np.ndarray, first: int = 0) -> Fingerprint:
             totals[number] += _sum_of(word, first + start, number, scratch)
     first, second = (total % 2**32 for total in totals)
     return first, second
+
+
+def _host_words(x: np.ndarray) -> np.ndarray:
+    """Returns the bits of an array in order, as integers of at most 32 bits."""
+    words = np.ascontiguousarray(x).reshape(-1)
+    return words.view(np.uint32 if words.itemsize == 8 else f"uint{8 * words.itemsize}")
+
+
+def host_fingerprint(x: np.ndarray, first: int = 0) -> Fingerprint:
+    """Returns `fingerprint(x, first)`; that of a large array at three times the speed, by XLA.
+
+    By numpy where jax would look for GPUs or wait for other processes when it starts.
+    """
+    if x.size < BLOCK or runs_on_gpus() or jax.distributed.is_initialized():
+        return fingerprint(x, first)
+    return _by_blocks(x, jax.local_devices()[0], first)
+
+
+def _by_blocks(x: np.ndarray, device: jax.Device, first: int = 0) -> Fingerprint:
+    """Returns `fingerprint(x, first)`, computed by a device that is the host.
+
+    It takes blocks of the words, in order: one program for arrays of every shape.
+    """
+    words = _host_words(x)
+    end = words.size - words.size % BLOCK
+    sums = [
+        _sums_of_block(
+            jax.device_put(words[start : start + BLOCK], device),
+            np.uint32((first + start) % 2**32),
+        )
+        for start in range(0, end, BLOCK)
+    ]
+    of_blocks = [(int(one), int(other)) for one, other in jax.device_get(sums)]
+    return added([*of_blocks, fingerprint(words[end:], first + end)])
+
+
+@jax.jit
+def _sums_of_block(words: jax.Array, first: jax.Array) -> jax.Array:
+    """Returns the two sums over words that are contiguous from the index `first` on."""
+    return _sums_at_once(words, first, (1,))
 
 
 def _sum_of(word: np.ndarray, first: int, number: int, scratch: Sequence[np.ndarray]) -> int:

@@ -103,7 +103,7 @@ def _start(parsed: argparse.Namespace) -> None:
         without_devices()
         return
     parsed.coordinator = parsed.processes = parsed.process = None
-    start_jax(parsed, alone=True, takes_steps=True)
+    start_jax(parsed, alone=True, keeps_memory=True)
 
 
 def _is_good(trained: "list[TrainedStrategy]") -> bool:

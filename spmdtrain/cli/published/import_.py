@@ -66,7 +66,7 @@ def run_import(parsed: argparse.Namespace) -> int:
         return DONE
     if parsed.out is None:
         raise ConfigError("import makes a run directory: --out says which", fix="--out RUN")
-    start_jax(parsed)
+    start_jax(parsed, keeps_memory=True)
     from spmdtrain.running.published.import_model import import_model
 
     imported = import_model(parsed.folder, parsed.out, overrides=overrides, ignored=parsed.ignore)

@@ -72,7 +72,7 @@ def run_train(parsed: argparse.Namespace) -> int:
 def _train(parsed: argparse.Namespace, config: "RunConfig", directory: str) -> int:
     before_training(parsed, config)
     stages.enter("starting jax")
-    start_jax(parsed, takes_steps=True)
+    start_jax(parsed, keeps_memory=True)
     from spmdtrain.running.guards.out_of_memory import OutOfMemoryError
     from spmdtrain.running.loop import run
 

@@ -1,8 +1,8 @@
 """Loads parameters from outside, one layer at a time, onto the devices that hold them.
 
-`read(path, layer, index)` returns a part of one layer of a parameter, in the model's own shape. No
-parameter is ever whole on the host: at any time a process reads only one layer's part of one shard,
-for any mesh, pipeline layout and padding.
+`read(path, layer, index)` returns a part of one layer of a parameter, in the model's own shape. At
+any time a process reads only one layer's part of one shard, for any mesh, pipeline layout and
+padding: no parameter is ever whole on the host, unless the host is its device.
 """
 
 import itertools
@@ -14,12 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from spmdtrain.parallel.host import empty
 from spmdtrain.train.setup import Setup
 
 Index = tuple[slice, ...]
 # (path, number of the layer, or None for a parameter outside the stack, index) -> that part
 ReadPart = Callable[[str, int | None, Index], np.ndarray]
 Bounds = tuple[tuple[int, int], ...]  # start and stop of each dim
+Place = tuple[int, ...]  # of a layer, in the leading dims of a part of a stack
+LayerOf = Callable[
+    [Bounds, Place], np.ndarray
+]  # the layer at a place of the part with these bounds
 
 
 def layer_shapes(setup: Setup) -> dict[str, tuple[int, ...]]:
@@ -50,22 +55,45 @@ def _parameter(
     setup: Setup, path: str, read: Callable[[int | None, Index], np.ndarray]
 ) -> jax.Array:
     leaf = setup.state.params[path]
-    parts = _parts(leaf)
     stacked = _stack_dims(setup, path)
     unpadded = setup.padding.of_model[path][stacked:]
-    local = leaf.sharding.shard_shape(leaf.shape)
-    places = list(itertools.product(*(range(size) for size in local[:stacked])))
 
-    def slab(place: tuple[int, ...]) -> jax.Array:
+    def layer_of(bounds: Bounds, place: Place) -> np.ndarray:
+        layer = _layer_at(setup, bounds[:stacked], place)
+        return _padded(bounds[stacked:], unpadded, partial(read, layer))
+
+    if all(device.platform == "cpu" for device in leaf.sharding.addressable_devices):
+        return _filled(leaf, stacked, layer_of)
+    return _sent(leaf, stacked, layer_of)
+
+
+def _filled(leaf: jax.Array, stacked: int, layer_of: LayerOf) -> jax.Array:
+    """Returns a parameter whose devices are the host: filled where it stays, and not copied."""
+    local = leaf.sharding.shard_shape(leaf.shape)
+    arrays = []
+    for bounds, devices in _parts(leaf).items():
+        part = empty(local, leaf.dtype)
+        for place in np.ndindex(*local[:stacked]):
+            part[place] = layer_of(bounds, place)
+        arrays += [jax.device_put(part, device) for device in devices]
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, arrays)
+
+
+def _sent(leaf: jax.Array, stacked: int, layer_of: LayerOf) -> jax.Array:
+    """Returns a parameter that is sent to its devices one layer at a time."""
+    parts = _parts(leaf)
+    local = leaf.sharding.shard_shape(leaf.shape)
+    places = list(np.ndindex(*local[:stacked]))
+
+    def slab(place: Place) -> jax.Array:
         """Returns one layer of each part of the stack, the one at this place of the part,
         sharded.
         """
         arrays = []
         for bounds, devices in parts.items():
-            layer = _layer_at(setup, bounds[:stacked], place)
-            part = _padded(bounds[stacked:], unpadded, lambda index, at=layer: read(at, index))
-            part = part.reshape((1,) * stacked + part.shape)
-            arrays += [jax.device_put(part, device) for device in devices]
+            layer = layer_of(bounds, place)
+            layer = layer.reshape((1,) * stacked + layer.shape)
+            arrays += [jax.device_put(layer, device) for device in devices]
         many = (whole // one for whole, one in zip(leaf.shape, local, strict=True))
         shape = (*itertools.islice(many, stacked), *leaf.shape[stacked:])
         made = jax.make_array_from_single_device_arrays(shape, leaf.sharding, arrays)
@@ -77,7 +105,7 @@ def _parameter(
         return only if same else jax.jit(lambda x: x.astype(leaf.dtype))(only)
     whole = jax.jit(lambda: jnp.zeros(leaf.shape, leaf.dtype), out_shardings=leaf.sharding)()
     for place in places:
-        at = jnp.array((*place, *[0] * len(unpadded)), jnp.int32)
+        at = jnp.array((*place, *[0] * (len(leaf.shape) - stacked)), jnp.int32)
         whole = jax.block_until_ready(_put(whole, slab(place), at, leaf.sharding))
     return whole
 
@@ -92,7 +120,7 @@ def _parts(leaf: jax.Array) -> dict[Bounds, list[jax.Device]]:
     return found
 
 
-def _layer_at(setup: Setup, bounds: Bounds, place: tuple[int, ...]) -> int | None:
+def _layer_at(setup: Setup, bounds: Bounds, place: Place) -> int | None:
     """Returns the number of the layer at a place of a part of the stack.
 
     Padding repeats the last layer.
