@@ -109,7 +109,7 @@ def estimate_on_mesh(
 ) -> Estimate:
     """Estimates as `estimate` does, on a mesh of these sizes (none may be -1)."""
     state = exact_state(config, sizes, optimizer)
-    workload = workload_of(config, sizes)
+    workload = workload_of(config, sizes, hardware.device_kind)
     resident = None
     if config.model.make:
         own = OwnModel(config, optimizer)

@@ -87,7 +87,9 @@ def plan(config: RunConfig, devices: int, hardware: Hardware | str | Path) -> li
             "train": config.train.model_copy(update={"microbatch": 1}),
         }
     )
-    workload = with_counted_moments(unsplit, workload_of(unsplit, unsplit.mesh.sizes))
+    workload = with_counted_moments(
+        unsplit, workload_of(unsplit, unsplit.mesh.sizes, hardware.device_kind)
+    )
     workload = replace(workload, offloads=False)
     own = OwnModel(unsplit) if config.model.make else None
     software = our_software(unsplit, hardware)

@@ -94,7 +94,7 @@ def plan_rules(
     config = with_vocab(config)
     sizes = mesh_sizes(config, devices, hardware)
     exact_state(config, sizes)
-    workload = workload_of(config, sizes)
+    workload = workload_of(config, sizes, hardware.device_kind)
     software = our_software(config, hardware)
     by_rules = assign(workload, hardware, software)
     freely = assign(workload, hardware, software, by_rules=False)

@@ -5,6 +5,7 @@ layers and out again, and sums gradients over `data` only after its end (docs/sc
 """
 
 from collections.abc import Mapping
+from typing import Literal
 
 from pallas_kernels.gpus import is_nvidia
 from spmdtrain.config.schema import RunConfig
@@ -17,10 +18,20 @@ WHOLE_LAYERS = {"data"}
 
 def scans_layers(config: RunConfig, sizes: Mapping[str, int], device_kind: str) -> bool:
     """Returns True for a loop. `sizes` are those of the mesh axes, `device_kind` jax's name."""
-    asked = config.train.scan_layers
-    if asked != "auto":
-        return asked
+    offloads = config.train.remat == "offload"
+    return is_loop(config.train.scan_layers, config.model.layers, offloads, sizes, device_kind)
+
+
+def is_loop(
+    setting: bool | Literal["auto"],
+    layers: int,
+    offloads: bool,
+    sizes: Mapping[str, int],
+    device_kind: str,
+) -> bool:
+    """Returns what `scans_layers` does, given the settings on which it depends."""
+    if setting != "auto":
+        return setting
     splits_layers = any(size > 1 for axis, size in sizes.items() if axis not in WHOLE_LAYERS)
-    is_offloaded = config.train.remat == "offload"  # XLA orders transfers by the loop's turns
-    is_deep = config.model.layers > WRITTEN_OUT
-    return splits_layers or is_offloaded or is_deep or not is_nvidia(device_kind)
+    # XLA orders the transfers of what is offloaded by the loop's turns.
+    return splits_layers or offloads or layers > WRITTEN_OUT or not is_nvidia(device_kind)

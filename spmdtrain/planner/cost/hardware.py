@@ -46,6 +46,12 @@ class Hardware:
     )
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
+    @property
+    def device_kind(self) -> str:
+        """jax's name of the device; its own name if it is not listed."""
+        listed = GPUS.get(self.name)
+        return listed.device_kinds[0] if listed else self.name
+
     def peak(self, dtype: str) -> float:
         """Returns the FLOP/s of matmuls at the power limit.
 

@@ -19,8 +19,9 @@ from pallas_kernels.attention.xla import BLOCK
 from pallas_kernels.loss.chunks import CHUNK_LOGITS
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.planner.cost.hardware import Hardware
+from spmdtrain.planner.cost.loss import loss_of
 from spmdtrain.planner.cost.schedules import SCHEDULES, RingSlots, lay_out, pipeline_of
-from spmdtrain.planner.cost.workload import ModelShape, Workload
+from spmdtrain.planner.cost.workload import ModelShape, Workload, bytes_of
 
 if TYPE_CHECKING:
     from spmdtrain.train.updates.optimizers import Optimizer
@@ -432,7 +433,10 @@ def _accumulated_memory(
     # A block of a further token leaves a gradient of the table, until that of the model is added.
     waiting = model.further * FLOAT32 * table
     at_head = sums + compute_copy + gathered + activations + logits + waiting
+    # Written out, a layer's arrays are freed as its backward pass goes on; a loop holds them all.
+    freed = 0.0 if workload.scans_layers else kept_bytes(workload) / 2
     at_backward = sums + compute_copy + gathered + gradients + activations + of_layer + waiting
+    at_backward -= freed
     at_optimizer = FLOAT32 * elements + (gradients if sums else 0.0) + _streamed_bytes(workload)
 
     peak = max(at_head, at_backward, at_optimizer)
@@ -573,14 +577,17 @@ def _streamed_bytes(workload: Workload) -> float:
 def _logit_bytes(workload: Workload, ways: int) -> float:
     """Returns the bytes of the logits of one chunk of the vocabulary, split `ways` ways.
 
-    They are kept in float32, and in compute precision for the matmuls of the gradients. With more
-    than one chunk, a float32 gradient of the table accumulates over them. What a teacher has saved
-    is spread over the rows of a chunk as well.
+    They are kept in their own dtype, and in compute precision for the matmuls of the gradients.
+    With more than one chunk, a float32 gradient of the table accumulates over them. What a teacher
+    has saved is spread over the rows of a chunk as well.
     """
     rows = workload.model.vocab / ways
     arrays = 2 if workload.likeliest else 1
-    chunks = max(1, math.ceil(arrays * workload.tokens * rows / CHUNK_LOGITS))
-    logits = workload.tokens * rows / chunks * (arrays * FLOAT32 + workload.compute_bytes)
+    size = FLOAT32 if workload.likeliest else bytes_of(workload.logits)
+    chunks = loss_of(workload, ways).chunks
+    if workload.likeliest:
+        chunks = max(1, math.ceil(arrays * workload.tokens * rows / CHUNK_LOGITS))
+    logits = workload.tokens * rows / chunks * (arrays * size + workload.compute_bytes)
     table_gradients = 0.0
     if chunks > 1 and workload.trained.share:
         table_gradients = FLOAT32 * rows * workload.model.embed

@@ -9,6 +9,7 @@ benchmarks/planner/split.toml names as training tables. Nothing else is fitted.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from spmdtrain.planner.cost.overlap import Overlap, fleet_overlap
 
@@ -76,6 +77,10 @@ class Software:
     # Columns as wide as an expert that its activation moves, forward and backward; None: in one
     # kernel, like the mlp's.
     activation_columns: tuple[int, int] | None = None
+    # Passes over what layers keep in which a loop copies it into arrays of all layers and out of
+    # them again; 0: other constants count them.
+    stack_passes: float = 0.0
+    loss_was_timed: bool = False  # by itself: step_time.TIMED_LOGIT_BYTES holds
 
 
 # Fitted on the training tables of benchmarks/planner/split.toml: (value, standard error).
@@ -89,10 +94,25 @@ FITTED: dict[str, tuple[float, float]] = {
 }
 
 
+# Constants of this framework that were measured on a device, in place of fitted ones.
+# h200: benchmarks/results/h200-2026-11-28. Matmuls and the loss by themselves; attention in
+# h200-2026-11-26; the last two from whole steps, with the layers as a loop and written out.
+MEASURED: Mapping[str, Mapping[str, Any]] = {
+    "h200": {
+        "matmul_share": 0.89,
+        "attention_share": 0.43,
+        "loss_was_timed": True,
+        "elementwise_factor": 1.0,
+        "stack_passes": 4.6,
+    }
+}
+
+
 def software(name: str, hardware_name: str) -> Software:
     """Returns the fitted constants of "spmdtrain" or "spmdtrain-xla" on a device."""
     fitted = [value for value, _ in FITTED.values()]
-    return our_software(*fitted)[name][fitted_on(hardware_name)]
+    ours = our_software(*fitted)[name][fitted_on(hardware_name)]
+    return replace(ours, **MEASURED.get(hardware_name, {}))
 
 
 def fitted_on(hardware_name: str) -> str:

@@ -23,7 +23,8 @@ from spmdtrain.planner.cost.flops import model_flops_per_token, teacher_flops_pe
 from spmdtrain.planner.cost.hardware import Hardware
 from spmdtrain.planner.cost.kernel_time import matmul_seconds, memory_seconds
 from spmdtrain.planner.cost.layer_time import NO_WORK, Work, add_work, layer_time
-from spmdtrain.planner.cost.memory import host_bytes, kept_bytes
+from spmdtrain.planner.cost.loss import loss_of
+from spmdtrain.planner.cost.memory import FLOAT32, host_bytes, kept_bytes
 from spmdtrain.planner.cost.overlap import LOST_BESIDE_COLLECTIVES, exposed, left_over
 from spmdtrain.planner.cost.schedules import SCHEDULES, lay_out, lockstep_seconds, pipeline_of
 from spmdtrain.planner.cost.software import Software
@@ -39,6 +40,14 @@ MOMENTS_BANDWIDTH = 25e9
 # Bytes per logit that the loss moves in forward and backward: the float32 logit, its maximum and
 # its sum, and the copies of the gradient.
 LOGIT_BYTES = (18, 14)
+# The same beside the matmuls, by who computes the loss and the dtype of the logits, where it was
+# timed: benchmarks/results/h200-2026-11-28/loss.json.
+TIMED_LOGIT_BYTES: Mapping[tuple[str, str], float] = {
+    ("xla", "float32"): 18,
+    ("triton", "float32"): 14,
+    ("xla", "bfloat16"): 11,
+    ("triton", "bfloat16"): 11,
+}
 
 # Term -> what bounds it. The order is that of the breakdown.
 BOUND_BY: Mapping[str, str] = {
@@ -46,6 +55,7 @@ BOUND_BY: Mapping[str, str] = {
     "attention": "compute",  # scores, softmax and values
     "elementwise": "memory",  # norms, residuals and activation functions
     "recompute": "compute",  # repeated by remat
+    "stacks": "memory",  # what a loop over layers copies into arrays of all layers and out again
     "launches": "host",  # of kernels, where they take longer than the kernels
     "head": "compute",  # logits, loss and their gradients
     "teacher": "compute",  # the forward pass of a second model
@@ -136,6 +146,7 @@ def step_time(
     terms |= _work_terms(workload, hardware, software, stage)
     if workload.mesh.pipeline > 1:
         terms |= _pipeline_terms(workload, hardware, software, layer, closed_form)
+    terms["stacks"] = _stack_seconds(workload, hardware, software)
     terms["host_transfers"] = _host_seconds(workload, layer)
     # Moments come and go with nothing beside them but their own update.
     terms["host_transfers"] += 2 * host_bytes(workload) / MOMENTS_BANDWIDTH
@@ -148,6 +159,15 @@ def step_time(
     doublings = math.log2(workload.mesh.devices)
     terms["stragglers"] = software.straggler_share * doublings * sum(terms.values())
     return StepTime(workload, hardware, software, terms)
+
+
+def _stack_seconds(workload: Workload, hardware: Hardware, software: Software) -> float:
+    """Returns the seconds in which what layers keep is copied, if they run as a loop."""
+    if not workload.scans_layers or workload.offloads:
+        return 0.0
+    layers = workload.layers_per_stage - workload.trained.frozen_layers
+    moved = software.stack_passes * layers * kept_bytes(workload)
+    return workload.accumulation * memory_seconds(moved, hardware)
 
 
 def _host_seconds(workload: Workload, layer: Mapping[str, Work]) -> float:
@@ -283,10 +303,24 @@ def _head_seconds(workload: Workload, hardware: Hardware, software: Software) ->
         seconds(tokens, embed, vocab),
         workload.trained.of_matrices * seconds(vocab, embed, tokens),
     )
-    logits = memory_seconds(sum(LOGIT_BYTES) * tokens * vocab, hardware)
+    logits = memory_seconds(_loss_bytes(workload, software, tokens * vocab), hardware)
     tensor_group = workload.mesh.group("tensor")
     input_gradient = all_reduce_seconds(workload.activation_bytes, tensor_group, hardware)
     return sum(matmuls) + logits + input_gradient
+
+
+def _loss_bytes(workload: Workload, software: Software, logits: int) -> float:
+    """Returns the bytes that the loss of so many logits of a microbatch moves beside its matmuls.
+
+    Each chunk reads and writes the float32 gradient of the table.
+    """
+    if not software.loss_was_timed:
+        return sum(LOGIT_BYTES) * logits
+    loss = loss_of(workload, workload.mesh.tensor)
+    per_logit = TIMED_LOGIT_BYTES[loss.implementation, workload.logits]
+    table = workload.model.vocab * workload.model.embed / workload.mesh.tensor
+    of_chunks = loss.chunks * 2 * FLOAT32 * table if loss.chunks > 1 else 0.0
+    return per_logit * logits + of_chunks
 
 
 def _teacher_seconds(workload: Workload, hardware: Hardware, software: Software) -> float:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from spmdtrain.config.published.teacher import teacher_settings
 from spmdtrain.config.schema import RunConfig
@@ -16,6 +16,7 @@ from spmdtrain.data.saved_logits.manifest import saved_for
 from spmdtrain.models.size import seen_pairs
 from spmdtrain.parallel.axes import batch_shards
 from spmdtrain.planner.cost.experts import Dispatch, ExpertShape
+from spmdtrain.train.layer_loop import is_loop
 
 
 @dataclass(frozen=True)
@@ -458,6 +459,15 @@ class Workload:
     experts_over_tensor: bool = False  # `tensor` owns experts, and does not split each of them
     teacher: ModelShape | None = None  # a frozen second model, of which only the forward pass runs
     likeliest: int = 0  # saved log-probabilities of each token, from which it learns
+    logits: str = "float32"  # dtype of the logits that the loss is taken from
+    scan_layers: bool | Literal["auto"] = "auto"
+    device_kind: str = ""  # jax's name of the device; "": no particular one
+
+    @property
+    def scans_layers(self) -> bool:
+        """True if the layers run as one loop, and are not written out."""
+        layers = self.model.layers
+        return is_loop(self.scan_layers, layers, self.offloads, self.mesh.sizes, self.device_kind)
 
     @property
     def of_teacher(self) -> "Workload | None":
@@ -727,7 +737,9 @@ def _built_shares(config: RunConfig, *, with_adapters: bool) -> tuple[float, flo
 MOMENT_BYTES = {"params": None, "bfloat16": 2.0, "8bit": 1 + 4 / 256}
 
 
-def workload_of(config: RunConfig, mesh_sizes: Mapping[str, int]) -> Workload:
+def workload_of(
+    config: RunConfig, mesh_sizes: Mapping[str, int], device_kind: str = ""
+) -> Workload:
     """Returns the workload of a run. No size may be -1, and `model.vocab` must be set."""
     mesh = MeshShape(**mesh_sizes)
     train = config.train
@@ -769,6 +781,9 @@ def workload_of(config: RunConfig, mesh_sizes: Mapping[str, int]) -> Workload:
         experts_over_tensor="tensor" in config.rules.parameters.get("experts", ()),
         teacher=_teacher_shape(config),
         likeliest=_likeliest(config),
+        logits=config.precision.logits,
+        scan_layers=train.scan_layers,
+        device_kind=device_kind,
     )
 
 

@@ -1,0 +1,49 @@
+"""Says how a step computes its loss: with whose kernel, and in how many chunks."""
+
+from functools import cache
+from typing import NamedTuple
+
+from pallas_kernels.calls import LossCall
+from pallas_kernels.choose import VARIANT
+from pallas_kernels.loss.api import VARIANTS
+from pallas_kernels.loss.chunks import CHUNK_LOGITS, chunk_count
+from pallas_kernels.tuning import Table
+from spmdtrain.planner.cost.workload import Workload
+
+
+class Loss(NamedTuple):
+    """The loss of one microbatch on one device."""
+
+    implementation: str  # of `linear_cross_entropy`, without the size of its chunks
+    chunks: int
+
+
+def loss_of(workload: Workload, ways: int) -> Loss:
+    """Returns the loss as the kernels that were measured on the workload's GPU say.
+
+    `ways`: the parts into which the rows of the vocabulary are split.
+    """
+    microbatch, time = workload.microbatch, workload.sequence_length // workload.mesh.context
+    rows = -(-workload.model.vocab // ways)
+    name = "xla"
+    if chunk_count(microbatch, time, rows, CHUNK_LOGITS) > 1:  # or there is nothing to choose
+        call = LossCall(
+            batch=microbatch,
+            time=time,
+            width=workload.model.embed,
+            rows=rows,
+            dtype=workload.dtype,
+            weight=workload.dtype,
+            logits=workload.logits,
+            whole=ways * workload.mesh.context == 1,
+        )
+        name = measured(workload.device_kind).get(call.name, name)
+    implementation, _, size = name.partition(VARIANT)
+    limit = int(CHUNK_LOGITS * VARIANTS.get(size, 1))
+    return Loss(implementation, chunk_count(microbatch, time, rows, limit))
+
+
+@cache
+def measured(device_kind: str) -> dict[str, str]:
+    """Returns class of a call -> the implementation that was measured as best on this GPU."""
+    return Table().chosen(device_kind) if device_kind else {}
