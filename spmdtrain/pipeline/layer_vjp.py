@@ -130,10 +130,12 @@ class LayerGradient:
         self._dx, *self._dweights = jaxpr.outvars
 
         # The early part leads to dx. The late part is what is left to do for the weights, and
-        # whatever it reads of the early part (or of the cotangents) must wait for it.
+        # whatever it reads of the early part (or of the cotangents) must wait for it. An array of
+        # which it reads several shapes waits once: reshaping it again costs nothing.
         known = {*jaxpr.constvars, *self._residuals_in}
         early = _equations_to(jaxpr, known, [self._dx])
-        made_early = {var for eqn in early for var in eqn.outvars} | {*self._cotangents_in}
+        computed = [eqn for eqn in early if eqn.primitive.name != "reshape"]
+        made_early = {var for eqn in computed for var in eqn.outvars} | {*self._cotangents_in}
         late = _equations_to(jaxpr, known | made_early, self._dweights)
         read = [*self._dweights, *(var for eqn in late for var in eqn.invars)]
         self._deferred = _distinct(var for var in _variables(read) if var in made_early)
