@@ -49,7 +49,9 @@ from spmdtrain.parallel.axes import batch_shards
 from spmdtrain.parallel.mesh import build_mesh
 from spmdtrain.train.batch import batch_sharding
 from spmdtrain.train.gradients import grad_pipeline
+from spmdtrain.train.gradients.inputs import StepInputs
 from spmdtrain.train.resting import parameter_specs
+from spmdtrain.train.setup import Setup
 from spmdtrain.train.shard import shard_on
 
 # Largest ratio interleaved / circular of the temporaries, full, at 32 microbatches.
@@ -119,7 +121,7 @@ def build(config: RunConfig, program: Variant, microbatches: int) -> Built:
     setup = shard_on(config, mesh)
     rules, model = setup.rules, setup.model
     if program.kind in OURS:
-        gradients = grad_pipeline.make_gradients(setup)
+        gradients = _gradients_of_step(setup)
     else:
         rules = whole_vocabulary(rules)
         gradients = make_gradients(setup, rules, groups=program.kind == GROUPS)
@@ -145,6 +147,11 @@ def build(config: RunConfig, program: Variant, microbatches: int) -> Built:
         model,
         lambda: (start(jax.random.key(0)), jnp.int32(0), jax.device_put(host, places)),
     )
+
+
+def _gradients_of_step(setup: Setup) -> Callable[..., Any]:
+    find = grad_pipeline.make_gradients(setup)
+    return lambda params, step, batch: find(params, StepInputs(step, batch))[:2]
 
 
 def random_batch(config: RunConfig, microbatches: int, shards: int) -> dict[str, np.ndarray]:

@@ -39,7 +39,7 @@ FEATURES = {
             "parallel/feedback",
             "train/items/feedback.py",
         ),
-        34,
+        33,
     ),
     "delayed scaling": Feature(
         r"delayed|scaling_history|history",

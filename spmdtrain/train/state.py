@@ -49,11 +49,6 @@ class TrainState:
         """
         return self.params | self.items.get("ema", {})
 
-    @property
-    def taught(self) -> dict[str, jax.Array] | None:
-        """The weights of the teacher, by the dotted paths of its own model; None without one."""
-        return self.items.get("teacher")
-
 
 Shapes = tuple[dict[str, Any], optimizers.OptimizerState]  # of parameters, of the optimizer state
 # Elements from which on a vector beside a weight is split like it: the squares of SOAP, but not the

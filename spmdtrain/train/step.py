@@ -17,8 +17,9 @@ from spmdtrain.train.batch import Batch
 from spmdtrain.train.corrupt import make_corrupt
 from spmdtrain.train.given.arrays import Checked, check_batch, check_params, check_state_here
 from spmdtrain.train.gradients import grad_accumulation, grad_pipeline
+from spmdtrain.train.gradients.inputs import FindGradients, StepInputs
 from spmdtrain.train.gradients.sums import means, number_of
-from spmdtrain.train.items import items, loss_scale, magnitudes
+from spmdtrain.train.items import items, loss_scale, teacher
 from spmdtrain.train.items.item import Metrics, Moved, Taken
 from spmdtrain.train.setup import Setup, check_setup
 from spmdtrain.train.state import TrainState
@@ -63,37 +64,33 @@ def traced_step(setup: Setup, see: See | None = None) -> Callable[..., Any]:
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         points = optimizers.gradient_points(setup.update_rules, state.params, state.opt_state)
         with matmuls(config.precision.compute):
-            scale = state.items.get(loss_scale.ITEM.name)
-            cotangent = loss_scale.cotangent(config, scale)
-            kept = items.feedback_of(state.items)
-            history = state.items.get(magnitudes.ITEM.name)
-            gradients, sums, left, largest = find_gradients(
-                points, state.step, batch, cotangent, kept, state.taught, history
-            )
-        found_gradients = {path: g for path, g in gradients.items() if path in setup.update_rules}
-        gradients, norm = optimizers.clip(found_gradients, config.train.clip, setup.update_rules)
+            cotangent = loss_scale.cotangent(config, state.items.get(loss_scale.ITEM.name))
+            inputs = StepInputs(state.step, batch, cotangent, state.items)
+            found = find_gradients(points, inputs)
+        unclipped = {p: x for p, x in found.gradients.items() if p in setup.update_rules}
+        gradients, norm = optimizers.clip(unclipped, config.train.clip, setup.update_rules)
         rate = setup.learning_rate(state.step)
-        found = means(setup, sums, gradients)
-        number = number_of(found)
-        loss = found["loss"]
+        figures = means(setup, found.sums, gradients)
+        number = number_of(figures)
+        loss = figures["loss"]
         limits, good = judge(config, state, loss, norm) if config.judges_steps else (None, None)
         updates, opt_state = update(setup, gradients, state, rate, good)
         if see:
-            see(found_gradients, updates)
+            see(unclipped, updates)
         key = optimizers.rounding_key(config, state.step)
         params = optimizers.apply(setup.update_rules, state.params, updates, rate, key)
         moved = Moved(config, setup.model, setup.padding, state.step + 1, params)
         params, projected = items.project(state.items, moved)
-        metrics = found | {"grad_norm": norm, "learning_rate": rate}
-        judged = (limits, good, projected, left, largest)
+        figures |= {"grad_norm": norm, "learning_rate": rate}
+        judged = (limits, good, projected, found.made)
         taken = Taken(config, params, gradients, batch, loss, norm, number, *judged)
         if good is not None:
-            metrics["skipped"] = 1.0 - good.astype(jnp.float32)
+            figures["skipped"] = 1.0 - good.astype(jnp.float32)
             params = items.unless_skipped(good, params, state.params)
-        kept, figures = items.after_step(state.items, taken)
+        after_items, of_items = items.after_step(state.items, taken)
         # The batch of a skipped step is used up: the counter advances.
-        after = TrainState(state.step + 1, params, opt_state, kept)
-        return after, metrics | figures
+        after = TrainState(state.step + 1, params, opt_state, after_items)
+        return after, figures | of_items
 
     return step
 
@@ -144,27 +141,23 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
     find = make_coded_gradients(setup)
 
     def in_full(params, step, batch: Batch, cotangent: jax.Array | None = None, taught: Any = None):
-        return find(params, step, batch, cotangent, None, taught)[:2]
+        frozen = {} if taught is None else {teacher.ITEM.name: taught}
+        found = find(params, StepInputs(step, batch, cotangent, frozen))
+        return found.gradients, found.sums
 
     return in_full
 
 
-def make_coded_gradients(setup: Setup) -> Callable[..., Any]:
+def make_coded_gradients(setup: Setup) -> FindGradients:
     """Returns what `grad_accumulation.make_gradients` does, on corrupted tokens where a model
-    restores them. The mesh decides between accumulation and pipeline, which has neither a teacher
-    nor a history.
+    restores them. The mesh decides between accumulation and pipeline.
     """
     way = grad_pipeline if setup.pipeline else grad_accumulation
     gradients = way.make_gradients(setup)
     corrupt = make_corrupt(setup)
-
-    def find(params, step, batch: Batch, cotangent, feedback, taught: Any = None, history=None):
-        given = batch if corrupt is None else corrupt(batch)
-        if setup.pipeline:
-            return *gradients(params, step, given, cotangent, feedback), None
-        return gradients(params, step, given, cotangent, feedback, taught, history)
-
-    return find
+    if corrupt is None:
+        return gradients
+    return lambda params, inputs: gradients(params, inputs._replace(batch=corrupt(inputs.batch)))
 
 
 def make_losses(setup: Setup) -> Callable[..., Any]:

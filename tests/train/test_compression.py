@@ -14,9 +14,9 @@ from helpers import assert_same_bits, batches_of, compiled_step, mesh_of, prepar
 
 import spmdtrain as st
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.parallel.feedback.sums import Feedback
 from spmdtrain.planner.cost.workload import workload_of
 from spmdtrain.train.compared.in_order import plain_arrays
+from spmdtrain.train.gradients.inputs import StepInputs
 from spmdtrain.train.items import items
 from spmdtrain.train.items.item import Taken
 from spmdtrain.train.setup import Setup
@@ -99,10 +99,9 @@ def sent_and_kept(layout: tuple[str, ...], codec: tuple[str, ...]) -> tuple[dict
     state = st.init_state(setup)
     with batches_of(setup) as ahead:
         find = jax.jit(make_coded_gradients(setup))
-        given = (state.params, state.step, next(ahead), None, items.feedback_of(state.items))
-        sent, _, left, _ = find(*given)
-    kept = {path: x.sum(0) for path, x in jax.device_get(left.errors).items()}
-    return plain_arrays(setup, sent), plain_arrays(setup, kept)
+        found = find(state.params, StepInputs(state.step, next(ahead), items=state.items))
+    kept = {path: x.sum(0) for path, x in jax.device_get(found.made["errors"]).items()}
+    return plain_arrays(setup, found.gradients), plain_arrays(setup, kept)
 
 
 @pytest.mark.parametrize("case", WITH_FEEDBACK)
@@ -202,10 +201,10 @@ def test_other_ranks_begin_their_factors_anew_and_other_matrices_all(tmp_path):
 def test_a_skipped_step_keeps_what_was_kept_before_it():
     config = tiny("mesh.data=2", *LOW_RANK)
     before = {"errors": {"w": np.ones((2, 3))}, "factors": {"w": np.ones(2)}}
-    bad = Feedback({"w": np.full((2, 3), np.nan)}, {"w": np.zeros(2)})
+    bad = {"errors": {"w": np.full((2, 3), np.nan)}, "factors": {"w": np.zeros(2)}}
     figures = dict(loss=0, grad_norm=0, number=1)
-    for good, want in ((False, before), (True, {"errors": bad.errors, "factors": bad.factors})):
-        taken = Taken(config, {}, {}, {}, **figures, good=np.bool_(good), feedback=bad)
+    for good, want in ((False, before), (True, bad)):
+        taken = Taken(config, {}, {}, {}, **figures, good=np.bool_(good), made=bad)
         after, _ = items.after_step(before, taken)
         for name, arrays in want.items():
             assert np.array_equal(after[name]["w"], arrays["w"], equal_nan=True)

@@ -22,6 +22,7 @@ import spmdtrain as st
 from spmdtrain.compiled import hlo
 from spmdtrain.config import ConfigError
 from spmdtrain.train.compared.in_order import placed_arrays
+from spmdtrain.train.gradients.inputs import StepInputs
 from spmdtrain.train.items import items
 from spmdtrain.train.items.item import Taken
 from spmdtrain.train.scaling.scales import largest_of, scales_of
@@ -63,8 +64,9 @@ def first_magnitudes(*placement: str) -> dict[str, np.ndarray]:
     history = st.init_state(setup).items["magnitudes"]
     find = jax.jit(make_coded_gradients(setup))
     with batches_of(setup) as ahead:
-        *_, largest = find(params, np.int32(0), next(ahead), None, None, None, history)
-    return jax.device_get(largest)
+        inputs = StepInputs(np.int32(0), next(ahead), items={"magnitudes": history})
+        found = find(params, inputs)
+    return jax.device_get(found.made["magnitudes"])
 
 
 @pytest.mark.long
@@ -126,9 +128,9 @@ def test_no_layer_waits_for_the_magnitude_of_another_device():
 
 def test_a_skipped_step_keeps_what_was_seen_before_it():
     before = {"magnitudes": {"w": np.arange(6.0).reshape(3, 2)}}
-    latest = {"w": np.array([7.0, 8.0])}
+    latest = {"magnitudes": {"w": np.array([7.0, 8.0])}}
     for good, want in ((False, before["magnitudes"]["w"]), (True, [[7, 8], [0, 1], [2, 3]])):
-        given = dict(loss=0, grad_norm=0, number=1, good=np.bool_(good), largest=latest)
+        given = dict(loss=0, grad_norm=0, number=1, good=np.bool_(good), made=latest)
         after, _ = items.after_step(before, Taken(tiny(*DELAYED), {}, {}, {}, **given))
         np.testing.assert_array_equal(after["magnitudes"]["w"], want)
 

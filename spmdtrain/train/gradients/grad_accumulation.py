@@ -22,8 +22,8 @@ from spmdtrain.train.batch import Batch
 from spmdtrain.train.gradients.forward import make_context
 from spmdtrain.train.gradients.forward import make_segment_sums as segment_sums_of_head
 from spmdtrain.train.gradients.further_losses import make_further_losses
+from spmdtrain.train.gradients.inputs import FindGradients, FoundGradients, StepInputs
 from spmdtrain.train.gradients.reduction import (
-    Feedback,
     feedback_specs,
     mean_gradients,
     sending_of,
@@ -40,8 +40,8 @@ from spmdtrain.train.gradients.sums import (
     total_of,
 )
 from spmdtrain.train.gradients.taught import make_taught_losses
+from spmdtrain.train.items import feedback, magnitudes, teacher
 from spmdtrain.train.scaling.scales import (
-    History,
     Scaling,
     largest_of,
     scales_of,
@@ -78,19 +78,12 @@ class Totals(NamedTuple):
         )
 
 
-def make_gradients(setup: Setup) -> Callable[..., Any]:
-    """Returns `(params, step, batch, cotangent, feedback, taught, history) -> (gradients of the
-    mean objective, sums, new feedback, largest magnitudes)`.
+def make_gradients(setup: Setup) -> FindGradients:
+    """Returns a function that finds the gradients of a step, over all microbatches and shards.
 
-    `taught`: the weights of the teacher at rest, if the run has one: they have no gradient.
-    `history`: the magnitudes by which matmuls in 8 bits are scaled, and to which those of the step
-    are added afterwards; None: each array is scaled by itself, and none is returned.
-
-    The backward pass starts from `cotangent`, a float32 scalar, and gradients are divided by it at
-    the end; None: 1. Gradients and sums are over all microbatches and shards. `sums`: tokens
-    (unmasked), loss, and the other losses of the head and the blocks; float32 scalars, or vectors
-    as `means` takes them. The objective is the sum of all losses. `feedback`: what compressed
-    gradients of the steps before have left; None: they are summed in full.
+    They are divided by the cotangent from which the backward pass starts. Sums: tokens (unmasked),
+    loss, and the other losses of the head and the blocks; float32 scalars, or vectors as `means`
+    takes them. The objective is the sum of all losses. The weights of a teacher have no gradient.
     """
     accumulate = setup.config.precision.accumulate
     context = make_context(setup)
@@ -125,38 +118,35 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
         totals, _ = jax.lax.scan(add, nothing, batch)
         return totals
 
-    def local(params, step, batch: Batch, cotangent, feedback, taught, scales):
+    def local(params, step, batch: Batch, cotangent, unsent, taught, scales):
         trained, fixed = setup.model.split_trained(in_use(setup, params))
         rest = Rest(fixed, setup.teacher and in_use(setup.teacher.setup, taught), scales)
         weights = (trained, slots_of(setup, scales), rest)
         gradients, seen, sums = accumulated(weights, step, batch, cotangent)
         sums = sum_over_shards(sums, setup.rules)
-        number, sending = total_of(number_of(sums)), sending_of(feedback, step)
-        means, left = mean_gradients(setup, gradients, number, cotangent, sending)
-        return means, sums, left, largest_of(setup, seen, cotangent)
+        number, sending = total_of(number_of(sums)), sending_of(unsent, step)
+        means, unsent = mean_gradients(setup, gradients, number, cotangent, sending)
+        return means, sums, unsent, largest_of(setup, seen, cotangent)
 
     wide = with_wide_sums(local, setup.config.precision.compute)
     resting = resting_specs_in(setup)
     trained, _ = setup.model.split_trained(resting)
     of_teacher = P() if setup.teacher is None else resting_specs_in(setup.teacher.setup)
 
-    def run(
-        params,
-        step,
-        batch: Batch,
-        cotangent=None,
-        feedback: Feedback | None = None,
-        taught: dict[str, jax.Array] | None = None,
-        history: History | None = None,
-    ):
-        kept = feedback_specs(setup, feedback)
-        in_specs = (resting, P(), BATCH, P(), kept, of_teacher, P())
-        out_specs = (trained, P(), kept, P())
+    def find(params: dict[str, jax.Array], inputs: StepInputs) -> FoundGradients:
+        step, batch, cotangent, items = inputs
+        unsent, taught = feedback.unsent(items), items.get(teacher.ITEM.name)
+        of_unsent = feedback_specs(setup, unsent)
+        in_specs = (resting, P(), BATCH, P(), of_unsent, of_teacher, P())
+        out_specs = (trained, P(), of_unsent, P())
         region = manual_region(wide, setup.mesh, MANUAL_AXES, in_specs, out_specs)
-        scales = scales_of(params, history, cotangent)
-        return region(params, step, batch, cotangent, feedback, taught, scales)
+        scales = scales_of(params, items.get(magnitudes.NAME), cotangent)
+        arrays = (params, step, batch, cotangent, unsent, taught, scales)
+        gradients, sums, unsent, largest = region(*arrays)
+        made = feedback.by_item(unsent) | {magnitudes.NAME: largest}
+        return FoundGradients(gradients, sums, made)
 
-    return run
+    return find
 
 
 def make_losses(setup: Setup) -> Callable[..., Any]:

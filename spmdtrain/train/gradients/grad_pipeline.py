@@ -24,6 +24,7 @@ from spmdtrain.pipeline.executor import gradients, losses
 from spmdtrain.pipeline.schedule import Table
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.gradients.further_losses import take_apart
+from spmdtrain.train.gradients.inputs import FindGradients, FoundGradients, StepInputs
 from spmdtrain.train.gradients.reduction import (
     add_copies,
     feedback_specs,
@@ -39,17 +40,18 @@ from spmdtrain.train.gradients.sums import (
     sum_over_shards,
     total_of,
 )
+from spmdtrain.train.items import feedback
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.token_loss import Losses
 
 
-def make_gradients(setup: Setup) -> Callable[..., Any]:
+def make_gradients(setup: Setup) -> FindGradients:
     """Returns what `grad_accumulation.make_gradients` does, with the schedule's microbatches."""
     table = _table(setup)
     keep = setup.config.train.remat != "full"
     table_axes = find_table_axes(setup)
 
-    def local(params, step, batch: Batch, cotangent, feedback):
+    def local(params, step, batch: Batch, cotangent, unsent):
         trained, fixed = setup.model.split_trained(add_copies(setup, params))
         shared_fixed, stack_fixed = _split(setup.model, fixed)
         program = make_stage_program(
@@ -61,19 +63,27 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
             program, table, setup.model.stage_layout, *weights, totals, keep, stack_fixed
         )
         sums = _sums(setup, of_head, of_layers, batch, training=True)
-        number, sending = total_of(number_of(sums)), sending_of(feedback, step)
+        number, sending = total_of(number_of(sums)), sending_of(unsent, step)
         of_all = {**shared, **stack}
-        means, left = mean_gradients(setup, of_all, number, cotangent, sending)
-        return means, sums, left
+        means, unsent = mean_gradients(setup, of_all, number, cotangent, sending)
+        return means, sums, unsent
 
     resting = {path: keep_axes(MANUAL_AXES, spec) for path, spec in setup.specs.items()}
     trained, _ = setup.model.split_trained(resting)
 
-    def out_specs(feedback: Feedback | None):
-        return trained, P(), feedback_specs(setup, feedback)
+    def out_specs(unsent: Feedback | None):
+        return trained, P(), feedback_specs(setup, unsent)
 
     wide = with_wide_sums(local, setup.config.precision.compute)
-    return _whole_over_batch(setup, wide, out_specs)
+    run = _whole_over_batch(setup, wide, out_specs)
+
+    def find(params: dict[str, jax.Array], inputs: StepInputs) -> FoundGradients:
+        step, batch, cotangent, items = inputs
+        arrays = (params, step, batch, cotangent, feedback.unsent(items))
+        of_all, sums, unsent = run(*arrays)
+        return FoundGradients(of_all, sums, feedback.by_item(unsent))
+
+    return find
 
 
 def make_losses(setup: Setup) -> Callable[..., Any]:
@@ -81,7 +91,7 @@ def make_losses(setup: Setup) -> Callable[..., Any]:
     table = _table(setup)
     table_axes = find_table_axes(setup)
 
-    def local(params, step, batch: Batch, cotangent, feedback):  # noqa: ARG001
+    def local(params, step, batch: Batch, cotangent, unsent):  # noqa: ARG001
         program = make_stage_program(
             setup, table_axes, batch, step, cotangent, fixed={}, training=False
         )
@@ -101,9 +111,9 @@ def _table(setup: Setup) -> Table:
 def _whole_over_batch(
     setup: Setup, local: Callable, out_specs: Callable[[Feedback | None], Any]
 ) -> Callable:
-    """Returns `local(params, step, batch, cotangent, feedback)` in the manual region.
+    """Returns `local(params, step, batch, cotangent, unsent)` in the manual region.
 
-    `out_specs` are those of its results, given the feedback.
+    `out_specs` are those of its results, given what compressed gradients have not sent.
 
     Weights are in compute precision and whole over the axes of the batch. Constraints gather them
     once for all ticks, before the region begins: if layers gathered their own (`gather_layer_of`),
@@ -122,13 +132,13 @@ def _whole_over_batch(
         gathered = jax.lax.with_sharding_constraint(resting, NamedSharding(setup.mesh, whole[path]))
         return setup.padding.rest_to_use(path, gathered)
 
-    def run(params, step, batch: Batch, cotangent=None, feedback: Feedback | None = None):
+    def run(params, step, batch: Batch, cotangent=None, unsent: Feedback | None = None):
         params = setup.model.cast(params, setup.config.precision.compute)
         gathered = {path: gather(path, x) for path, x in params.items()}
-        kept = feedback_specs(setup, feedback)
-        in_specs = (params_specs, P(), P(None, BATCH_AXES), P(), kept)
-        region = manual_region(local, setup.mesh, MANUAL_AXES, in_specs, out_specs(feedback))
-        return region(gathered, step, batch, cotangent, feedback)
+        of_unsent = feedback_specs(setup, unsent)
+        in_specs = (params_specs, P(), P(None, BATCH_AXES), P(), of_unsent)
+        region = manual_region(local, setup.mesh, MANUAL_AXES, in_specs, out_specs(unsent))
+        return region(gathered, step, batch, cotangent, unsent)
 
     return run
 

@@ -13,28 +13,28 @@ from spmdtrain.parallel.feedback.sums import Feedback, feedback_sums
 from spmdtrain.parallel.reduce import psum_tree, reduce_gradients
 from spmdtrain.parallel.regions import MANUAL_AXES
 from spmdtrain.parallel.specs import drop_axes, keep_axes
-from spmdtrain.train.items import items
+from spmdtrain.train.items import feedback
 from spmdtrain.train.setup import Setup
 
 
 class Sending(NamedTuple):
     """The state from which a step compresses its gradients, and its 0-based number."""
 
-    feedback: Feedback
+    unsent: Feedback
     step: jax.Array
 
 
-def sending_of(feedback: Feedback | None, step: jax.Array) -> Sending | None:
+def sending_of(unsent: Feedback | None, step: jax.Array) -> Sending | None:
     """Returns what compresses the gradients of a step; None if nothing does."""
-    return None if feedback is None else Sending(feedback, step)
+    return None if unsent is None else Sending(unsent, step)
 
 
-def feedback_specs(setup: Setup, feedback: Feedback | None) -> Feedback | None:
+def feedback_specs(setup: Setup, unsent: Feedback | None) -> Feedback | None:
     """Returns the specs of feedback at the border of the manual region; None if there is none."""
-    if feedback is None:
+    if unsent is None:
         return None
-    kept = items.feedback_of(setup.state.items)
-    return jax.tree.map(lambda x: keep_axes(MANUAL_AXES, x.sharding.spec), kept)
+    abstract = feedback.unsent(setup.state.items)
+    return jax.tree.map(lambda x: keep_axes(MANUAL_AXES, x.sharding.spec), abstract)
 
 
 def add_copies(setup: Setup, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -69,19 +69,19 @@ def mean_gradients(
     They are divided by the number of `tokens` (unmasked, of the whole batch), and by the cotangent
     of the objective, if it was not 1. `sending`: None sums all of them in full.
     """
-    coded = sending.feedback.errors if sending else {}
+    coded = sending.unsent.errors if sending else {}
     reduced = _reduce(setup, gradients, coded)
     count = jnp.maximum(tokens, 1)
     if cotangent is not None:
         count = count * cotangent
     means = {path: x / count for path, x in reduced.items()}
-    feedback = None
+    unsent = None
     if sending:
         # Divided first: what is kept must not depend on the tokens and the loss scale of a step.
         own = {path: means[path] for path in coded}
-        summed, feedback = _over_data(setup, own, sending)
+        summed, unsent = _over_data(setup, own, sending)
         means |= summed
-    return {path: x.astype(gradients[path].dtype) for path, x in means.items()}, feedback
+    return {path: x.astype(gradients[path].dtype) for path, x in means.items()}, unsent
 
 
 def _over_data(
@@ -92,18 +92,18 @@ def _over_data(
     The first steps, `compression.after`, sum in full.
     """
 
-    def coded(own: dict[str, jax.Array], feedback: Feedback):
+    def coded(own: dict[str, jax.Array], unsent: Feedback):
         codecs = {path: setup.codecs[path] for path in own}
-        return feedback_sums(own, feedback, codecs, setup.specs, MANUAL_AXES)
+        return feedback_sums(own, unsent, codecs, setup.specs, MANUAL_AXES)
 
-    def full(own: dict[str, jax.Array], feedback: Feedback):
-        return psum_tree(own, ("data",)), feedback
+    def full(own: dict[str, jax.Array], unsent: Feedback):
+        return psum_tree(own, ("data",)), unsent
 
     after = setup.config.compression.after
     wide = {path: x.astype(jnp.float32) for path, x in own.items()}
     if not after:
-        return coded(wide, sending.feedback)
-    return jax.lax.cond(sending.step < after, full, coded, wide, sending.feedback)
+        return coded(wide, sending.unsent)
+    return jax.lax.cond(sending.step < after, full, coded, wide, sending.unsent)
 
 
 def _reduce(

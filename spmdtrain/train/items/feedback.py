@@ -9,6 +9,8 @@ shards.
 A skipped step leaves both as they were. With one data shard there are none.
 """
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -20,6 +22,18 @@ from spmdtrain.train.items.item import Item, Start, Taken, Value, per_data_shard
 
 NAME = "errors"
 Arrays = dict[str, jax.Array]  # by dotted path of the compressed parameters
+
+
+def unsent(items: Mapping[str, Value]) -> Feedback | None:
+    """Returns what earlier steps have not sent, from the items of a state; None without codecs."""
+    if NAME not in items:
+        return None
+    return Feedback(items[NAME], items.get(FACTORS.name, {}))
+
+
+def by_item(unsent: Feedback | None) -> dict[str, Value]:
+    """Returns both parts of what a step has not sent by the names of their items."""
+    return {} if unsent is None else {NAME: unsent.errors, FACTORS.name: unsent.factors}
 
 
 def _begin_errors(start: Start) -> Arrays | None:
@@ -62,16 +76,11 @@ def _in_equal_parts(errors: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _update_errors(errors: Arrays, taken: Taken) -> Value:  # noqa: ARG001
-    return _left(taken).errors
+    return taken.made[NAME]
 
 
 def _update_factors(factors: Arrays, taken: Taken) -> Value:  # noqa: ARG001
-    return _left(taken).factors
-
-
-def _left(taken: Taken) -> Feedback:
-    assert taken.feedback is not None, "where gradients are compressed, something is left"
-    return taken.feedback
+    return taken.made[FACTORS.name]
 
 
 ERRORS = Item(

@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import AbstractModel
-from spmdtrain.parallel.feedback.sums import Feedback
 from spmdtrain.parallel.padding import Padding
 from spmdtrain.parallel.specs import drop_axes
 from spmdtrain.train.batch import Batch
@@ -77,8 +76,7 @@ class Taken:
     float32 scalars. `limits`: the largest loss and gradient norm of a good step, float32 [2].
     `good`: a bool; if it is false, the step did not change the weights. Both are None if nothing
     judges steps. `projected`: what items made of weights that had been moved, by the item's name.
-    `feedback`: what compressed gradients leave for the next step; None if none are compressed so.
-    `largest`: the largest magnitudes that its matmuls saw, by path; None if nothing remembers them.
+    `made`: what the search for gradients made for items, by the item's name.
     """
 
     config: RunConfig
@@ -91,8 +89,7 @@ class Taken:
     limits: jax.Array | None = None
     good: jax.Array | None = None
     projected: Mapping[str, Projected] = field(default_factory=dict)
-    feedback: Feedback | None = None
-    largest: Mapping[str, jax.Array] | None = None
+    made: Mapping[str, Value] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

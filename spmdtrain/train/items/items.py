@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import AbstractModel
-from spmdtrain.parallel.feedback.sums import Feedback
 from spmdtrain.train.items import (
     ema,
     feedback,
@@ -120,15 +119,6 @@ def after_step(values: Values, taken: Taken) -> tuple[Values, Metrics]:
             new = unless_skipped(taken.good, new, value)
         after[item.name] = new
     return after, figures
-
-
-def feedback_of(values: Mapping[str, Value]) -> Feedback | None:
-    """Returns what compressed gradients have left for the next step; None if none are compressed
-    so.
-    """
-    if feedback.ERRORS.name not in values:
-        return None
-    return Feedback(values[feedback.ERRORS.name], values.get(feedback.FACTORS.name, {}))
 
 
 def figure_names() -> set[str]:

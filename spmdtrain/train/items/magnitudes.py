@@ -51,8 +51,7 @@ def _begin(start: Start) -> History | None:
 
 
 def _update(history: History, taken: Taken) -> History:
-    assert taken.largest is not None, "a step with a history returns what it saw"
-    return pushed(history, taken.largest)
+    return pushed(history, taken.made[NAME])
 
 
 def _in_length(history: jax.Array, shape: tuple[int, ...]) -> jax.Array:
