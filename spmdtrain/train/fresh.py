@@ -7,6 +7,7 @@ import jax
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.models.context import random_key
+from spmdtrain.processes.compiler_options import options_of_one_run
 from spmdtrain.train.items import items
 from spmdtrain.train.items.item import Start
 from spmdtrain.train.items.teacher import ITEM as TEACHER
@@ -56,7 +57,9 @@ def fresh_but_for(setup: Setup, given: Collection[str]) -> TrainState:
 
     shardings = jax.tree.map(lambda x: x.sharding, lacking(setup.state))
     key = random_key(setup.config.train.seed, "init")
-    return _with_teacher(setup, jax.jit(fresh, out_shardings=shardings)(key, True))
+    options = options_of_one_run(setup.mesh.devices.flat[0].platform)
+    made = jax.jit(fresh, out_shardings=shardings, compiler_options=options)(key, True)
+    return _with_teacher(setup, made)
 
 
 def with_items_begun(setup: Setup, state: TrainState, names: Collection[str]) -> TrainState:
