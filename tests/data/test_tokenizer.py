@@ -152,6 +152,30 @@ def test_a_damaged_file_beside_a_tokenizer_is_named(name, content, tokenizer_jso
         open_tokenizer(str(tokenizer_json.parent))
 
 
+@pytest.mark.parametrize("is_marked", [True, False])
+@pytest.mark.parametrize("change", ["lost", "renumbered", "shared"])
+def test_a_special_token_whose_id_another_token_has_is_refused(change, is_marked, tokenizer_json):
+    """The package numbers added tokens by the count of the vocabulary, not as the file says."""
+    described = json.loads(tokenizer_json.read_text())
+    vocabulary = described["model"]["vocab"]
+    end = vocabulary.pop("<|end|>")
+    vocabulary |= {token: i - 1 for token, i in vocabulary.items()}  # from 0 on, without a hole
+    described["added_tokens"][0] |= {"id": len(vocabulary), "special": is_marked}
+    tokenizer_json.write_text(json.dumps(described))
+    assert end == 0
+    assert open_tokenizer(str(tokenizer_json)).id_of("<|end|>") == len(vocabulary)
+
+    if change == "lost":
+        del vocabulary["!"]
+    elif change == "renumbered":
+        vocabulary["!"] = len(vocabulary)
+    else:
+        vocabulary["<|end|>"] = vocabulary["!"]
+    tokenizer_json.write_text(json.dumps(described))
+    with pytest.raises(DataError, match="damaged: two of its tokens have the same id; found '<"):
+        open_tokenizer(str(tokenizer_json))
+
+
 def test_a_pipe_beside_a_tokenizer_is_not_waited_for(tokenizer_json):
     os.mkfifo(tokenizer_json.parent / "tokenizer_config.json")
     assert open_tokenizer(str(tokenizer_json)).size == 280

@@ -260,7 +260,7 @@ def foreign_ids_of(case: Case, path: Path) -> Ids:
                 raise Unreadable("another size than its index says")
             starts = np.unique(np.append(starts[:-1][starts[:-1] < len(ids)], 0))
         return Ids(ids, starts, np.ones(len(ids), np.uint8))
-    except (ValueError, IndexError, KeyError, OSError, struct.error) as error:
+    except (ValueError, IndexError, KeyError, OSError, OverflowError, struct.error) as error:
         raise Unreadable(str(error)) from None
 
 

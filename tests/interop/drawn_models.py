@@ -132,7 +132,7 @@ def other_values(key: str, config: dict[str, Any]) -> Iterator[Any]:
     """Yields values of a key that differ from that of a config.json."""
     value = OTHER_VALUES[key]
     if isinstance(value, tuple):  # a pattern over the layers
-        layers = config["num_hidden_layers"]
+        layers = config.get("num_hidden_layers") or config["n_layer"]
         yield [value[number % len(value)] for number in range(layers)]
         yield [value[-1 - number % len(value)] for number in range(layers)]
         return

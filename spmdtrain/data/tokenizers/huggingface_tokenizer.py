@@ -40,8 +40,8 @@ class HuggingFaceTokenizer:
         self._content = content
         self._path = path
         self._tokenizer = self._load()
-        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
-        self.size = max(ids, default=-1) + 1
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.size = max(vocabulary.values(), default=-1) + 1
         added = self._tokenizer.get_added_tokens_decoder()
         marked = {
             token.content: i
@@ -53,6 +53,7 @@ class HuggingFaceTokenizer:
         named = {token: i for token in more if (i := self.id_of(token)) is not None}
         self._named = sorted(named)
         self.control: dict[str, int] = marked | named
+        _refuse_shared_ids(vocabulary, self.control, path)
         self._flags = {token.content: token for token in added.values()}
         _mark(self._tokenizer, self.control, self._flags)
         _keep_apart(self._tokenizer, self.control)
@@ -293,6 +294,22 @@ def _refuse_aborting(content: str, path: str) -> None:
         raise DataError(
             f"{path} is not a Hugging Face tokenizer.json: a merge lacks the prefix {prefix!r:.40}"
         )
+
+
+def _refuse_shared_ids(vocabulary: dict[str, int], control: dict[str, int], path: str) -> None:
+    """Raises DataError if the id of a control token is that of another token too.
+
+    The package numbers added tokens by the count of the vocabulary, whatever number the file has:
+    where a piece of the vocabulary is lost, a text can produce the end of a text.
+    """
+    token_of = {i: token for token, i in control.items()}
+    for token, i in vocabulary.items():
+        if token_of.get(i, token) != token:
+            raise DataError(
+                f"the tokenizer {path} is damaged: two of its tokens have the same id",
+                found=f"{token_of[i]!r:.60} and {token!r:.60}, both {i}",
+                fix="the tokenizer.json as it was published",
+            )
 
 
 def _mark(tokenizer: Any, control: Iterable[str], flags: dict[str, Any]) -> None:
