@@ -29,7 +29,7 @@ FEATURES = {
     "adapters": Feature(
         r"adapter|\blora|\bdora", ("models/adapters", "config/schema/finetune.py"), 25
     ),
-    "certify": Feature(r"certif", ("certify", "cli/run/certify.py"), 6),
+    "certify": Feature(r"certif", ("certify", "cli/run/certify.py"), 7),
     "chats": Feature(r"\bchat", ("data/chats",), 21),
     "compression": Feature(
         r"compress|feedback|codec",
@@ -39,14 +39,13 @@ FEATURES = {
             "parallel/feedback",
             "train/items/feedback.py",
         ),
-        33,
+        31,
     ),
     "delayed scaling": Feature(
-        r"delayed|scaling_history|history",
+        r"delayed|scaling_history",
         (
             "config/schema/precision.py",
             "parallel/matmuls/delayed.py",
-            "train/items/magnitudes.py",
             "train/scaling",
         ),
         4,
@@ -58,10 +57,7 @@ FEATURES = {
             "config/schema/distill.py",
             "data/saved_logits",
             "running/distillation",
-            "train/gradients/saved.py",
-            "train/gradients/taught.py",
-            "train/items/teacher.py",
-            "train/setups/with_teacher.py",
+            "train/distillation",
         ),
         40,
     ),
@@ -74,7 +70,7 @@ FEATURES = {
     "float8": Feature(r"float8|mxfp8|\bfp8", ("parallel/matmuls",), 19),
     "guards": Feature(r"guard", ("config/schema/guard.py", "running/guards"), 40),
     "islands": Feature(
-        r"island", ("config/schema/islands.py", "running/islands", "train/islands"), 11
+        r"island", ("config/schema/islands.py", "running/islands", "train/islands"), 9
     ),
     "latent attention": Feature(
         r"latent", ("config/schema/model/latent.py", "models/layers/attention/latent.py"), 24
@@ -102,7 +98,7 @@ FEATURES = {
     "soap": Feature(r"\bsoap", ("train/updates/transformations/soap.py",), 6),
     "sparsity": Feature(
         r"spars(?!e_moe|e_step)",
-        ("config/schema/sparsity.py", "train/items/masks.py", "train/sparsity"),
+        ("config/schema/sparsity.py", "train/sparsity"),
         10,
     ),
     "spikes": Feature(r"spike", ("train/items/spikes.py",), 9),

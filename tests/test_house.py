@@ -282,7 +282,6 @@ SHARED_NAMES = {
     "rope.py",
     "stages.py",
     "sums.py",
-    "teacher.py",
     "weights.py",
     "words.py",
     "writing.py",
@@ -298,7 +297,6 @@ SMALL_FOLDERS = {
     "spmdtrain/running/distillation": "the running half of [distill]",
     "spmdtrain/train/compared": "compares runs, and no step imports it",
     "spmdtrain/train/scaling": "the training half of delayed scaling",
-    "spmdtrain/train/setups": "what shard.py joins: a model, and its teacher",
     "spmdtrain/train/updating": "the part of an update that knows where moments rest",
 }
 

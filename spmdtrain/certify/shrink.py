@@ -79,18 +79,10 @@ def shrink(config: RunConfig, *, as_is: bool = False, precision: str = "float32"
     values["mesh"] |= dict.fromkeys(config.mesh.sizes, 1) | {"collective_matmul": False}
     values["pipeline"] = {}
     values["kernels"] = {"tune": "off"}
-    values["compression"] = {}
-    if config.compression.codec != "none":
-        lost.append(f"gradients that cross `data` in {config.compression.codec}: in float32")
-    values["sparsity"] = {}
-    if config.sparsity.pattern != "none":
-        lost.append(f"weights that {config.sparsity.pattern} sets to zero: rounding may choose")
-    values["distill"] = {}
-    if config.distill.is_on:
-        lost.append("the loss against a teacher: certified with cross-entropy alone")
-    values["islands"] = {}
-    if config.islands.are_several:
-        lost.append("meetings with other islands, between the steps")
+    for section in type(config).model_fields:
+        if text := getattr(config, section).lost_in_small_runs():
+            values[section] = {}
+            lost.append(text)
     values["eval"] = {"every": 0}
     values["checkpoint"] = {"every": 0}
     values["log"] = {}

@@ -94,6 +94,10 @@ class Settings(BaseModel, metaclass=_InOneLine):
         """
         return {}
 
+    def lost_in_small_runs(self) -> str:
+        """Returns what these settings do that a small run on one device leaves out, or ""."""
+        return ""
+
     def is_given(self, name: str) -> bool:
         """Returns True if somebody chose this value: it is neither a default nor derived."""
         return name in self.__pydantic_fields_set__

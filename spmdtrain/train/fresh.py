@@ -8,9 +8,9 @@ import jax
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.models.context import random_key
 from spmdtrain.processes.compiler_options import options_of_one_run
+from spmdtrain.train.distillation.teacher_item import ITEM as TEACHER
 from spmdtrain.train.items import items
 from spmdtrain.train.items.item import Start
-from spmdtrain.train.items.teacher import ITEM as TEACHER
 from spmdtrain.train.setup import Setup, check_setup
 from spmdtrain.train.state import TrainState, fresh_state
 from spmdtrain.train.updates import optimizers
@@ -39,8 +39,8 @@ def fresh_but_for(setup: Setup, given: Collection[str]) -> TrainState:
         )
 
     def lacking(state: TrainState) -> TrainState:
-        left = {path: x for path, x in state.params.items() if path not in given}
-        return replace(state, params=left, items=items.saved(state.items))
+        params = {path: x for path, x in state.params.items() if path not in given}
+        return replace(state, params=params, items=items.saved(state.items))
 
     def fresh(key: jax.Array, yes: jax.Array) -> TrainState:
         whole = fresh_state(
@@ -65,10 +65,10 @@ def fresh_but_for(setup: Setup, given: Collection[str]) -> TrainState:
 def with_items_begun(setup: Setup, state: TrainState, names: Collection[str]) -> TrainState:
     """Returns the state with these items begun from its weights."""
     state = _with_teacher(setup, state)
-    asked = {name: setup.state.items[name] for name in names if name != TEACHER.name}
-    if not asked:
+    abstract = {name: setup.state.items[name] for name in names if name != TEACHER.name}
+    if not abstract:
         return state
-    shardings = jax.tree.map(lambda x: x.sharding, asked)
+    shardings = jax.tree.map(lambda x: x.sharding, abstract)
 
     def begin(params: dict[str, jax.Array]) -> items.Values:
         learned = optimizers.learned(setup.update_rules)
@@ -76,7 +76,7 @@ def with_items_begun(setup: Setup, state: TrainState, names: Collection[str]) ->
         subjects = items.subjects(setup.config, setup.model, sizes)
         start = Start(setup.config, params, learned, setup.specs, sizes, subjects)
         begun = items.begin(start)
-        return {name: begun[name] for name in asked}
+        return {name: begun[name] for name in abstract}
 
     begun = jax.jit(begin, out_shardings=shardings)(state.params)
     return replace(state, items=state.items | begun)

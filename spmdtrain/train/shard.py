@@ -9,9 +9,9 @@ from spmdtrain.config.schema import RunConfig, check_config
 from spmdtrain.models.abstract import AbstractModel
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.parallel.mesh import build_mesh
+from spmdtrain.train.distillation.with_teacher import join_logits, join_teacher
 from spmdtrain.train.setup import Setup
-from spmdtrain.train.setups.alone import Ruled, setup_alone
-from spmdtrain.train.setups.with_teacher import join_logits, join_teacher
+from spmdtrain.train.setup_alone import Ruled, setup_alone
 from spmdtrain.train.token_loss import TokenLoss
 from spmdtrain.train.updates import optimizers
 from spmdtrain.train.updates.chosen_rules import with_update_rules

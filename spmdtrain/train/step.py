@@ -6,7 +6,7 @@ microbatches, and they are reduced over `data` once. Clipping and the optimizer 
 global arrays: a layer-wise rule on local shards would be silently wrong.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from spmdtrain.train.given.arrays import Checked, check_batch, check_params, che
 from spmdtrain.train.gradients import grad_accumulation, grad_pipeline
 from spmdtrain.train.gradients.inputs import FindGradients, StepInputs
 from spmdtrain.train.gradients.sums import means, number_of
-from spmdtrain.train.items import items, loss_scale, teacher
+from spmdtrain.train.items import items, loss_scale
 from spmdtrain.train.items.item import Metrics, Moved, Taken
 from spmdtrain.train.setup import Setup, check_setup
 from spmdtrain.train.state import TrainState
@@ -131,21 +131,22 @@ def make_eval_step(setup: Setup) -> Checked:
 
 
 def make_gradients(setup: Setup) -> Callable[..., Any]:
-    """Returns `find(params, step, batch, cotangent=None, taught=None)`, which gives (gradients of
-    the mean objective, sums).
-
-    `cotangent`: the start of the backward pass, see loss_scale.py; default: 1. `taught`: the
-    weights of the teacher, if there is one. Gradients whose compression keeps what it does not send
-    are summed in full, because nothing carries it on; matmuls in 8 bits scale each array by itself.
+    """Returns `find(params, step, batch, cotangent=None, items=None)`, which gives (gradients of
+    the mean objective, sums). See `StepInputs`; without `items` of a state it does without any.
     """
     find = make_coded_gradients(setup)
 
-    def in_full(params, step, batch: Batch, cotangent: jax.Array | None = None, taught: Any = None):
-        frozen = {} if taught is None else {teacher.ITEM.name: taught}
-        found = find(params, StepInputs(step, batch, cotangent, frozen))
+    def gradients_and_sums(
+        params,
+        step,
+        batch: Batch,
+        cotangent: jax.Array | None = None,
+        items: Mapping[str, Any] | None = None,
+    ):
+        found = find(params, StepInputs(step, batch, cotangent, items or {}))
         return found.gradients, found.sums
 
-    return in_full
+    return gradients_and_sums
 
 
 def make_coded_gradients(setup: Setup) -> FindGradients:

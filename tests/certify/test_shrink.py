@@ -93,6 +93,26 @@ def test_what_no_shrinking_keeps_is_said():
     assert "a window of 9000" in lost and "cudnn" in lost and "goes back" in lost
 
 
+@pytest.mark.parametrize(
+    ("settings", "lost"),
+    [
+        (("compression.codec=int8",), "gradients that cross `data` in int8: in float32"),
+        (("sparsity.pattern=2:4",), "weights that 2:4 sets to zero"),
+        (("distill.teacher=run",), "the loss against a teacher"),
+        (
+            ("islands.count=2", "islands.index=0", "islands.directory=d"),
+            "meetings with other islands",
+        ),
+    ],
+)
+def test_a_feature_that_no_certificate_examines_is_named_and_left_out(settings, lost):
+    shrunk = shrink(load(Path(__file__).parents[2] / "configs" / "llama3_8b.toml", settings))
+    (text,) = (text for text in shrunk.lost if text.startswith(lost))
+    section = settings[0].partition(".")[0]
+    assert not getattr(shrunk.config, section).lost_in_small_runs() and text
+    assert getattr(shrunk.config, section) == getattr(RunConfig(), section)
+
+
 @pytest.mark.parametrize("experts", ["every=2", "first_dense=3", "groups=2"])
 def test_experts_stay_in_as_many_kinds_of_layers(experts):
     path = Path(__file__).parents[2] / "configs" / "mixtral_8x7b.toml"

@@ -653,14 +653,14 @@ BREAKAGES = [
     ),
     Breakage(
         "weights that are zero move again until the next choice",
-        "train/items/masks.py",
+        "train/sparsity/masks.py",
         "Projected(masks, {**moved.params, **sparse}, figures)",
         "Projected(masks, {**sparse, **moved.params}, figures)",
         SPARSE_GROUPS,
     ),
     Breakage(
         "a skipped step loses the choice of the weights that stay",
-        "train/items/masks.py",
+        "train/sparsity/masks.py",
         "due = is_time(settings, moved.step) | _too_many_stay(settings, masks, moved)",
         "due = is_time(settings, moved.step)",
         f"{SPARSITY} -k skipped",

@@ -88,7 +88,7 @@ def gradients(*settings: str, teacher: tuple[str, ...] = TEACHER):
     state = init_state(setup)
     find = jax.jit(make_gradients(setup))
     params = placed_arrays(setup, weights_of(*STUDENT))
-    found, sums = find(params, state.step, first_batch(setup), None, state.items["teacher"])
+    found, sums = find(params, state.step, first_batch(setup), None, state.items)
     return jax.device_get(sums), plain_arrays(setup, found)
 
 

@@ -77,6 +77,12 @@ class CompressionConfig(Settings):
                 )
         return self
 
+    def lost_in_small_runs(self) -> str:
+        """Returns how gradients cross `data`, unless in full."""
+        if self.codec == "none":
+            return ""
+        return f"gradients that cross `data` in {self.codec}: in float32"
+
     @property
     def has_feedback(self) -> bool:
         """True if the codec keeps on each device what it has not sent, for later steps."""

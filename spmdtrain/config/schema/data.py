@@ -185,20 +185,20 @@ class DataConfig(Settings):
                         f"'parquet', not {self.corpus!r}"
                     )
             return
-        asked = f"data.corpus={self.corpus!r}"
+        setting = f"data.corpus={self.corpus!r}"
         if self.validation_fraction:
             raise ValueError(
                 f"data.validation_fraction={self.validation_fraction:g} takes the tail of a "
-                f"corpus, and the end of {asked} is not known; set data.validation_path"
+                f"corpus, and the end of {setting} is not known; set data.validation_path"
             )
         if self.packing == "best_fit":
             raise ValueError(
-                f"data.packing='best_fit' packs all documents of a corpus together, and {asked} "
+                f"data.packing='best_fit' packs all documents of a corpus together, and {setting} "
                 "is streamed; set data.packing='documents'"
             )
         if self.tokenizer == "characters":
             raise ValueError(
-                f"data.tokenizer='characters' is built from a whole corpus, and {asked} is "
+                f"data.tokenizer='characters' is built from a whole corpus, and {setting} is "
                 "streamed; set data.tokenizer='bytes'"
             )
 

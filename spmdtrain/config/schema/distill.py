@@ -41,6 +41,12 @@ class DistillConfig(Settings):
             "share": 0.5 if self.is_on else None,
         }
 
+    def lost_in_small_runs(self) -> str:
+        """Returns the loss against a teacher, if there is one."""
+        return (
+            "the loss against a teacher: certified with cross-entropy alone" if self.is_on else ""
+        )
+
     @property
     def is_on(self) -> bool:
         """True if the run learns from a teacher, on the mesh or by what it said."""
@@ -74,7 +80,8 @@ def refusals(run: Any) -> Iterator[str]:
     """Yields which settings do not go with a teacher."""
     if not run.distill.is_on:
         return
-    yield from _of_mesh(run) if run.distill.teacher is not None else _of_places(run)
+    if run.distill.logits is not None:
+        yield from _of_places(run)
     setting = run.distill.source
     if run.train.learns_pairs:
         yield (
@@ -91,20 +98,13 @@ def refusals(run: Any) -> Iterator[str]:
         yield f"{setting}: a teacher predicts the next token alone; set model.multi_token='none'"
 
 
-def _of_mesh(run: Any) -> Iterator[str]:
-    """Yields why there is no place for a teacher on the mesh."""
-    setting = run.distill.source
-    if run.mesh.pipeline != 1:
+def refusals_of_pipelines(run: Any) -> Iterator[str]:
+    """Yields why there is no place for a teacher in a pipeline."""
+    if run.distill.teacher is not None and run.mesh.pipeline != 1:
         yield (
-            f"{setting}: the stages of mesh.pipeline={run.mesh.pipeline} hold parts of one "
-            "model, and a teacher has other layers; set distill.logits, which `spmdtrain data "
+            f"{run.distill.source}: the stages of mesh.pipeline={run.mesh.pipeline} hold parts of "
+            "one model, and a teacher has other layers; set distill.logits, which `spmdtrain data "
             "teach` writes, or mesh.pipeline=1 and split by mesh.fsdp"
-        )
-    if run.islands.are_several:
-        yield (
-            f"{setting}: each of islands.count={run.islands.count} islands would hold the "
-            "teacher; set distill.logits, which `spmdtrain data teach` writes, or "
-            "islands.count=1"
         )
 
 

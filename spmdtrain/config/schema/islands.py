@@ -102,6 +102,10 @@ class IslandsConfig(Settings):
             )
         return self
 
+    def lost_in_small_runs(self) -> str:
+        """Returns the meetings, if there are any."""
+        return "meetings with other islands, between the steps" if self.are_several else ""
+
     @property
     def are_several(self) -> bool:
         """True if this run is one of several islands."""
@@ -151,6 +155,16 @@ def refusals_of_sparsity(run: Any) -> Iterator[str]:
         yield (
             f"sparsity.pattern={run.sparsity.pattern!r}: each island would choose other weights, "
             "and a meeting averages them; set islands.count=1"
+        )
+
+
+def refusals_of_teachers(run: Any) -> Iterator[str]:
+    """Yields why islands have no teacher."""
+    if run.islands.are_several and run.distill.teacher is not None:
+        yield (
+            f"{run.distill.source}: each of islands.count={run.islands.count} islands would hold "
+            "the teacher; set distill.logits, which `spmdtrain data teach` writes, or "
+            "islands.count=1"
         )
 
 

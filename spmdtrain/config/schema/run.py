@@ -83,6 +83,8 @@ REFUSALS: tuple[Refusals, ...] = (
     precision.refusals,
     train.refusals_of_pairs,
     islands.refusals,
+    distill.refusals_of_pipelines,
+    islands.refusals_of_teachers,
     distill.refusals,
     islands.refusals_of_stages,
     train.refusals_of_stages,

@@ -95,6 +95,12 @@ class SparsityConfig(Settings):
                 f"below M and M at most {LARGEST_GROUP}; set sparsity.pattern='2:4'"
             )
 
+    def lost_in_small_runs(self) -> str:
+        """Returns which weights are zero, if any are."""
+        if self.pattern == "none":
+            return ""
+        return f"weights that {self.pattern} sets to zero: rounding may choose"
+
     @property
     def group(self) -> tuple[int, int] | None:
         """N and M of a pattern N:M."""

@@ -852,8 +852,9 @@ def _item_bytes(config: RunConfig) -> int:
     from jax.sharding import PartitionSpec
 
     from spmdtrain.parallel.mesh import AXES
-    from spmdtrain.train.items import items, masks
+    from spmdtrain.train.items import items
     from spmdtrain.train.items.item import Start
+    from spmdtrain.train.sparsity import masks
 
     weight: dict[str, Any] = {"weight": jax.ShapeDtypeStruct((1,), config.precision.params)}
     where = {"weight": PartitionSpec()}

@@ -24,7 +24,7 @@ from spmdtrain.data.tokenizers.tokenizer import tokenizer_fingerprint
 from spmdtrain.models.abstract import matmuls
 from spmdtrain.parallel.context.ways import zigzag_order
 from spmdtrain.running.distillation.teacher_weights import shard_with_teacher
-from spmdtrain.train.gradients.saved import make_likeliest
+from spmdtrain.train.distillation.saved import make_likeliest
 from spmdtrain.train.setup import Setup, Teacher
 
 LINES = 10  # of progress

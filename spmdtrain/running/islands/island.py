@@ -25,7 +25,7 @@ from spmdtrain.running.islands.meetings import Meetings, parts_of
 from spmdtrain.train.islands.changes import Copying, Meet, make_copying, make_meet, mean_of
 from spmdtrain.train.islands.fragment_rows import Held, PlacesInRow, to_devices, to_host
 from spmdtrain.train.islands.meeting_times import Timetable, deal
-from spmdtrain.train.items.outer import MOMENTUM, OUTER, UNMET
+from spmdtrain.train.islands.outer_step import MOMENTUM, OUTER, UNMET
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
 

@@ -19,6 +19,9 @@ from spmdtrain.parallel.axes import BATCH_AXES
 from spmdtrain.parallel.regions import MANUAL_AXES, manual_region
 from spmdtrain.parallel.wide_sums import with_wide_sums
 from spmdtrain.train.batch import Batch
+from spmdtrain.train.distillation import teacher_item
+from spmdtrain.train.distillation.saved import choose_head_losses
+from spmdtrain.train.distillation.taught import make_taught_losses
 from spmdtrain.train.gradients.forward import make_context
 from spmdtrain.train.gradients.forward import make_segment_sums as segment_sums_of_head
 from spmdtrain.train.gradients.further_losses import make_further_losses
@@ -29,7 +32,6 @@ from spmdtrain.train.gradients.reduction import (
     sending_of,
     zero_gradients,
 )
-from spmdtrain.train.gradients.saved import choose_head_losses
 from spmdtrain.train.gradients.stream import in_use, make_stream, resting_specs_in
 from spmdtrain.train.gradients.sums import (
     count_tokens,
@@ -39,8 +41,8 @@ from spmdtrain.train.gradients.sums import (
     sum_over_shards,
     total_of,
 )
-from spmdtrain.train.gradients.taught import make_taught_losses
-from spmdtrain.train.items import feedback, magnitudes, teacher
+from spmdtrain.train.items import feedback
+from spmdtrain.train.scaling import magnitudes
 from spmdtrain.train.scaling.scales import (
     Scaling,
     largest_of,
@@ -91,8 +93,8 @@ def make_gradients(setup: Setup) -> FindGradients:
 
     def minimised(trained, slots, rest: Rest, microbatch: Batch, step, cotangent):
         scaling = scaling_of(rest.scales, slots)
-        given = (rest.fixed | trained, microbatch, context(microbatch, step))
-        losses = forward(*given, rest.taught, scaling)
+        ctx = context(microbatch, step)
+        losses = forward(rest.fixed | trained, microbatch, ctx, rest.taught, scaling)
         total = objective(losses)
         if cotangent is not None:
             total = total * cotangent
@@ -135,7 +137,7 @@ def make_gradients(setup: Setup) -> FindGradients:
 
     def find(params: dict[str, jax.Array], inputs: StepInputs) -> FoundGradients:
         step, batch, cotangent, items = inputs
-        unsent, taught = feedback.unsent(items), items.get(teacher.ITEM.name)
+        unsent, taught = feedback.unsent(items), items.get(teacher_item.ITEM.name)
         of_unsent = feedback_specs(setup, unsent)
         in_specs = (resting, P(), BATCH, P(), of_unsent, of_teacher, P())
         out_specs = (trained, P(), of_unsent, P())

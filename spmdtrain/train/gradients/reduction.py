@@ -120,8 +120,8 @@ def _reduce(
         padded[path] = copies.each(partial(setup.padding.use_to_rest, path), gradient)
         reduction = setup.reductions[path]
         if path in but_for_data:
-            left = tuple(axis for axis in reduction.sum if axis != "data")
-            reduction = replace(reduction, sum=left)
+            others = tuple(axis for axis in reduction.sum if axis != "data")
+            reduction = replace(reduction, sum=others)
         reductions[path] = copies.reduction(reduction)
         automatic[path] = drop_axes(MANUAL_AXES, copies.spec(setup.specs[path]))
     reduced = reduce_gradients(padded, reductions, automatic)

@@ -10,9 +10,9 @@ from spmdtrain.parallel.regions import MANUAL_AXES, make_sliced_sum
 from spmdtrain.parallel.specs import axes_of_dim
 from spmdtrain.pipeline.executor import StageProgram
 from spmdtrain.train.batch import Batch
+from spmdtrain.train.distillation.saved import choose_head_losses
 from spmdtrain.train.gradients.forward import make_context
 from spmdtrain.train.gradients.further_losses import make_further_losses, set_apart
-from spmdtrain.train.gradients.saved import choose_head_losses
 from spmdtrain.train.setup import Setup
 
 

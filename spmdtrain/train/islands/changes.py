@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from spmdtrain.config.schema import IslandsConfig
 from spmdtrain.parallel.compress import Codec, EightBits
 from spmdtrain.train.islands.fragment_rows import BLOCK, OnDevices, PlacesInRow, Row, joined, split
-from spmdtrain.train.items.outer import MOMENTUM, OUTER, Weights, outer_step
+from spmdtrain.train.islands.outer_step import MOMENTUM, OUTER, Weights, outer_step
 from spmdtrain.train.setup import Setup
 
 AT_ONCE = BLOCK << 16  # numbers of each island that are averaged at a time

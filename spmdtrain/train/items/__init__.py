@@ -1,1 +1,1 @@
-"""The items of the training state. A new one is a file here and a line in items.py."""
+"""The items of the training state; those of a larger feature are in the feature's folder."""

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from spmdtrain.config.errors import CheckpointError
-from spmdtrain.train.items import masks
 from spmdtrain.train.items.item import Item, Start, Taken, as_parameters
+from spmdtrain.train.sparsity import masks
 
 Ema = dict[str, jax.Array]  # by dotted path of the parameters that are trained, as they rest
 

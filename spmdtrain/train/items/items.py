@@ -1,6 +1,6 @@
 """Lists the items of the training state, with operations on all of them.
 
-A new one is a file with an `Item` (item.py), and a line in `TABLE`.
+A new one is an `Item` (item.py), in a file of its feature, and a line in `TABLE`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,16 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import AbstractModel
-from spmdtrain.train.items import (
-    ema,
-    feedback,
-    loss_scale,
-    magnitudes,
-    masks,
-    outer,
-    spikes,
-    teacher,
-)
+from spmdtrain.train.distillation import teacher_item
+from spmdtrain.train.islands import outer_step
+from spmdtrain.train.items import ema, feedback, loss_scale, spikes
 from spmdtrain.train.items.item import (
     Item,
     Metrics,
@@ -35,19 +28,21 @@ from spmdtrain.train.items.item import (
     Value,
     as_parameters,
 )
+from spmdtrain.train.scaling import magnitudes
+from spmdtrain.train.sparsity import masks
 
 TABLE: tuple[Item, ...] = (
     ema.ITEM,
     spikes.ITEM,
     loss_scale.ITEM,
-    outer.OUTER,
-    outer.MOMENTUM,
-    outer.UNMET,
+    outer_step.OUTER,
+    outer_step.MOMENTUM,
+    outer_step.UNMET,
     masks.ITEM,
     feedback.ERRORS,
     feedback.FACTORS,
     magnitudes.ITEM,
-    teacher.ITEM,
+    teacher_item.ITEM,
 )
 
 Values = dict[str, Value]  # by the name of the item
@@ -100,12 +95,12 @@ def project(values: Mapping[str, Value], moved: Moved) -> tuple[Params, dict[str
     """Returns the weights as items leave them after their update, and what the items made; for
     tracing.
     """
-    found = {}
+    projected = {}
     for item, value in of(values):
         if item.project:
-            found[item.name] = item.project(value, moved)
-            moved = replace(moved, params=found[item.name].params)
-    return dict(moved.params), found
+            projected[item.name] = item.project(value, moved)
+            moved = replace(moved, params=projected[item.name].params)
+    return dict(moved.params), projected
 
 
 def after_step(values: Values, taken: Taken) -> tuple[Values, Metrics]:

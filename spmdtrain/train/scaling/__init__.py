@@ -1,1 +1,1 @@
-"""Scales the 8-bit matmuls of a step by what earlier steps have seen (items/magnitudes.py)."""
+"""Scales the 8-bit matmuls of a step by what earlier steps have seen (magnitudes.py)."""

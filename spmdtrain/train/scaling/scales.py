@@ -17,7 +17,7 @@ from spmdtrain.parallel.axes import BATCH_AXES
 from spmdtrain.parallel.matmuls.float8 import GRADIENTS, VALUES, scale_of
 from spmdtrain.parallel.regions import MANUAL_AXES
 from spmdtrain.parallel.specs import axes_of_dim
-from spmdtrain.train.items.magnitudes import History
+from spmdtrain.train.scaling.magnitudes import History
 from spmdtrain.train.setup import Setup
 
 Arrays = dict[str, jax.Array]  # by dotted path of the weights whose matmul has a history
@@ -38,8 +38,8 @@ def scales_of(
         finite = jnp.where(jnp.isfinite(weight), jnp.abs(weight), 0)
         of_weight = finite.max(range(earlier.ndim - 2, weight.ndim)).astype(jnp.float32)
         of_values, of_gradients = jnp.moveaxis(earlier.max(-2), -1, 0)
-        found = [(of_values, VALUES), (of_weight, VALUES), (of_gradients, GRADIENTS)]
-        values, weights, gradients = (scale_of(*each) for each in found)
+        values, weights = scale_of(of_values, VALUES), scale_of(of_weight, VALUES)
+        gradients = scale_of(of_gradients, GRADIENTS)
         if cotangent is not None:
             gradients = gradients * cotangent
         return jnp.stack([values, weights, gradients], -1)
@@ -65,7 +65,7 @@ def slots_of(setup: Setup, scales: Mapping[str, jax.Array]) -> Arrays:
         spec = P(*[None] * len(stack), time or None, others or None, None)
         return jax.lax.with_sharding_constraint(jnp.zeros((*stack, *parts, 2)), spec)
 
-    return {path: zeros(each) for path, each in scales.items()}
+    return {path: zeros(scale) for path, scale in scales.items()}
 
 
 def scaling_of(scales: Mapping[str, jax.Array], slots: Mapping[str, jax.Array]) -> Scaling:
@@ -83,10 +83,10 @@ def largest_of(
     axes = tuple(axis for axis in BATCH_AXES if setup.rules.sizes[axis] > 1)
 
     def largest(of_parts: jax.Array) -> jax.Array:
-        here = of_parts.max((-3, -2))
-        found = jax.lax.pmax(here, axes) if axes else here
+        of_device = of_parts.max((-3, -2))
+        of_all = jax.lax.pmax(of_device, axes) if axes else of_device
         if cotangent is None:
-            return found
-        return found / jnp.stack([jnp.ones_like(cotangent), cotangent])
+            return of_all
+        return of_all / jnp.stack([jnp.ones_like(cotangent), cotangent])
 
-    return {path: largest(each) for path, each in seen.items()} or None
+    return {path: largest(slots) for path, slots in seen.items()} or None

@@ -7,9 +7,9 @@ from spmdtrain.config.published.teacher import teacher_settings
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.saved_logits.manifest import saved_for
 from spmdtrain.models.abstract import AbstractModel
-from spmdtrain.train.items.teacher import ITEM as TEACHER
+from spmdtrain.train.distillation.teacher_item import ITEM as TEACHER
 from spmdtrain.train.setup import Setup, Teacher
-from spmdtrain.train.setups.alone import Ruled, setup_alone
+from spmdtrain.train.setup_alone import Ruled, setup_alone
 
 
 def join_teacher(setup: Setup) -> Setup:

@@ -1,4 +1,4 @@
-"""Makes the setup of a model alone, without a teacher."""
+"""Makes the setup of one model."""
 
 from collections.abc import Callable
 

@@ -1,1 +1,0 @@
-"""Makes the setup of a model, and joins it with that of a teacher."""
