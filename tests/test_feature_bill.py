@@ -32,14 +32,15 @@ FEATURES = {
     "certify": Feature(r"certif", ("certify", "cli/run/certify.py"), 7),
     "chats": Feature(r"\bchat", ("data/chats",), 21),
     "compression": Feature(
-        r"compress|feedback|codec",
+        # Not of files: documents, checkpoints and bundles are compressed as well.
+        r"feedback|codec|CompressionConfig|parallel.compress|compressed gradients|compression\.",
         (
             "config/schema/compression.py",
             "parallel/compress.py",
             "parallel/feedback",
             "train/items/feedback.py",
         ),
-        31,
+        18,
     ),
     "delayed scaling": Feature(
         r"delayed|scaling_history",
