@@ -74,6 +74,8 @@ class Estimate:
         )
         software = self.time.software
         compiled = replace(software, overlap=replace(software.overlap, **shares))
+        if "data" in shares:
+            compiled = replace(compiled, written_out_overlap=0.0)  # the step itself has told
         time = step_time(workload, self.hardware, compiled)
         return replace(self, time=replace(time, scale=self.time.scale))
 

@@ -1,12 +1,14 @@
 """Estimates beside what was measured on one H200, row by row."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from spmdtrain.config import RunConfig, load
 from spmdtrain.planner.cost import loss
+from spmdtrain.planner.cost.step_time import step_time
 from spmdtrain.planner.estimate import estimate
 
 ROOT = Path(__file__).parents[2]
@@ -95,6 +97,31 @@ def test_the_loss_is_the_one_that_ships_for_the_gpu():
         estimate(gpt2(batch), 1, "h200").time.terms["head"] / batch for batch in (32, 16)
     )
     assert by_kernel < 0.9 * by_default
+
+
+@pytest.mark.parametrize(
+    ("settings", "hides"),
+    [
+        ((), True),
+        ((LOOP,), False),
+        (("train.microbatch=16",), False),
+        (("train.zero=1",), False),
+        (("compression.codec=int8",), False),
+    ],
+)
+def test_written_out_layers_sum_their_gradients_beside_work(settings, hides):
+    config = gpt2(256, "mesh.data=8", "train.microbatch=32", *settings)
+    found = estimate(config, 8, "h200").time
+    bare = replace(found.software, written_out_overlap=0.0)
+    exposed = step_time(found.workload, found.hardware, bare).terms["data_reduction"]
+    assert (found.terms["data_reduction"] < 0.6 * exposed) is hides
+
+
+def test_a_compiled_step_says_itself_what_it_hides_over_data():
+    told = {"kind": "all-reduce", "axis": "data", "sent": 4.0, "sent_beside_work": 1.0}
+    found = estimate(gpt2(256, "mesh.data=8", "train.microbatch=32"), 8, "h200")
+    compiled = found.as_compiled([told])
+    assert compiled.time.terms["data_reduction"] > found.time.terms["data_reduction"]
 
 
 def test_only_a_loop_copies_into_stacks(losses_by):

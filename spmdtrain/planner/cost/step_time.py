@@ -509,7 +509,19 @@ def _reduction_seconds(workload: Workload, hardware: Hardware, software: Softwar
     all_cards, gathered = software.all_network_cards, software.gathered_parameter_bytes
     sums = data_sums(workload, software.gradient_bytes, gathered)
     seconds = sum(each.seconds(elements, hardware, all_cards) for each in sums)
-    return exposed(seconds, software.overlap.data)
+    share = software.overlap.data
+    if _sums_during_backward(workload):
+        share = max(share, software.written_out_overlap)
+    return exposed(seconds, share)
+
+
+def _sums_during_backward(workload: Workload) -> bool:
+    """Returns True if the gradient of a layer may be summed while other layers work.
+
+    A loop has its gradients at its end, and so have several microbatches.
+    """
+    is_plain = workload.zero == 0 and workload.sent_gradient_bytes is None
+    return is_plain and workload.accumulation == 1 and not workload.scans_layers
 
 
 def _optimizer_seconds(workload: Workload, hardware: Hardware, software: Software) -> float:
