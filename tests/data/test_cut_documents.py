@@ -254,6 +254,13 @@ def test_a_text_in_another_encoding_is_refused_with_the_command_that_turns_it(
     assert turned.read_bytes() == content
 
 
+@pytest.mark.parametrize("code", CODES)
+def test_a_text_in_another_encoding_is_refused_also_where_zeros_separate(code, tmp_path):
+    (path := tmp_path / "a.txt").write_bytes("plain Latin letters, each with a NUL".encode(code))
+    with pytest.raises(DataError, match="is not UTF-8 text.*UTF-"):
+        list(read_chunks(str(path), "text", "\0"))
+
+
 # --- one line for each --------------------------------------------------------------------------
 
 DEEP = b"[" * 100_000

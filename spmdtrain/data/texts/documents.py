@@ -263,8 +263,7 @@ def _array(path: str) -> DataError:
 
 def _text_chunks(path: str, split_on: str | None, skip: int) -> Iterator[Chunk]:
     with opened(path) as (file, raw):
-        if "\0" not in (split_on or ""):
-            refuse_other_kinds(file.peek(LOOKED_AT), path)
+        refuse_other_kinds(file.peek(LOOKED_AT), path)
         if split_on is None:
             content = file.read()
             if skip == 0:
