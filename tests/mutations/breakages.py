@@ -675,8 +675,8 @@ BREAKAGES = [
     Breakage(
         "the share of zeros rises by the square",
         "train/sparsity/timetable.py",
-        "(1 - left**3)",
-        "(1 - left**2)",
+        "(1 - to_come**3)",
+        "(1 - to_come**2)",
         f"{SPARSITY} -k cubic",
     ),
     Breakage(

@@ -41,15 +41,15 @@ def make_further_losses(
         module: Any, x_bte: jax.Array, ctx: ForwardContext, microbatch: Batch
     ) -> Losses:
         batches = [at_depth(microbatch, depth, ctx) for depth in depths]
-        contexts = [replace(ctx, mask_bt=each["mask"]) for each in batches]
+        contexts = [replace(ctx, mask_bt=batch["mask"]) for batch in batches]
         # The token that a depth reads is the target of the depth before.
-        tokens = [each["targets"] for each in (microbatch, *batches[:-1])]
+        tokens = [batch["targets"] for batch in (microbatch, *batches[:-1])]
         hidden, table_ve, losses = module.predict_further(x_bte, tokens, contexts)
-        found = [
-            sum(total_of(loss) for loss in losses_of(each, table_ve, ctx, batch).values())
-            for each, batch in zip(hidden, batches, strict=True)
+        of_depths = [
+            sum(total_of(loss) for loss in losses_of(hidden_bte, table_ve, ctx, batch).values())
+            for hidden_bte, batch in zip(hidden, batches, strict=True)
         ]
-        return losses | {NAME: config.weight * sum(found) / config.depth}
+        return losses | {NAME: config.weight * sum(of_depths) / config.depth}
 
     return further_losses
 

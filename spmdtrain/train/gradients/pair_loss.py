@@ -59,7 +59,7 @@ def log_probabilities(
         of_target = jnp.take_along_axis(logits_btv, targets_bt[..., None], -1)[..., 0]
         return {"loss": of_target - jax.nn.logsumexp(logits_btv, -1)}
 
-    found = linear_token_losses(
+    losses = linear_token_losses(
         hidden_bte,
         table_ve,
         targets_bt,
@@ -68,7 +68,7 @@ def log_probabilities(
         axis_name=axis_name,
         **options,
     )
-    return found["loss"]
+    return losses["loss"]
 
 
 class Answers(NamedTuple):

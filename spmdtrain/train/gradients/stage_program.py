@@ -89,12 +89,12 @@ def make_stage_program(
     def head(shared, x, context):
         part, ctx = context
         module = model.bind(fixed | shared)
-        found = head_losses(module, x, ctx, part)
+        losses = head_losses(module, x, ctx, part)
         if further_losses is None:
-            return found
+            return losses
         # All stages run these blocks on the same x: they tick together, and would wait for the last
         # one as long.
-        return found | set_apart(further_losses(module, x, ctx, part))
+        return losses | set_apart(further_losses(module, x, ctx, part))
 
     # With "full", the executor itself recomputes whole chunks.
     remat = "dots" if setup.config.train.remat == "dots" else "none"

@@ -56,8 +56,8 @@ def count_tokens(setup: Setup, batch: Batch, *, training: bool) -> dict[str, jax
     if not training or "source" not in batch:
         return {"tokens": mask.sum()}
     of_sequence = mask.sum(-1)[..., None]  # first: time may be split, and must be summed once
-    each = (of_sequence * by_source(setup, batch)).sum(tuple(range(mask.ndim - 1)))
-    return {"tokens": jnp.concatenate([of_sequence.sum()[None], each])}
+    of_source = (of_sequence * by_source(setup, batch)).sum(tuple(range(mask.ndim - 1)))
+    return {"tokens": jnp.concatenate([of_sequence.sum()[None], of_source])}
 
 
 def number_of(sums: Mapping[str, Any]) -> Any:
@@ -76,15 +76,15 @@ def means(
     """
     sources = ["", *(f"/{source.name}" for source in setup.config.data.mix)]
     number = number_of(sums)
-    found = {}
+    figures = {}
     for name, total in sums.items():
         over = number if total.ndim else total_of(number)
         mean = total if name in COUNTS else total / jnp.maximum(over, 1)
         if mean.ndim:
-            found |= {name + source: mean[at] for at, source in enumerate(sources)}
+            figures |= {name + source: mean[at] for at, source in enumerate(sources)}
         else:
-            found[name] = mean
-    return found | router_load.figures(setup.config.model, setup.model, gradients)
+            figures[name] = mean
+    return figures | router_load.figures(setup.config.model, setup.model, gradients)
 
 
 def total_of(sums: jax.Array) -> jax.Array:

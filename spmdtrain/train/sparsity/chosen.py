@@ -59,13 +59,13 @@ def _named(patterns: tuple[str, ...], parameters: Mapping[str, Parameter]) -> li
                 fix=f"a pattern of paths such as {(near or list(parameters))[0]}",
             )
         for path in matched:
-            each = parameters[path]
-            if not is_matrix(path, each) or is_table(each) or not each.is_trained:
+            matrix = parameters[path]
+            if not is_matrix(path, matrix) or is_table(matrix) or not matrix.is_trained:
                 raise ConfigError(
                     f"sparsity.weights={pattern!r}: {path} is not a trained matrix of a layer",
                     fix="patterns of matrices, such as blocks.layer.mlp.*_??",
                 )
-    return [path for path in parameters if any(fnmatchcase(path, each) for each in patterns)]
+    return [path for path in parameters if any(fnmatchcase(path, pattern) for pattern in patterns)]
 
 
 def _check_groups(pattern: str, size: int, chosen: Mapping[str, Parameter]) -> None:

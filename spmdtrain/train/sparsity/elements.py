@@ -23,8 +23,8 @@ def largest(x: jax.Array, count: jax.Array | int) -> jax.Array:
     threshold = _most(lambda bits: jnp.sum(magnitude >= bits) >= count)
     above, equal = magnitude > threshold, magnitude == threshold
     index = _indices(x.shape)
-    left = count - jnp.sum(above)
-    stop = _most(lambda bits: jnp.sum(equal & (index < bits)) <= left)
+    of_equal = count - jnp.sum(above)
+    stop = _most(lambda bits: jnp.sum(equal & (index < bits)) <= of_equal)
     return above | (equal & (index < stop))
 
 

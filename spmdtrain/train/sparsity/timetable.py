@@ -14,8 +14,8 @@ def shares(settings: SparsityConfig) -> np.ndarray:
     share (1 - (1 - k / n)^3) after the k-th of n choices.
     """
     assert settings.share is not None, "magnitude has one"
-    left = 1 - np.arange(1, settings.choices + 1) / settings.choices
-    return np.asarray(settings.share * (1 - left**3), np.float32)
+    to_come = 1 - np.arange(1, settings.choices + 1) / settings.choices
+    return np.asarray(settings.share * (1 - to_come**3), np.float32)
 
 
 def number_kept(settings: SparsityConfig, size: int, step: jax.Array) -> jax.Array | int:

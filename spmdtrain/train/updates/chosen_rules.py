@@ -16,9 +16,10 @@ def with_update_rules(
     The rules are those of the caller's `optimizer`; if it is None, those of `own.optimizer` or of
     the settings. The biases of routers have their own.
     """
-    trained = {path: each for path, each in model.parameters.items() if each.is_trained}
+    parameters = model.parameters.items()
+    trained = {path: parameter for path, parameter in parameters if parameter.is_trained}
     of_loads = router_load.update_rules(config.model.experts, trained)
-    trained = {path: each for path, each in trained.items() if path not in of_loads}
+    trained = {path: trained[path] for path in trained if path not in of_loads}
     if optimizer is None:
         optimizer = own_part(config, "optimizer")
     if optimizer is None:
@@ -49,7 +50,7 @@ def check_frozen(config: RunConfig, model: AbstractModel) -> None:
     """Refuses a dtype of frozen weights if there are none, neither here nor in a teacher."""
     dtype = config.precision.frozen
     is_asked = config.precision.is_given("frozen")
-    is_frozen = any(each.is_frozen for each in model.parameters.values())
+    is_frozen = any(parameter.is_frozen for parameter in model.parameters.values())
     is_any = is_frozen or config.distill.teacher is not None
     if is_asked and not is_any:
         raise ConfigError(
