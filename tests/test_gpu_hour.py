@@ -120,8 +120,8 @@ def test_the_ten_minutes_have_kernels_their_times_and_pytorch():
         if (own := minutes_of(PARTS[number:], left)) is not None:
             ran[each.name] = own
             left -= own
-    assert list(ran)[:4] == ["right", "tune_gpt2", "times", "beside_gpt2"]
-    assert ran["beside_gpt2"] >= 3
+    assert list(ran)[:4] == ["turns", "right", "tune_gpt2", "times"]
+    assert ran["turns"] >= 4.5, "a step of PyTorch is one of its variants"
 
 
 @pytest.mark.parametrize("seconds", [0.15, 0.5, 0.9])
@@ -142,7 +142,7 @@ def test_an_hour_that_ends_at_any_second_keeps_what_was_measured(seconds, tmp_pa
 
 def test_the_parts_of_the_hour_can_be_typed():
     names = [part.name for part in PARTS]
-    assert names[:3] == ["right", "tune_gpt2", "times"] and len({*names}) == len(names)
+    assert names[:3] == ["turns", "right", "tune_gpt2"] and len({*names}) == len(names)
     assert sum(part.least for part in PARTS) < 60 and all(part.least < part.most for part in PARTS)
     for each in PARTS:
         for command in (each.command, each.rehearsal):

@@ -43,6 +43,16 @@ TINY_RUN = (*settings("data.corpus=synthetic", "model.embed=32", "model.ffn=64")
 
 PARTS = (
     Part(
+        "turns",
+        "a step of GPT-2 124M and of four layers of Llama 8B in variants, beside compiled PyTorch: "
+        "milliseconds, memory, kernels by time; its matmuls and its loss alone",
+        (PYTHON, "benchmarks/turns", "FOLDER/turns"),
+        least=4.5,
+        most=8,
+        rehearsal=(PYTHON, "benchmarks/turns", "FOLDER/turns", "--dry", "--only")
+        + ("default", "narrow", "loop", "matmuls", "loss", "biases", "llama_float8", "again"),
+    ),
+    Part(
         "right",
         "is every kernel right, against float64, on the cases that cover each once?",
         (*ON_GPU, *PYTEST, "-n", "auto", "-m", "gpu and core", KERNELS),

@@ -99,9 +99,9 @@ def step(variant: Variant, dry: bool, file: Path) -> Callable[[], dict[str, Any]
 
             traced(lambda: jax.block_until_ready(compiled(state, batches[0])), file)
         seconds = statistics.median(rounds)
-        train = setup.config.train
-        tokens = train.global_batch * train.sequence_length
-        flops = tokens * train_flops_per_token(setup.config.model, train.sequence_length)
+        length = setup.config.train.sequence_length
+        tokens = tokens_of(setup.config)
+        flops = tokens * train_flops_per_token(setup.config.model, length)
         peak = peak_flops(device.device_kind)
         return {
             "ms": 1e3 * seconds,
@@ -134,41 +134,46 @@ def torch_step(variant: Variant, dry: bool, file: Path) -> Callable[[], dict[str
     import torch
     from in_torch import AUTO, make_step
     from torch.nn.attention import sdpa_kernel
+    from torch.profiler import ProfilerActivity, profile
     from torch_model import Transformer
 
     config = configuration(variant, dry)
     device = "cpu" if dry else "cuda"
-    torch.manual_seed(0)
-    model = Transformer(config.model, config.train.sequence_length).to(device)
-    shape = (config.train.global_batch, config.train.sequence_length)
-    tokens, targets = torch.randint(0, config.model.vocab, (2, *shape), device=device)
-    one = make_step(config, model, on_cpu=dry)
 
     def wait():
         if not dry:
             torch.cuda.synchronize()
 
-    with sdpa_kernel(AUTO[dry]):
-        for _ in range(3):
-            one(tokens, targets)
-    wait()
+    def prepared() -> Callable[[], Any]:
+        torch.manual_seed(0)
+        model = Transformer(config.model, config.train.sequence_length).to(device)
+        shape = (config.train.global_batch, config.train.sequence_length)
+        tokens, targets = torch.randint(0, config.model.vocab, (2, *shape), device=device)
+        step = make_step(config, model, on_cpu=dry)
+        with sdpa_kernel(AUTO[dry]):
+            for _ in range(3):
+                step(tokens, targets)
+        wait()
+        return lambda: step(tokens, targets)
+
+    # A large model would leave the others no memory while it waits.
+    ready = prepared() if variant.shape == "gpt2_124m" else None
 
     def run() -> dict[str, Any]:
+        one = ready or prepared()
         rounds = []
         with sdpa_kernel(AUTO[dry]):
             for _ in range(ROUNDS):
-                one(tokens, targets)
+                one()
                 wait()
                 begin = time.perf_counter()
                 for _ in range(STEPS):
-                    one(tokens, targets)
+                    one()
                 wait()
                 rounds.append((time.perf_counter() - begin) / STEPS)
-            from torch.profiler import ProfilerActivity, profile
-
             kinds = [ProfilerActivity.CPU] if dry else [ProfilerActivity.CUDA]
             with profile(activities=kinds) as profiled:
-                one(tokens, targets)
+                one()
                 wait()
         key = "self_cpu_time_total" if dry else "self_cuda_time_total"
         table = profiled.key_averages().table(sort_by=key, row_limit=40, max_name_column_width=90)
@@ -177,12 +182,17 @@ def torch_step(variant: Variant, dry: bool, file: Path) -> Callable[[], dict[str
         return {
             "ms": 1e3 * seconds,
             "rounds_ms": [round(1e3 * each, 3) for each in rounds],
-            "tokens_per_second": tokens.numel() / seconds,
+            "tokens_per_second": tokens_of(config) / seconds,
             "peak_gb": 0.0 if dry else torch.cuda.max_memory_allocated() / 1e9,
             "torch": torch.__version__,
         }
 
     return run
+
+
+def tokens_of(config) -> int:
+    """Returns the tokens of a step."""
+    return config.train.global_batch * config.train.sequence_length
 
 
 # Rows, contracted width, columns: the layers' and the logits' of GPT-2, of Llama 8B, and a large
@@ -254,28 +264,20 @@ def losses(_: Variant, dry: bool, __: Path) -> Callable[[], dict[str, Any]]:
 
         return jax.jit(jax.value_and_grad(loss, (0, 1))).lower(x, weight)
 
-    tiles = [(8192, 32)] if dry else [(4096, 8), (4096, 16), (8192, 16), (8192, 32), (16384, 32)]
+    tiles = [(1024, 4)] if dry else [(2048, 4), (4096, 4), (4096, 8), (4096, 16), (8192, 16)]
     waiting = {}
     for name in names:
         for dtype in ("float32", "bfloat16"):
             waiting[f"{name} {dtype}"] = lowered(name, dtype)
-    shape = softmax.Shaping(v, 0.0, 0.0, 1.0, None)
-    rows = b * t // 8
-    products = jax.random.normal(keys[0], (rows, v), jnp.float32)
-    mask, some = jnp.ones(rows), targets.reshape(-1)[:rows]
-    arguments = {}
-    for block, warps in tiles:
-        softmax.BLOCK, softmax.WARPS = block, warps
-        for dtype in ("float32", "bfloat16"):
-
-            def kernel_alone(products, some, mask):
-                return softmax.loss_and_gradient(
-                    shape, products, some, mask, jnp.bfloat16, interpret=dry
-                )
-
-            name = f"kernel {block}/{warps} {dtype}"
-            arguments[name] = (products.astype(dtype), some, mask)
-            waiting[name] = jax.jit(kernel_alone).lower(*arguments[name])
+    shipped = dict(softmax.TILES), softmax.TOGETHER
+    for tile in tiles:
+        for softmax.TOGETHER in (2, 4):
+            softmax.TILES.update({2: tile, 4: tile})
+            for dtype in ("float32", "bfloat16"):
+                name = f"{names[-1]} {dtype} tile {tile} {softmax.TOGETHER}"
+                waiting[name] = lowered(names[-1], dtype)
+    softmax.TILES.update(shipped[0])
+    softmax.TOGETHER = shipped[1]
     with ThreadPoolExecutor(4) as pool:
         compiled = dict(zip(waiting, pool.map(_compiled, waiting.values()), strict=True))
 
@@ -292,10 +294,10 @@ def losses(_: Variant, dry: bool, __: Path) -> Callable[[], dict[str, Any]]:
             if isinstance(function, str):
                 found[name] = function
                 continue
-            given = arguments.get(name, (x, weight))
+            given = (x, weight)
             try:
                 found[name] = round(1e3 * timed(function, given), 3)
-                if name not in arguments:
+                if "tile" not in name:
                     temp = function.memory_analysis().temp_size_in_bytes
                     found[name + " temp GB"] = round(temp / 1e9, 3)
                     loss, gradients = function(*given)
@@ -308,6 +310,54 @@ def losses(_: Variant, dry: bool, __: Path) -> Callable[[], dict[str, Any]]:
     return run
 
 
+def biases(_: Variant, dry: bool, __: Path) -> Callable[[], dict[str, Any]]:
+    """Milliseconds of the backward passes of biases, and how far they are off."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels.bias import triton, xla
+
+    b, t, k, d, f = (2, 64, 2, 32, 512) if dry else (32, 1024, 12, 64, 3072)
+    keys = jax.random.split(jax.random.key(0), 5)
+    heads = [jax.random.normal(keys[0], (b, t, k, 1, d), jnp.bfloat16)]
+    heads += [jax.random.normal(key, (b, t, k, d), jnp.bfloat16) for key in keys[1:3]]
+    wide = [jax.random.normal(key, (b, t, f), jnp.bfloat16) for key in keys[3:]]
+    name = "triton:interpret" if dry else "triton"
+    calls = {}
+
+    def add(what, function, given):
+        calls[what] = (
+            jax.jit(lambda *arrays: function(*arrays, name)).lower(*given).compile(),
+            given,
+        )
+
+    add("heads xla", xla.joined, heads)
+    add("gelu xla", xla.gelu_gradient, wide)
+    for rows in (32,) if dry else (16, 32, 64):
+        for programs in (4, 8):
+            for warps in (4, 8):
+                triton.ROWS, triton.PROGRAMS_OF_A_CORE, triton.WARPS = rows, programs, warps
+                add(f"heads {rows} {programs} {warps}", triton.joined, heads)
+    for block in ((16, 256),) if dry else ((16, 256), (8, 512), (16, 128), (32, 128), (8, 256)):
+        for programs in (4, 8):
+            for warps in (4, 8):
+                triton.GELU_BLOCK, triton.PROGRAMS_OF_A_CORE, triton.WARPS = block, programs, warps
+                add(f"gelu {block} {programs} {warps}", triton.gelu_gradient, wide)
+
+    def run() -> dict[str, Any]:
+        found = {}
+        for what, (function, given) in calls.items():
+            found[what] = round(1e3 * timed(function, given, 50), 4)
+            exact = calls[what.partition(" ")[0] + " xla"][0](*given)
+            pairs = zip(function(*given), exact, strict=True)
+            wide = [(a.astype(jnp.float32), b.astype(jnp.float32)) for a, b in pairs]
+            off = [float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in wide]
+            found[what + " off"] = [float(f"{each:.2g}") for each in off]
+        return found
+
+    return run
+
+
 def _compiled(lowered):
     try:
         return lowered.compile()
@@ -315,7 +365,13 @@ def _compiled(lowered):
         return str(error)[:200]
 
 
-KINDS = {"step": step, "torch_step": torch_step, "matmuls": matmuls, "losses": losses}
+KINDS = {
+    "step": step,
+    "torch_step": torch_step,
+    "matmuls": matmuls,
+    "losses": losses,
+    "biases": biases,
+}
 
 if __name__ == "__main__":
     main()

@@ -1,69 +1,55 @@
-"""The variants: whose step, with what settings, kernels and flags of XLA."""
+"""The variants: whose step, with what settings, kernels and flags of XLA.
+
+`default` is what a user gets: it is also timed last, which shows how far the card has drifted.
+"""
 
 from dataclasses import dataclass, field
 
-GPT2_LOSS = "linear_cross_entropy bfloat16 32x1024x768x50304 weight bfloat16"
-LLAMA_LOSS = "linear_cross_entropy bfloat16 2x4096x4096x128256 weight bfloat16"
+LOSSES = (
+    "linear_cross_entropy bfloat16 32x1024x768x50304 weight bfloat16",
+    "linear_cross_entropy bfloat16 2x4096x4096x128256 weight bfloat16",
+)
 GPT2_ATTENTION = "attention bfloat16 32x1024x12x64 causal"
-OUT = ("train.scan_layers=false",)
-NARROW = (*OUT, "precision.logits=bfloat16")
-CUBLAS = ("--xla_gpu_enable_triton_gemm=false",)
+NARROW = ("precision.logits=bfloat16",)
+FLOAT8 = ("precision.matmul=float8",)
+# With CUDA graphs a trace does not tell which instruction a kernel belongs to.
+UNGRAPHED = ("--xla_gpu_enable_command_buffer=",)
+TORCH = "torch_step"
+LLAMA = "llama_4_layers"
 
 
 @dataclass(frozen=True)
 class Variant:
     what: str = "step"  # a function of one.py
-    shape: str = "gpt2_124m"
+    shape: str = "gpt2_124m"  # of beside/shapes.py
     settings: tuple[str, ...] = ()
     kernels: dict[str, str] = field(default_factory=dict)  # by call, in place of the measured ones
     flags: tuple[str, ...] = ()
-    root: str = ""  # of another tree of the project
+    root: str = ""  # another tree of the project, beside the files of this one
     traced: bool = False
 
 
 def loss_by(name: str) -> dict[str, str]:
-    return {GPT2_LOSS: name}
+    """Returns this implementation for the loss of both models, with logits of either dtype."""
+    return {f"{call}{logits}": name for call in LOSSES for logits in ("", " logits bfloat16")}
 
 
 VARIANTS = {
-    "out_fourfold": Variant(settings=OUT, kernels=loss_by("xla/fourfold")),
-    "torch": Variant(what="torch_step"),
-    "before": Variant(root=".base"),
+    "default": Variant(),
+    "torch": Variant(what=TORCH),
+    "narrow": Variant(settings=NARROW),
     "loop": Variant(settings=("train.scan_layers=true",)),
-    "out": Variant(settings=OUT),
-    "out_kernel": Variant(settings=OUT, kernels=loss_by("triton/fourfold")),
-    "narrow_xla": Variant(settings=NARROW, kernels=loss_by("xla/fourfold")),
-    "narrow": Variant(settings=NARROW, kernels=loss_by("triton/fourfold")),
-    "narrow_eightfold": Variant(settings=NARROW, kernels=loss_by("triton/eightfold")),
-    "narrow_cublas": Variant(settings=NARROW, kernels=loss_by("triton/fourfold"), flags=CUBLAS),
-    "narrow_cudnn": Variant(
-        settings=NARROW, kernels=loss_by("triton/fourfold") | {GPT2_ATTENTION: "cudnn"}
-    ),
-    "narrow_graphs": Variant(
-        settings=NARROW,
-        kernels=loss_by("triton/fourfold"),
-        flags=("--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL,-CUDNN",),
-    ),
-    "narrow_traced": Variant(
-        settings=NARROW,
-        kernels=loss_by("triton/fourfold"),
-        flags=("--xla_gpu_enable_command_buffer=",),
-        traced=True,
-    ),
-    "narrow_cublas_traced": Variant(
-        settings=NARROW,
-        kernels=loss_by("triton/fourfold"),
-        flags=("--xla_gpu_enable_command_buffer=", *CUBLAS),
-        traced=True,
-    ),
+    "loss_by_xla": Variant(kernels=loss_by("xla/fourfold")),
+    "cudnn": Variant(kernels={GPT2_ATTENTION: "cudnn"}),
+    "triton_gemm": Variant(flags=("--xla_gpu_enable_triton_gemm=true",)),
+    "traced": Variant(settings=NARROW, flags=UNGRAPHED, traced=True),
     "matmuls": Variant(what="matmuls"),
     "loss": Variant(what="losses"),
-    "llama": Variant(shape="llama_4_layers"),
-    "llama_float8": Variant(shape="llama_4_layers", settings=("precision.matmul=float8",)),
-    "llama_kernel": Variant(
-        shape="llama_4_layers",
-        settings=("train.scan_layers=false", "precision.logits=bfloat16"),
-        kernels={LLAMA_LOSS: "triton/fourfold"},
-    ),
-    "again": Variant(settings=OUT, kernels=loss_by("xla/fourfold")),
+    "biases": Variant(what="biases"),
+    "llama": Variant(shape=LLAMA),
+    "torch_llama": Variant(what=TORCH, shape=LLAMA),
+    "llama_narrow": Variant(shape=LLAMA, settings=NARROW),
+    "llama_float8": Variant(shape=LLAMA, settings=(*NARROW, *FLOAT8)),
+    "llama_traced": Variant(shape=LLAMA, settings=(*NARROW, *FLOAT8), flags=UNGRAPHED, traced=True),
+    "again": Variant(),
 }

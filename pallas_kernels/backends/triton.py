@@ -62,18 +62,26 @@ def load_block(ref, number, size: int, *rest):
     return ref[(pl.ds(start, size), *rest)]
 
 
-def load_masked(ref, mask: jax.Array) -> jax.Array:
-    """Returns the values of `ref` (or ref.at[...]) where `mask`, 0 elsewhere."""
+def load_masked(ref, mask: jax.Array | None, *, evict: str | None = None) -> jax.Array:
+    """Returns the values of `ref` (or ref.at[...]) where `mask`, 0 elsewhere; None: all of them.
+
+    `evict`, "first" or "last": when the L2 cache is to give them up.
+    """
     from jax.experimental.pallas import triton
 
-    return triton.load(ref, mask=mask, other=0)
+    policy = f"evict_{evict}" if evict else None
+    other = None if mask is None else 0
+    return triton.load(ref, mask=mask, other=other, eviction_policy=policy)
 
 
-def store_masked(ref, value: jax.Array, mask: jax.Array) -> None:
-    """Writes `value` to `ref` (or ref.at[...]) where `mask`, nothing elsewhere."""
+def store_masked(
+    ref, value: jax.Array, mask: jax.Array | None, *, evict: str | None = None
+) -> None:
+    """Writes `value` to `ref` (or ref.at[...]) where `mask`, nothing elsewhere; None: all of it."""
     from jax.experimental.pallas import triton
 
-    triton.store(ref, value, mask=mask)
+    policy = f"evict_{evict}" if evict else None
+    triton.store(ref, value, mask=mask, eviction_policy=policy)
 
 
 def next_power_of_two(size: int, least: int = LEAST_DOT) -> int:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.calls import LossCall
-from pallas_kernels.choose import INTERPRET, VARIANT, choose, not_interpretable
+from pallas_kernels.choose import INTERPRET, VARIANT, choose, device_kind, not_interpretable
 from pallas_kernels.given import (
     as_number,
     as_whole,
@@ -22,6 +22,7 @@ from pallas_kernels.given import (
     check_floating,
     check_ids,
 )
+from pallas_kernels.gpus import generation
 from pallas_kernels.loss import softmax
 from pallas_kernels.loss.chunks import CHUNK_LOGITS, chunk_count, cut, join, pad_time
 from pallas_kernels.partition import refuse_checked_vma
@@ -144,18 +145,23 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
 _OP = "linear_cross_entropy"
 # The logits of a chunk as shares of the default, which are tried when kernels are measured.
 VARIANTS = {"half": 1 / 2, "quarter": 1 / 4, "double": 2, "fourfold": 4}
-KERNEL = "triton"
+KERNEL, XLA = "triton", "xla"
 
 
 def candidates() -> tuple[str, ...]:
     """Returns the names of the implementations, each with every size of chunks."""
     sizes = ("", *(f"{VARIANT}{name}" for name in VARIANTS))
-    return tuple(f"{base}{size}" for base in ("xla", KERNEL) for size in sizes)
+    return tuple(f"{base}{size}" for base in (XLA, KERNEL) for size in sizes)
 
 
 def order(_: LossCall) -> tuple[str, ...]:
-    """Returns the choice if nothing was measured."""
-    return ("xla",)
+    """Returns the implementations, best first, if nothing was measured."""
+    return best_on(device_kind())
+
+
+def best_on(kind: str) -> tuple[str, ...]:
+    """Returns the same for a GPU by jax's name: the kernel has been timed on Hopper alone."""
+    return (f"{KERNEL}{VARIANT}fourfold", XLA) if generation(kind) == "hopper" else (XLA,)
 
 
 def _chosen(
@@ -172,7 +178,7 @@ def _chosen(
     batch, time, width = x_bte.shape
     rows = weight.shape[0]
     if asked is None and chunk_count(batch, time, rows, CHUNK_LOGITS) == 1:
-        return "xla"
+        return XLA
     call = LossCall(
         batch=batch,
         time=time,

@@ -107,8 +107,8 @@ class Table:
         program = self._found["programs"].get(digest)
         if program is None:
             return None
-        known = self._found["gpus"].get(program["gpu"], {})
-        return program if all(call in known for call in program["calls"]) else None
+        known = (self.entry(program["gpu"], call) for call in program["calls"])
+        return None if None in known else program
 
     def add(
         self,

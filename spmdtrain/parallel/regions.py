@@ -125,22 +125,22 @@ class Whole:
 Name = str | Whole | None  # of one dim
 
 
-def make_local_map(rules: Rules, manual: Sequence[str] = ()) -> Callable[..., jax.Array]:
+def make_local_map(rules: Rules, manual: Sequence[str] = ()) -> Callable[..., Any]:
     """Returns `local_map(function, arrays, names, out)`: `function(*arrays)` on each device's part.
 
     For kernels, which XLA cannot partition. `names` are the logical axes of each array (an array
     may be None), looked up in the activation table. Along a dim named `Whole(axis)` an array is
     gathered, and its gradient is scattered back (for example keys, if queries are split over time).
     Along an unnamed dim an array comes whole, and its gradient is summed over the devices that
-    share it. Both sums run in float32. `out` are the names of the one result, each of them among
-    `names`.
+    share it. Both sums run in float32. `out` are the names of the one result, or a tuple of the
+    names of each result; each of them is among `names`.
     """
 
     def local_map(
         function: Callable,
         arrays: Sequence,
         names: Sequence[Sequence[Name]],
-        out: Sequence[str | None],
+        out: Sequence[str | None] | tuple[Sequence[str | None], ...],
     ):
         specs = []
         gathers = []
@@ -178,7 +178,13 @@ def make_local_map(rules: Rules, manual: Sequence[str] = ()) -> Callable[..., ja
             given = zip(arrays, dtypes, gathers, strict=True)
             return function(*(narrow(*each) for each in given))
 
-        region = locally(narrowed, tuple(specs), P(*(parts[name] for name in out)))
+        def spec_of(names_of_result: Sequence[Any]) -> P:
+            return P(*(parts[name] for name in names_of_result))
+
+        results: Any = out
+        is_one = all(name is None or isinstance(name, str) for name in out)
+        out_specs = spec_of(results) if is_one else tuple(map(spec_of, results))
+        region = locally(narrowed, tuple(specs), out_specs)
         return region(*map(widen, arrays, specs, axes))
 
     return local_map

@@ -33,6 +33,11 @@ def definition(case, targets):
 @pytest.mark.parametrize("implementation", [None, "triton:interpret"])
 @pytest.mark.parametrize("case", cases.CI, ids=lambda case: case.name)
 def test_value_and_gradients(case, implementation):
+    compare(case, implementation)
+
+
+def compare(case, implementation):
+    """Holds a call and its gradients against their definition in float64."""
     x, weight, targets, mask = case.draw()
     want = oracle.in_float64(definition(case, targets), x, weight, mask)
     plain = jax.jit(definition(case, targets))(x, weight, mask)

@@ -4,13 +4,16 @@ import jax
 import numpy as np
 import pytest
 import test_attention as of_attention
+import test_bias as of_bias
 import test_grouped as of_grouped
+import test_linear_cross_entropy as of_loss
 import test_norms as of_norms
 
 from pallas_kernels.attention import cases as attention_cases
 from pallas_kernels.attention.api import IMPLEMENTATIONS, attention
 from pallas_kernels.choose import Refused
 from pallas_kernels.grouped import cases as grouped_cases
+from pallas_kernels.loss import cases as loss_cases
 from pallas_kernels.norm import cases as norm_cases
 
 pytestmark = pytest.mark.gpu
@@ -66,6 +69,21 @@ def test_norms(implementation, case):
 @pytest.mark.parametrize("case", of(grouped_cases))
 def test_grouped(implementation, case):
     unless_refused(of_grouped.compare, case, implementation)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("implementation", ["xla", "triton", "triton/fourfold"])
+@pytest.mark.parametrize("case", loss_cases.CI, ids=lambda case: case.name)
+def test_loss(implementation, case):
+    unless_refused(of_loss.compare, case, implementation)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_biases(implementation, dtype):
+    of_bias.compare_heads((4, 300, 3, 4, 64), dtype, implementation)
+    of_bias.compare_gelu((4, 300, 1000), dtype, implementation)
 
 
 @pytest.mark.parametrize("implementation", ["mosaic", "triton", "cudnn"])

@@ -210,6 +210,14 @@ def test_what_is_known_is_not_measured_again(tmp_path):
     assert "cannot be measured: ended with code 9" in said[-1]
 
 
+def test_a_program_whose_calls_ship_with_the_package_is_known(tmp_path):
+    table = Table(tmp_path)
+    calls = sorted(table.chosen("NVIDIA H200"))
+    table.add("NVIDIA H200", {}, {"abc": calls, "def": [*calls, "a call that nobody knows"]})
+    assert table.program("abc") == {"gpu": "NVIDIA H200", "calls": calls}
+    assert table.program("def") is None
+
+
 def test_a_damaged_table_is_ignored_with_a_line_and_replaced(tmp_path):
     table = Table(tmp_path)
     entry = {"implementation": "xla"}

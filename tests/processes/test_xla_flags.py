@@ -61,6 +61,7 @@ def test_an_older_jaxlib_gets_those_that_are_safe_with_it(monkeypatch):
         "--xla_gpu_enable_latency_hiding_scheduler=true",
         "--xla_gpu_memory_limit_slop_factor=100",
         "--xla_gpu_enable_command_buffer=-CUDNN",
+        "--xla_gpu_enable_triton_gemm=false",
     ]
 
 

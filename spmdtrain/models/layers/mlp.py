@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels.bias import biased_gelu
 from spmdtrain.compiled.parts import part
 from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.models.context import ForwardContext
@@ -22,12 +23,14 @@ def gelu_exact(h_btf: jax.Array) -> jax.Array:
 
 def swiglu(h_bt2f: jax.Array) -> jax.Array:
     """Computes SwiGLU (arXiv:2002.05202) of gate and value."""
-    return jax.nn.silu(h_bt2f[..., 0, :]) * h_bt2f[..., 1, :]
+    gate, value = _gate_and_value(h_bt2f)
+    return jax.nn.silu(gate) * value
 
 
 def geglu(h_bt2f: jax.Array) -> jax.Array:
     """Computes GEGLU (arXiv:2002.05202) of gate and value, with tanh GELU, as in Gemma."""
-    return jax.nn.gelu(h_bt2f[..., 0, :]) * h_bt2f[..., 1, :]
+    gate, value = _gate_and_value(h_bt2f)
+    return jax.nn.gelu(gate) * value
 
 
 def swiglu_clamped(h_bt2f: jax.Array) -> jax.Array:
@@ -36,9 +39,19 @@ def swiglu_clamped(h_bt2f: jax.Array) -> jax.Array:
     The gate is at most 7; the value is clamped to -7 to 7, and 1 is added; SiLU has the slope
     1.702.
     """
-    gate = jnp.minimum(h_bt2f[..., 0, :], 7.0)
-    value = jnp.clip(h_bt2f[..., 1, :], -7.0, 7.0)
-    return gate * jax.nn.sigmoid(1.702 * gate) * (value + 1)
+    gate, value = _gate_and_value(h_bt2f)
+    gate = jnp.minimum(gate, 7.0)
+    return gate * jax.nn.sigmoid(1.702 * gate) * (jnp.clip(value, -7.0, 7.0) + 1)
+
+
+def _gate_and_value(h_bt2f: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the halves of a gated projection.
+
+    Their gradients are put side by side: those of two indexed slices would each be padded to the
+    whole, and added.
+    """
+    gate, value = jnp.split(h_bt2f, 2, -2)
+    return jnp.squeeze(gate, -2), jnp.squeeze(value, -2)
 
 
 ACTIVATIONS = {
@@ -83,10 +96,14 @@ class Mlp(nnx.Module):
     @part("mlp")
     def __call__(self, x_bte: jax.Array, ctx: ForwardContext) -> jax.Array:
         h = ctx.column_parallel(x_bte, self.up_ef, self.up_axes)
-        if self.up_bias is not None:
-            h = h + self.up_bias[...]
-        h = ctx.constrain(h, "batch", "time", *self.up_axes)
-        h = recomputed(ACTIVATIONS[self.activation], ctx)(h)
+        if self.up_bias is not None and self.activation == "gelu":
+            names = ("batch", "time", *self.up_axes), self.up_axes
+            h = ctx.local_map(biased_gelu, (h, self.up_bias[...]), names, names[0])
+        else:
+            if self.up_bias is not None:
+                h = h + self.up_bias[...]
+            h = ctx.constrain(h, "batch", "time", *self.up_axes)
+            h = recomputed(ACTIVATIONS[self.activation], ctx)(h)
         y = ctx.row_parallel(h, self.down_fe, ("ffn",))
         if self.down_bias is not None:
             y = y + self.down_bias[...]

@@ -72,8 +72,9 @@ class QueryKeyNorm(nnx.Module):
 
     def __call__(self, qk_btknd: jax.Array, ctx: ForwardContext) -> jax.Array:
         """Returns queries and keys, normalised; the keys of a head are the last of its n slots."""
-        queries = self._normed(qk_btknd[..., :-1, :], self.query_scale, ctx)
-        keys = self._normed(qk_btknd[..., -1:, :], self.key_scale, ctx)
+        queries, keys = jnp.split(qk_btknd, [qk_btknd.shape[-2] - 1], -2)
+        queries = self._normed(queries, self.query_scale, ctx)
+        keys = self._normed(keys, self.key_scale, ctx)
         return jnp.concatenate((queries, keys), -2)
 
     def _normed(self, x_btknd: jax.Array, scale: nnx.Param, ctx: ForwardContext) -> jax.Array:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from pallas_kernels.calls import LossCall
 from pallas_kernels.choose import VARIANT
-from pallas_kernels.loss.api import VARIANTS
+from pallas_kernels.loss.api import VARIANTS, XLA, best_on
 from pallas_kernels.loss.chunks import CHUNK_LOGITS, chunk_count
 from pallas_kernels.tuning import Table
 from spmdtrain.planner.cost.workload import Workload
@@ -19,13 +19,13 @@ class Loss(NamedTuple):
 
 
 def loss_of(workload: Workload, ways: int) -> Loss:
-    """Returns the loss as the kernels that were measured on the workload's GPU say.
+    """Returns the loss as a run on the workload's GPU takes it: as measured there, or by default.
 
     `ways`: the parts into which the rows of the vocabulary are split.
     """
     microbatch, time = workload.microbatch, workload.sequence_length // workload.mesh.context
     rows = -(-workload.model.vocab // ways)
-    name = "xla"
+    name = XLA
     if chunk_count(microbatch, time, rows, CHUNK_LOGITS) > 1:  # or there is nothing to choose
         call = LossCall(
             batch=microbatch,
@@ -37,7 +37,8 @@ def loss_of(workload: Workload, ways: int) -> Loss:
             logits=workload.logits,
             whole=ways * workload.mesh.context == 1,
         )
-        name = measured(workload.device_kind).get(call.name, name)
+        default = best_on(workload.device_kind)[0] if call.whole else XLA
+        name = measured(workload.device_kind).get(call.name, default)
     implementation, _, size = name.partition(VARIANT)
     limit = int(CHUNK_LOGITS * VARIANTS.get(size, 1))
     return Loss(implementation, chunk_count(microbatch, time, rows, limit))

@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from pallas_kernels.attention.xla import BLOCK
+from pallas_kernels.loss.api import KERNEL
 from pallas_kernels.loss.chunks import CHUNK_LOGITS
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.planner.cost.hardware import Hardware
@@ -577,17 +578,20 @@ def _streamed_bytes(workload: Workload) -> float:
 def _logit_bytes(workload: Workload, ways: int) -> float:
     """Returns the bytes of the logits of one chunk of the vocabulary, split `ways` ways.
 
-    They are kept in their own dtype, and in compute precision for the matmuls of the gradients.
+    They are kept in their own dtype, and in compute precision for the matmuls of the gradients,
+    which takes the place of logits of the same dtype where a kernel computes it.
     With more than one chunk, a float32 gradient of the table accumulates over them. What a teacher
     has saved is spread over the rows of a chunk as well.
     """
     rows = workload.model.vocab / ways
     arrays = 2 if workload.likeliest else 1
     size = FLOAT32 if workload.likeliest else bytes_of(workload.logits)
-    chunks = loss_of(workload, ways).chunks
+    implementation, chunks = loss_of(workload, ways)
     if workload.likeliest:
         chunks = max(1, math.ceil(arrays * workload.tokens * rows / CHUNK_LOGITS))
-    logits = workload.tokens * rows / chunks * (arrays * size + workload.compute_bytes)
+    in_place = implementation == KERNEL and size == workload.compute_bytes
+    of_gradient = 0 if in_place else workload.compute_bytes
+    logits = workload.tokens * rows / chunks * (arrays * size + of_gradient)
     table_gradients = 0.0
     if chunks > 1 and workload.trained.share:
         table_gradients = FLOAT32 * rows * workload.model.embed

@@ -4,8 +4,10 @@ from collections.abc import Callable
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels.bias import biased_heads
 from spmdtrain.compiled.parts import part
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import TransformerConfig
@@ -74,13 +76,7 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, Cache | None]:
         of_qkv = ("kv_heads", None, "head_dim")
         qkv = ctx.column_parallel(x_bte, self.qkv_eknd, of_qkv)
-        if self.qkv_bias is not None:
-            # As a vector: XLA would write a bias of several dims out for each token.
-            wide = qkv.reshape(*qkv.shape[:2], -1) + self.qkv_bias[...]
-            qkv = wide.reshape(qkv.shape)
-        qkv = ctx.constrain(qkv, "batch", "time", *of_qkv)
-        q, k = self._with_positions(qkv, ctx)
-        v = qkv[..., -1, :]
+        q, k, v = self._heads(qkv, ctx)
         if cache is not None:
             if not self.causal:
                 what = "a key-value cache holds earlier tokens, but this attention is not causal"
@@ -96,18 +92,34 @@ class Attention(nnx.Module):
             y = y + self.out_bias[...]
         return y, cache
 
-    def _with_positions(
+    def _heads(
         self, qkv_btknd: jax.Array, ctx: ForwardContext
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns queries [b, t, k, g, d] and keys [b, t, k, d], normed and rotated."""
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns queries [b, t, k, g, d] and keys [b, t, k, d], normed and rotated, and values.
+
+        They are split, not indexed: their gradients are then put side by side, and not each padded
+        to the whole and added.
+        """
+        of_heads = ("kv_heads", None, "head_dim")
         position = self.position
         if position is None and self.rotation is not None:
             position = partial(self.rotation, number=ctx.layer)
-        if position is None and self.query_key_norm is None:
-            return qkv_btknd[..., :-2, :], qkv_btknd[..., -2, :]
-        qk = qkv_btknd[..., :-1, :]
+        stays = position is None and self.query_key_norm is None
+        if self.qkv_bias is not None:
+            bias_knd = self.qkv_bias[...].reshape(qkv_btknd.shape[2:])
+            if stays:
+                of_keys = ("batch", "time", "kv_heads", "head_dim")
+                names = ("batch", "time", *of_heads), of_heads
+                out = names[0], of_keys, of_keys
+                return ctx.local_map(biased_heads, (qkv_btknd, bias_knd), names, out)
+            # As a vector: XLA would write a bias of several dims out for each token.
+            wide = qkv_btknd.reshape(*qkv_btknd.shape[:2], -1) + bias_knd.reshape(-1)
+            qkv_btknd = wide.reshape(qkv_btknd.shape)
+        qkv_btknd = ctx.constrain(qkv_btknd, "batch", "time", *of_heads)
+        qk, v = jnp.split(qkv_btknd, [self.group + 1], -2)
         if self.query_key_norm is not None:
             qk = self.query_key_norm(qk, ctx)
         if position is not None:
             qk = position(qk, ctx.positions_bt)
-        return qk[..., :-1, :], qk[..., -1, :]
+        q, k = jnp.split(qk, [self.group], -2)
+        return q, jnp.squeeze(k, -2), jnp.squeeze(v, -2)
