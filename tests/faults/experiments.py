@@ -48,7 +48,7 @@ EXPERIMENTS: dict[str, tuple[str, ...]] = {
     ),
     "another mesh, another number of processes": (
         "fewer",
-        f"{RESUME}::test_a_run_goes_on_on_another_mesh",
+        f"{RESUME}::test_a_run_goes_on_on_another_mesh_or_with_its_layers_written_out",
     ),
     "a bit flips in a checkpoint": ("bit flips", "damage for two"),
     "files of a checkpoint are cut or missing": ("cuts",),
