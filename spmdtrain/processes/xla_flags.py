@@ -20,10 +20,12 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.given import as_flag
 
+DEVICES = Path("/dev")
 KNOWN_SINCE = (0, 10)
 KNOWN_BEFORE = (0, 13)
 
@@ -34,6 +36,7 @@ class Flag:
 
     `changed`: its effect on the text compiled by `make fleet`.
     first: the oldest jaxlib for which it is set.
+    alone: it is set only where a machine has one GPU.
     """
 
     name: str
@@ -42,6 +45,7 @@ class Flag:
     since: str
     changed: str
     first: tuple[int, int] = KNOWN_SINCE
+    alone: bool = False
 
     def __str__(self) -> str:
         text = self.value if isinstance(self.value, str) else json.dumps(self.value)
@@ -97,7 +101,9 @@ FLAGS = (
         why="cuBLAS adds biases, GELU and residuals in the epilogue of a matmul, where XLA's own "
         "Triton matmuls leave them to kernels of their own; and nothing has to be timed to compile",
         since="seen with jax 0.11.2 on an H200",
-        changed="GPT-2 124M takes 63.7 ms a step on an H200, not 64.8, and 12.4 GB, not 13.1",
+        changed="GPT-2 124M takes 63.7 ms a step on an H200, not 64.8, and 12.4 GB, not 13.1. On "
+        "tensor 8 the pieces of collective matmuls no longer travel beside matmuls: so not there",
+        alone=True,
     ),
 )
 
@@ -121,7 +127,8 @@ def wanted() -> tuple[Flag, ...]:
     if installed >= KNOWN_BEFORE or given and not given.startswith("-"):
         return ()
     named = set(re.findall(r"(?:^|\s)--?(\w+)", given))
-    return tuple(flag for flag in FLAGS if flag.name not in named and flag.first <= installed)
+    unnamed = [flag for flag in FLAGS if flag.name not in named and flag.first <= installed]
+    return tuple(flag for flag in unnamed if not flag.alone or has_one_gpu())
 
 
 def set_xla_flags(*, deviceless: bool = False) -> tuple[str, ...]:
@@ -133,7 +140,7 @@ def set_xla_flags(*, deviceless: bool = False) -> tuple[str, ...]:
     flag is missing.
     """
     deviceless = as_flag(deviceless, "deviceless")
-    added = tuple(str(flag) for flag in wanted())
+    added = tuple(str(flag) for flag in wanted() if not (deviceless and flag.alone))
     if not added or not (deviceless or runs_on_gpus()):
         return ()
     if jax_has_started():
@@ -208,6 +215,11 @@ def memory_share_variable() -> str:
     if os.environ.get(OLD_MEMORY_SHARE_VARIABLE):
         return OLD_MEMORY_SHARE_VARIABLE
     return MEMORY_SHARE_VARIABLE
+
+
+def has_one_gpu() -> bool:
+    """Returns True if this machine has one NVIDIA GPU; starts nothing."""
+    return len(list(DEVICES.glob("nvidia[0-9]*"))) == 1
 
 
 def runs_on_gpus() -> bool:

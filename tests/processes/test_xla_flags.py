@@ -18,7 +18,8 @@ from spmdtrain.planner.cost.memory import SAFE_SHARE
 from spmdtrain.processes import xla_flags
 
 JAXLIB = tuple(map(int, jaxlib.__version__.split(".")[:2]))
-ALL = [str(flag) for flag in xla_flags.FLAGS if flag.first <= JAXLIB]
+ALL = [str(flag) for flag in xla_flags.FLAGS if flag.first <= JAXLIB and not flag.alone]
+ALONE = [str(flag) for flag in xla_flags.FLAGS if flag.alone]
 ONE = xla_flags.FLAGS[0]
 
 
@@ -54,6 +55,23 @@ def test_flags_are_added_once():
 
 
 @pytest.mark.usefixtures("gpu_plugin")
+@pytest.mark.parametrize("gpus", [0, 1, 8])
+def test_flags_for_one_gpu_are_set_where_there_is_one(monkeypatch, tmp_path, gpus):
+    for name in ["nvidiactl", "nvidia-uvm", *(f"nvidia{number}" for number in range(gpus))]:
+        (tmp_path / name).touch()
+    monkeypatch.setattr(xla_flags, "DEVICES", tmp_path)
+    assert ALONE, "there is none to test"
+    assert list(st.set_xla_flags()) == ALL + (ALONE if gpus == 1 else [])
+
+
+@pytest.mark.usefixtures("gpu_plugin")
+def test_programs_for_absent_gpus_get_no_flags_for_one(monkeypatch, tmp_path):
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(xla_flags, "DEVICES", tmp_path)
+    assert list(st.set_xla_flags(deviceless=True)) == ALL
+
+
+@pytest.mark.usefixtures("gpu_plugin")
 def test_an_older_jaxlib_gets_those_that_are_safe_with_it(monkeypatch):
     monkeypatch.setattr(xla_flags.importlib.metadata, "version", lambda _: "0.10.2")
     assert list(st.set_xla_flags()) == [
@@ -61,7 +79,6 @@ def test_an_older_jaxlib_gets_those_that_are_safe_with_it(monkeypatch):
         "--xla_gpu_enable_latency_hiding_scheduler=true",
         "--xla_gpu_memory_limit_slop_factor=100",
         "--xla_gpu_enable_command_buffer=-CUDNN",
-        "--xla_gpu_enable_triton_gemm=false",
     ]
 
 
