@@ -10,7 +10,7 @@ from spmdtrain.compiled.kernels import Kernel, kernels
 
 @dataclass(frozen=True)
 class StepText:
-    """What a step moves, launches and holds; sizes in GB.
+    """The traffic, launches and memory of a step; sizes in GB.
 
     `hidden`: the share of the bytes sent over `data` that move beside work; None: nothing is sent.
     """
@@ -38,7 +38,7 @@ class StepText:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a step may move, launch and hold at most, and what share it must hide at least."""
+    """The most that a step may move, launch and hold, and the least share that it must hide."""
 
     moved: float
     launches: int

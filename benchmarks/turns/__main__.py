@@ -1,4 +1,4 @@
-"""What one GPU does with each variant of a training step: all compile at once, then run in turns.
+"""Times variants of a training step on one GPU: all compile at once, then each runs alone.
 
     python benchmarks/turns FOLDER [--only NAME ...] [--wait SECONDS] [--dry]
 

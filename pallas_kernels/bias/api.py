@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.bias import triton, xla
-from pallas_kernels.choose import INTERPRET
+from pallas_kernels.choose import INTERPRET, Refused
 from pallas_kernels.given import check_arrays, check_floating
 from pallas_kernels.partition import refuse_checked_vma
 
@@ -38,6 +38,7 @@ def biased_heads(
 
     Raises:
       ValueError: the shapes do not fit together, or there is no such implementation.
+      Refused: the named implementation cannot run this call.
     """
     op = "biased_heads"
     check_arrays(op, products=products_btknd, bias=bias_knd)
@@ -87,6 +88,9 @@ def _chosen(op: str, shape: tuple[int, ...], asked: str | None) -> str:
     if plain not in IMPLEMENTATIONS:
         names = ", ".join(IMPLEMENTATIONS)
         raise ValueError(f"{op}: no implementation {asked!r}; there are {names}")
+    if plain == "triton" and (reason := triton.refusal(shape, asked != plain)):
+        message = f"{op}: implementation {asked!r} refuses: {reason}; try implementation=None"
+        raise Refused(reason, message)
     return asked
 
 

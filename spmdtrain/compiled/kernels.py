@@ -13,7 +13,7 @@ from spmdtrain.compiled import hlo
 from spmdtrain.compiled.hlo import Instruction
 
 TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-# What launches nothing.
+# Opcodes that launch no kernel.
 FREE = {
     *("parameter", "constant", "iota", "tuple", "get-tuple-element", "bitcast", "after-all"),
     *("partition-id", "replica-id", "optimization-barrier"),
@@ -21,7 +21,7 @@ FREE = {
 CALLS = {"call", "conditional", "async-start"}
 SLICES = {"dynamic-slice", "slice", "gather"}
 UPDATE = "dynamic-update-slice"
-# What a fusion may hold that computes nothing, beside the scalars of its indices.
+# Opcodes of a fusion that only moves data, beside the scalars of its indices.
 MOVES = {
     *("parameter", "constant", "iota", "tuple", "get-tuple-element", "bitcast"),
     *("copy", "transpose", "reshape", "broadcast", "dynamic-slice", UPDATE, "slice"),

@@ -69,6 +69,9 @@ def choose(config: RunConfig, own: TokenLoss | None) -> TokenLoss | None:
         if config.distill.is_on:
             what = f"{config.distill.source} has a loss of its own, beside loss="
             raise ConfigError(what, fix="one of both")
+        if config.precision.logits != "float32":
+            what = f"precision.logits={config.precision.logits!r} is of the shipped loss, not loss="
+            raise ConfigError(what, fix="--set precision.logits=float32")
         _check(config.train, own, config.vocab)
     return own
 

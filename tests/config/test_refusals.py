@@ -1,4 +1,4 @@
-"""What sections refuse of each other: a run asks for all, and they read settings that exist."""
+"""The refusals between sections: a run asks for all of them, and they read settings that exist."""
 
 import ast
 import importlib

@@ -7,6 +7,7 @@ import oracle
 import pytest
 
 from pallas_kernels.bias import biased_gelu, biased_heads
+from pallas_kernels.choose import Refused
 
 IMPLEMENTATIONS = ["xla", "triton:interpret"]
 
@@ -83,6 +84,15 @@ def test_equal_gradients_of_many_tokens_are_summed_in_float32(implementation):
     ones = jnp.ones((1, tokens, 16), jnp.bfloat16)
     _, pull = jax.vjp(lambda b: biased_gelu(4 * ones, b, implementation=implementation), bias)
     np.testing.assert_allclose(pull(ones)[0], tokens, rtol=2e-3)
+
+
+def test_a_named_kernel_never_falls_back():
+    with pytest.raises(Refused, match="needs an NVIDIA GPU"):
+        biased_gelu(jnp.ones((2, 3)), jnp.ones(3), implementation="triton")
+    with pytest.raises(Refused, match="power of two"):
+        biased_heads(
+            *map(jnp.ones, ((1, 2, 3, 4, 24), (3, 4, 24))), implementation=IMPLEMENTATIONS[1]
+        )
 
 
 def test_what_does_not_fit_is_refused():

@@ -1,6 +1,7 @@
 """Linear + cross-entropy against its definition in float64, also with a split vocabulary."""
 
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,13 @@ import oracle
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.loss import cases, linear_cross_entropy, linear_token_loss, reference
+from pallas_kernels.loss import (
+    cases,
+    linear_cross_entropy,
+    linear_token_loss,
+    reference,
+    softmax,
+)
 from pallas_kernels.loss.chunks import chunk_count
 
 pytestmark = pytest.mark.long
@@ -54,6 +61,36 @@ def compare(case, implementation):
     for name, *three in zip(("dx", "dweight"), got[1], plain[1], want[1], strict=False):
         oracle.check(name, *three, case.dtype, oracle.GRADIENT)
     np.testing.assert_allclose(got[1][2], want[1][2], rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", cases.CI, ids=lambda case: case.name)
+def test_a_row_of_many_blocks(case, monkeypatch):
+    """Of 16 logits each: a group of four, single ones, and one that is cut."""
+    monkeypatch.setattr(softmax, "TILES", {2: (16, 4), 4: (16, 4)})
+    compare(replace(case, vocab=101), "triton:interpret")
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton:interpret"])
+def test_logits_in_bfloat16_are_held_against_float32(implementation):
+    """2 %, and the sums over tokens are as exact as those of float32 logits: all are alike."""
+    case = cases.Case(b=1, t=600, dtype="bfloat16", masked=True, z_loss=1e-3)
+    x, weight, targets, mask = case.draw()
+    x, targets = (
+        jnp.broadcast_to(x[:, :1], x.shape),
+        jnp.broadcast_to(targets[:, :1], targets.shape),
+    )
+    wide = jax.jit(definition(case, targets))(x.astype("float32"), weight.astype("float32"), mask)
+
+    def loss(x, weight, mask):
+        more = {"is_local": True, "implementation": implementation, **options(case)}
+        return linear_cross_entropy(
+            x, weight, targets, mask=mask, logits_dtype="bfloat16", chunk_logits=1, **more
+        )
+
+    narrow = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(x, weight, mask)
+    for ours, exact in zip(jax.tree.leaves(narrow), jax.tree.leaves(wide), strict=True):
+        off = np.linalg.norm(np.asarray(ours, np.float32) - exact) / np.linalg.norm(exact)
+        assert off < 0.02
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])

@@ -1,15 +1,10 @@
 """The step as XLA compiles it for H100: nothing of 16 bits adds up long sums in 16 bits."""
 
-import importlib.util
-import os
 import re
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 
-import jax
 import pytest
+from absent_gpu import compiled_text, needs_compiler
 
 # What may add in 16 bits, with the reason.
 ALLOWED = {
@@ -22,17 +17,6 @@ ADDING = ("dot", "reduce", "reduce-window", "scatter", "select-and-scatter", "al
 ADDING += ("reduce-scatter", "convolution")
 INSTRUCTION = re.compile(r"= \(?(?:bf16|f16)\[[^=]*? (?P<kind>[a-z-]+?)(?:-start|-done)?\(")
 
-# Compiled in a process of its own: XLA's flags for GPUs are not those of these tests.
-TEXT = """
-import sys
-from spmdtrain.processes.xla_flags import set_xla_flags
-set_xla_flags(deviceless=True)
-from helpers import tiny
-from spmdtrain.planner.cost.hardware import hardware
-from spmdtrain.planner.deviceless import executable
-config = tiny(*sys.argv[1:])
-print(executable(config, dict(config.mesh.sizes), hardware("h100"))[0].as_text())
-"""
 # The sums of a GPT: tables of tokens and positions, tied to the head, and biases.
 GPT = ("precision.compute=bfloat16", "model.embed=128", "model.vocab=512")
 LAYOUTS = {
@@ -40,28 +24,12 @@ LAYOUTS = {
     "data 2 tensor 2": ("mesh.data=2", "mesh.tensor=2"),
 }
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(
-        jax.__version_info__ < (0, 11) or not importlib.util.find_spec("jax_cuda13_plugin"),
-        reason="needs jax's CUDA plugin and its compiler",
-    ),
-]
+pytestmark = [pytest.mark.long, needs_compiler]
 
 
 @cache
 def text_of(layout: str) -> str:
-    tests = str(Path(__file__).parents[1])
-    path = os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])
-    run = subprocess.run(
-        [sys.executable, "-c", TEXT, *GPT, *LAYOUTS[layout]],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    return run.stdout
+    return compiled_text("h100", *GPT, *LAYOUTS[layout])
 
 
 def kinds_of(text: str) -> set[str]:

@@ -1,31 +1,15 @@
 """The step of a GPT as XLA compiles it for one H200, which writes the layers out."""
 
-import importlib.util
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from functools import cache
-from pathlib import Path
 
-import jax
 import pytest
+from absent_gpu import compiled_text, needs_compiler
 
 from spmdtrain.compiled import hlo
 from spmdtrain.compiled.kernels import Kernel, kernels
 
-# Compiled in a process of its own: XLA's flags for GPUs are not those of these tests.
-TEXT = """
-import sys
-from spmdtrain.processes.xla_flags import set_xla_flags
-set_xla_flags(deviceless=True)
-from helpers import tiny
-from spmdtrain.planner.cost.hardware import hardware
-from spmdtrain.planner.deviceless import executable
-config = tiny(*sys.argv[1:])
-print(executable(config, dict(config.mesh.sizes), hardware("h200"))[0].as_text())
-"""
 LAYERS, SEQUENCES, TIME, EMBED = 3, 4, 64, 128
 FFN, QKV = 4 * EMBED, 3 * EMBED
 GPT = (
@@ -37,28 +21,12 @@ GPT = (
 CUBLAS = "--xla_gpu_enable_triton_gemm=false"
 MATMUL = "__cublas$lt$matmul"
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(
-        jax.__version_info__ < (0, 11) or not importlib.util.find_spec("jax_cuda13_plugin"),
-        reason="needs jax's CUDA plugin and its compiler",
-    ),
-]
+pytestmark = [pytest.mark.long, needs_compiler]
 
 
 @cache
 def text() -> str:
-    tests = str(Path(__file__).parents[1])
-    path = os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])
-    run = subprocess.run(
-        [sys.executable, "-c", TEXT, *GPT],
-        env=os.environ | {"PYTHONPATH": path, "XLA_FLAGS": CUBLAS},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    return run.stdout
+    return compiled_text("h200", *GPT, flags=CUBLAS)
 
 
 def instructions() -> dict[str, hlo.Instruction]:

@@ -94,6 +94,11 @@ def refusals(run: Any) -> Iterator[str]:
                 f"{setting}: train.{name}={value:g} shapes a loss without a teacher; set "
                 f"train.{name}=0.0"
             )
+    if run.precision.logits != "float32":
+        yield (
+            f"{setting} takes its loss from logits in float32, and not as "
+            f"precision.logits={run.precision.logits!r}; set precision.logits='float32'"
+        )
     if run.model.multi_token:
         yield f"{setting}: a teacher predicts the next token alone; set model.multi_token='none'"
 

@@ -265,6 +265,11 @@ def refusals_of_pairs(run: Any) -> Iterator[str]:
         )
     if run.train.label_smoothing or run.train.z_loss:
         yield f"{setting} has no train.label_smoothing and no train.z_loss"
+    if run.precision.logits != "float32":
+        yield (
+            f"{setting} takes its loss from logits in float32, and not as "
+            f"precision.logits={run.precision.logits!r}; set precision.logits='float32'"
+        )
 
 
 def refusals_of_stages(run: Any) -> Iterator[str]:

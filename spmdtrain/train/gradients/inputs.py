@@ -1,4 +1,4 @@
-"""What gradients are taken of, and what comes of it: the same with a pipeline and without one."""
+"""The inputs and the result of finding gradients: the same with a pipeline and without one."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
