@@ -29,7 +29,7 @@ FEATURES = {
     "adapters": Feature(
         r"adapter|\blora|\bdora", ("models/adapters", "config/schema/finetune.py"), 25
     ),
-    "certify": Feature(r"certif", ("certify", "cli/run/certify.py"), 7),
+    "certify": Feature(r"certif", ("lab/certify", "cli/run/certify.py"), 7),
     "chats": Feature(r"\bchat", ("data/chats",), 21),
     "compression": Feature(
         # Not of files: documents, checkpoints and bundles are compressed as well.
@@ -81,15 +81,15 @@ FEATURES = {
         r"multi_?token", ("config/schema/model/multi_token.py", "models/layers/multi_token.py"), 21
     ),
     "muP": Feature(r"\bmup|width_rule", ("config/schema/model/mup.py",), 15),
-    "page": Feature(r"spmdtrain\.page", ("page",), 4),
+    "page": Feature(r"spmdtrain\.lab\.page", ("lab/page",), 4),
     "preference": Feature(
         r"preference|pair_loss|learns_pairs|\bdpo\b", ("train/gradients/pair_loss.py",), 12
     ),
-    "profile": Feature(r"spmdtrain\.profile", ("profile",), 1),
+    "profile": Feature(r"spmdtrain\.lab\.profile", ("lab/profile",), 1),
     "record": Feature(
         r"running\.record|steps\.jsonl|log\.record|fingerprint", ("running/record",), 48
     ),
-    "replay": Feature(r"replay", ("replay", "cli/record/replay.py"), 28),
+    "replay": Feature(r"replay", ("lab/replay", "cli/record/replay.py"), 28),
     "ring attention": Feature(r"\bring\b|ulysses|zigzag", ("parallel/context",), 31),
     "snapshots": Feature(
         r"snapshot",

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdtrain.cli.parser import make_parser
-from spmdtrain.profile.trace import Executed
+from spmdtrain.lab.profile.trace import Executed
 
 ROOT = Path(__file__).parent.parent
 HOUR = ROOT / "benchmarks" / "gpu_hour"

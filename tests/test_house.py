@@ -23,7 +23,7 @@ FLOORS = [
     ["spmdtrain.pipeline"],
     ["spmdtrain.models", "spmdtrain.data"],
     ["spmdtrain.train"],
-    ["spmdtrain.checkpoints", "spmdtrain.interop", "spmdtrain.page"],
+    ["spmdtrain.checkpoints", "spmdtrain.interop", "spmdtrain.lab.page"],
     ["spmdtrain.inference"],
     [
         "spmdtrain.running",
@@ -31,8 +31,8 @@ FLOORS = [
         "spmdtrain.planner",
         "spmdtrain.launch",
     ],
-    ["spmdtrain.replay", "spmdtrain.certify"],
-    ["spmdtrain.diff", "spmdtrain.profile", "spmdtrain.strategies"],
+    ["spmdtrain.lab.replay", "spmdtrain.lab.certify"],
+    ["spmdtrain.lab", "spmdtrain.lab.diff", "spmdtrain.lab.profile", "spmdtrain.lab.strategies"],
     ["spmdtrain.cli"],
     ["spmdtrain.__main__"],
 ]
@@ -290,6 +290,7 @@ SHARED_NAMES = {
 # Folders of fewer than three files, and why each is one.
 SMALL_FOLDERS = {
     "spmdtrain": "the package itself: what is run with python -m",
+    "spmdtrain/lab": "rooms alone",
     "spmdtrain/checkpoints/snapshots": "a floor of their own: the memory of a host, not a store",
     "spmdtrain/data/mixtures": "[data.mix], with [data.phases]",
     "spmdtrain/planner/settings": "what the schema accepts, apart from what it costs",

@@ -20,7 +20,7 @@ from training import arguments, train
 
 from spmdtrain.compiled.operations import NETWORK
 from spmdtrain.config.run_files import COMPILED, OPERATIONS, PROFILE, RunFiles
-from spmdtrain.profile.trace import Executed, read_trace
+from spmdtrain.lab.profile.trace import Executed, read_trace
 
 STEP = 12  # that is traced
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from spmdtrain.certify.cover import Layout
     from spmdtrain.config import RunConfig
+    from spmdtrain.lab.certify.cover import Layout
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 FLAGS = (
@@ -42,10 +42,10 @@ WITH_RULES = (
 def main(arguments: list[str]) -> None:
     """Imports the library only now: what jax reads of the environment is settled above."""
     import spmdtrain
-    from spmdtrain.certify.certify import certify, values
-    from spmdtrain.certify.cover import cover, fitted, given
-    from spmdtrain.certify.shrink import shrink
     from spmdtrain.config import load
+    from spmdtrain.lab.certify.certify import certify, values
+    from spmdtrain.lab.certify.cover import cover, fitted, given
+    from spmdtrain.lab.certify.shrink import shrink
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--among", default="")
@@ -72,8 +72,8 @@ def carried_on(small: "RunConfig", layouts: "Sequence[Layout]") -> dict[str, Any
     """The part of a certificate that is about resuming, from a state with moments."""
     import jax
 
-    from spmdtrain.certify.stepper import Own, Stepper
-    from spmdtrain.certify.witnesses.resume import resumed
+    from spmdtrain.lab.certify.stepper import Own, Stepper
+    from spmdtrain.lab.certify.witnesses.resume import resumed
 
     stepper = Stepper(small, jax.devices()[:1], Own())
     with stepper.batches() as ahead:
@@ -93,12 +93,12 @@ def drawn(
     """
     import jax
 
-    from spmdtrain.certify.certify import examine
-    from spmdtrain.certify.drawn import draw_layouts
-    from spmdtrain.certify.noise import make_reference
-    from spmdtrain.certify.shrink import shrink
-    from spmdtrain.certify.stepper import Own
     from spmdtrain.config import load
+    from spmdtrain.lab.certify.certify import examine
+    from spmdtrain.lab.certify.drawn import draw_layouts
+    from spmdtrain.lab.certify.noise import make_reference
+    from spmdtrain.lab.certify.shrink import shrink
+    from spmdtrain.lab.certify.stepper import Own
 
     small = shrink(load(BASE, settings), as_is=True).config
     reference = make_reference(small, 2, Own())

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 from fuzz.campaign import ROOT
 
-from spmdtrain.certify import against
-from spmdtrain.certify.certificate_page import page
-from spmdtrain.certify.certify import Certificate, Examined, certify, examine, values
-from spmdtrain.certify.cover import COLLECTIVE, Layout
-from spmdtrain.certify.noise import Reference, make_reference
-from spmdtrain.certify.shrink import Shrunk, shrink
-from spmdtrain.certify.stepper import Own
-from spmdtrain.certify.witnesses.mixing import APART, samples_apart
-from spmdtrain.certify.witnesses.real_size import judged
-from spmdtrain.certify.witnesses.witness import Witness, witnesses
 from spmdtrain.compiled.memory import StepMemory
 from spmdtrain.config import load
+from spmdtrain.lab.certify import against
+from spmdtrain.lab.certify.certificate_page import page
+from spmdtrain.lab.certify.certify import Certificate, Examined, certify, examine, values
+from spmdtrain.lab.certify.cover import COLLECTIVE, Layout
+from spmdtrain.lab.certify.noise import Reference, make_reference
+from spmdtrain.lab.certify.shrink import Shrunk, shrink
+from spmdtrain.lab.certify.stepper import Own
+from spmdtrain.lab.certify.witnesses.mixing import APART, samples_apart
+from spmdtrain.lab.certify.witnesses.real_size import judged
+from spmdtrain.lab.certify.witnesses.witness import Witness, witnesses
 from spmdtrain.models.layers.mlp import Mlp
 from spmdtrain.models.transformer import Transformer
 

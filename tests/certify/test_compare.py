@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from spmdtrain.certify.compare import (
+from spmdtrain.lab.certify.compare import (
     BATCH,
     GRADIENT,
     MARGIN,

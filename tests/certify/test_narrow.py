@@ -6,15 +6,15 @@ from fuzz.campaign import ROOT
 from helpers import MESHES, prepared
 from two_pythons import core
 
-from spmdtrain.certify.asked import against_float32
-from spmdtrain.certify.certify import Certificate
-from spmdtrain.certify.cover import Layout
-from spmdtrain.certify.noise import Reference
-from spmdtrain.certify.shrink import shrink
-from spmdtrain.certify.stepper import Own
-from spmdtrain.certify.witnesses.own_precision import narrow_gradients
-from spmdtrain.certify.witnesses.witness import Witness
 from spmdtrain.config import load
+from spmdtrain.lab.certify.asked import against_float32
+from spmdtrain.lab.certify.certify import Certificate
+from spmdtrain.lab.certify.cover import Layout
+from spmdtrain.lab.certify.noise import Reference
+from spmdtrain.lab.certify.shrink import shrink
+from spmdtrain.lab.certify.stepper import Own
+from spmdtrain.lab.certify.witnesses.own_precision import narrow_gradients
+from spmdtrain.lab.certify.witnesses.witness import Witness
 from spmdtrain.parallel.wide_sums import narrow_sums
 from spmdtrain.train.gradients import grad_accumulation
 from spmdtrain.train.step import make_gradients

@@ -7,15 +7,15 @@ import pytest
 from fuzz.campaign import ROOT
 from test_certify import BASE, TINY
 
-from spmdtrain.certify.cover import Layout
-from spmdtrain.certify.shrink import shrink
-from spmdtrain.certify.stepper import Own
-from spmdtrain.certify.witnesses.followed import follow
-from spmdtrain.certify.witnesses.resume import ALONE, SETTINGS, carried, with_settings
 from spmdtrain.checkpoints.leaves import relayout
 from spmdtrain.config import load
 from spmdtrain.config.schema import ScheduleFreeAdamW
 from spmdtrain.data.source import open_data
+from spmdtrain.lab.certify.cover import Layout
+from spmdtrain.lab.certify.shrink import shrink
+from spmdtrain.lab.certify.stepper import Own
+from spmdtrain.lab.certify.witnesses.followed import follow
+from spmdtrain.lab.certify.witnesses.resume import ALONE, SETTINGS, carried, with_settings
 from spmdtrain.models.abstract import Parameter
 from spmdtrain.train.compared.in_order import STEP, Leaf, Plain, plain_state
 from spmdtrain.train.updates.shipped_optimizers import make_optimizer

@@ -9,12 +9,12 @@ from fuzz.campaign import ROOT
 from fuzz.draw import config_of, numbers_of
 from jax.sharding import AbstractMesh
 
-from spmdtrain.certify.cover import AXES, DEVICES, UNEVEN, Layout, cover, fitted, given
-from spmdtrain.certify.drawn import draw_layouts
-from spmdtrain.certify.shrink import BATCH, LENGTH, shrink
-from spmdtrain.certify.witnesses.resume import with_settings
 from spmdtrain.config import ConfigError, RunConfig, load
 from spmdtrain.config.schema import MeshConfig, PrecisionConfig
+from spmdtrain.lab.certify.cover import AXES, DEVICES, UNEVEN, Layout, cover, fitted, given
+from spmdtrain.lab.certify.drawn import draw_layouts
+from spmdtrain.lab.certify.shrink import BATCH, LENGTH, shrink
+from spmdtrain.lab.certify.witnesses.resume import with_settings
 from spmdtrain.pipeline.find_table import choose_table
 from spmdtrain.train.shard import shard_on
 

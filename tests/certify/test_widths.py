@@ -12,18 +12,18 @@ import jax
 import pytest
 from helpers import tiny
 
-from spmdtrain.certify.shrink import shrink
-from spmdtrain.certify.stepper import Own
-from spmdtrain.certify.widths import (
+from spmdtrain.cli import main
+from spmdtrain.config import REFUSED, ConfigError, RunConfig
+from spmdtrain.config.schema import AdamW, Lion, Muon, TransformerConfig
+from spmdtrain.lab.certify.shrink import shrink
+from spmdtrain.lab.certify.stepper import Own
+from spmdtrain.lab.certify.widths import (
     BOUND,
     CoordinateCheck,
     after_steps,
     at_width,
     coordinate_check,
 )
-from spmdtrain.cli import main
-from spmdtrain.config import REFUSED, ConfigError, RunConfig
-from spmdtrain.config.schema import AdamW, Lion, Muon, TransformerConfig
 from spmdtrain.models.abstract import Parameter
 from spmdtrain.train.shard import shard
 from spmdtrain.train.updates import shipped_optimizers

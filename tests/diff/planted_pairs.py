@@ -27,7 +27,7 @@ import numpy as np
 from fuzz import programs
 from helpers import mesh_of, tiny
 
-from spmdtrain.diff.diff import Compared, diff
+from spmdtrain.lab.diff.diff import Compared, diff
 from spmdtrain.running import loop
 from spmdtrain.running.record import start
 from spmdtrain.running.start import compiling

@@ -15,13 +15,13 @@ from spmdtrain.checkpoints.identity import flat
 from spmdtrain.cli import main
 from spmdtrain.config import CheckpointError, RunConfig, resolved
 from spmdtrain.config.errors import DONE, UNEQUAL
-from spmdtrain.diff.causes import RanOtherwise, causes
-from spmdtrain.diff.diff import diff
-from spmdtrain.diff.differences import DataDifference, Other
-from spmdtrain.diff.meaning import DECIDED, Changed, kind_of
-from spmdtrain.diff.parting import Parting
-from spmdtrain.diff.speed import speed_of
-from spmdtrain.replay.written import WrittenRun
+from spmdtrain.lab.diff.causes import RanOtherwise, causes
+from spmdtrain.lab.diff.diff import diff
+from spmdtrain.lab.diff.differences import DataDifference, Other
+from spmdtrain.lab.diff.meaning import DECIDED, Changed, kind_of
+from spmdtrain.lab.diff.parting import Parting
+from spmdtrain.lab.diff.speed import speed_of
+from spmdtrain.lab.replay.written import WrittenRun
 
 LAYOUT = ("mesh.data=2", "mesh.tensor=2", "train.zero=1")
 

@@ -31,12 +31,12 @@ from fuzz.draw import ONE_DEVICE, Draw, after, settings_of
 from fuzz.kinds import without_numbers
 from fuzz.runs import Run, Stop, lines_of, run
 from fuzz.settings import BASE_FILE, Values, overrides
-from spmdtrain.certify.cover import Layout
-from spmdtrain.certify.shrink import shrink
-from spmdtrain.certify.stepper import Own
-from spmdtrain.certify.witnesses.own_precision import is_narrow, narrow_gradients
 from spmdtrain.config import RunConfig, UserError, load
 from spmdtrain.data.source import open_data
+from spmdtrain.lab.certify.cover import Layout
+from spmdtrain.lab.certify.shrink import shrink
+from spmdtrain.lab.certify.stepper import Own
+from spmdtrain.lab.certify.witnesses.own_precision import is_narrow, narrow_gradients
 from spmdtrain.train.shard import shard
 
 ADVICE = re.compile(

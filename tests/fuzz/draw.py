@@ -29,9 +29,9 @@ from fuzz.settings import (
     required,
     values_of,
 )
-from spmdtrain.certify.drawn_rules import ACTIVATIONS, draw_rules, legal, sizes_of
 from spmdtrain.config import ConfigError, RunConfig, load
 from spmdtrain.config.schema import MeshConfig
+from spmdtrain.lab.certify.drawn_rules import ACTIVATIONS, draw_rules, legal, sizes_of
 from spmdtrain.parallel.axes import ACTIVATION_RULES
 
 AXES = tuple(MeshConfig().sizes)

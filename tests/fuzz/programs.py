@@ -15,7 +15,7 @@ from unittest.mock import patch
 import jax
 
 from spmdtrain.config import RunConfig
-from spmdtrain.replay import opened
+from spmdtrain.lab.replay import opened
 from spmdtrain.running.compile_step import compile_step, lower_step, with_stages
 from spmdtrain.running.distillation import teacher_weights
 from spmdtrain.running.start import compiling, session

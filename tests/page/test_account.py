@@ -12,7 +12,7 @@ import spmdtrain as st
 from spmdtrain.checkpoints.checkpoints import Checkpoints
 from spmdtrain.config.run_files import EVENTS
 from spmdtrain.inference import tasks
-from spmdtrain.page.account import account, stretches
+from spmdtrain.lab.page.account import account, stretches
 from spmdtrain.processes import pulse
 from spmdtrain.processes.goodput import DOWN, REPEATED, Goodput
 from spmdtrain.running.start import compiling, find

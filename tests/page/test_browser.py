@@ -61,7 +61,7 @@ def test_a_browser_shows_the_page_without_an_error_or_a_request(tmp_path):
 
 def colours(scheme: str) -> dict[str, str]:
     """The colours of the page, by name: in `light`, `dark` or on `print`."""
-    style = (files("spmdtrain.page") / "page.css").read_text()
+    style = (files("spmdtrain.lab.page") / "page.css").read_text()
     blocks = re.findall(r":root\{(.*?)\}", style)
     found = {}
     for block in {"light": blocks[:1], "dark": blocks[:2], "print": [blocks[0], blocks[2]]}[scheme]:
@@ -92,5 +92,5 @@ def test_texts_and_curves_stand_out_from_what_is_behind_them(scheme):
 def test_the_parts_of_a_page_are_installed_with_the_package():
     text = Path(__file__).parents[2].joinpath("pyproject.toml").read_text()
     for file in ("page.css", "page.js"):
-        assert (files("spmdtrain.page") / file).is_file()
+        assert (files("spmdtrain.lab.page") / file).is_file()
         assert f"page/*{Path(file).suffix}" in text

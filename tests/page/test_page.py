@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from spmdtrain.cli import main
 from spmdtrain.config import CheckpointError, RunConfig, resolved
-from spmdtrain.page import tables
-from spmdtrain.page.columns import MetricsFile, smoothed, thinned
-from spmdtrain.page.page import page
-from spmdtrain.page.read import RunRead, RunReader
-from spmdtrain.page.troubles import troubles
+from spmdtrain.lab.page import tables
+from spmdtrain.lab.page.columns import MetricsFile, smoothed, thinned
+from spmdtrain.lab.page.page import page
+from spmdtrain.lab.page.read import RunRead, RunReader
+from spmdtrain.lab.page.troubles import troubles
 
 VOID = {"meta", "path", "rect", "link", "br", "input"}
 STEPS = 200
@@ -473,7 +473,7 @@ def test_the_end_of_a_mean_is_as_calm_as_its_middle():
 
 def test_a_dot_at_the_edge_of_a_chart_is_whole():
     """What may stand out from the plot is at least half of the widest dot."""
-    css = resources.files("spmdtrain.page").joinpath("page.css").read_text()
+    css = resources.files("spmdtrain.lab.page").joinpath("page.css").read_text()
     [plot] = re.findall(r"\.plot>svg\{(.*?)\}", css)
     [beyond] = re.findall(r"overflow:visible;clip-path:inset\(-(\d+)px\)", plot)
     widths = re.findall(r"stroke-width:([\d.]+);stroke-linecap:round", css)
@@ -499,6 +499,8 @@ def test_the_command_writes_the_page_and_prints_the_figures(run, tmp_path, capsy
 
 
 def test_a_page_is_made_without_jax():
-    code = "import sys, spmdtrain.page.page, spmdtrain.page.read; print('jax' in sys.modules)"
+    code = (
+        "import sys, spmdtrain.lab.page.page, spmdtrain.lab.page.read; print('jax' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr

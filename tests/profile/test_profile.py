@@ -20,12 +20,12 @@ from spmdtrain.compiled.operations import COPY, NETWORK, SORTS, KindOfWork, oper
 from spmdtrain.compiled.parts import OTHER, PARTS
 from spmdtrain.config import CheckpointError
 from spmdtrain.config.errors import DONE
-from spmdtrain.page.cost.alarm import WINDOW, alarm
-from spmdtrain.page.cost.waterfall import by_bound, farthest_bound, waterfall
-from spmdtrain.page.heading import remarks
-from spmdtrain.page.read import RunReader
-from spmdtrain.profile.seconds import IDLE, StepProfile, profile_of, summed, traced_steps
-from spmdtrain.profile.trace import Executed, shared_time
+from spmdtrain.lab.page.cost.alarm import WINDOW, alarm
+from spmdtrain.lab.page.cost.waterfall import by_bound, farthest_bound, waterfall
+from spmdtrain.lab.page.heading import remarks
+from spmdtrain.lab.page.read import RunReader
+from spmdtrain.lab.profile.seconds import IDLE, StepProfile, profile_of, summed, traced_steps
+from spmdtrain.lab.profile.trace import Executed, shared_time
 from spmdtrain.running import loop
 from spmdtrain.running.compile_step import lower_step
 

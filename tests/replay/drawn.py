@@ -29,7 +29,7 @@ from fuzz import programs, runs
 from fuzz.campaign import prepare_tokens
 from fuzz.draw import LAYOUTS_PER_NUMBERS, SEEDS_PER_NUMBERS, Draw, draw, settings_of
 
-from spmdtrain.replay.replay import Replayed, replay
+from spmdtrain.lab.replay.replay import Replayed, replay
 
 Line = dict[str, Any]
 

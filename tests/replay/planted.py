@@ -26,7 +26,7 @@ from fuzz import programs
 from helpers import tiny
 
 from spmdtrain.config.errors import DivergedError
-from spmdtrain.replay.explain import Explained, explain
+from spmdtrain.lab.replay.explain import Explained, explain
 from spmdtrain.running import loop
 from spmdtrain.running.start import compiling
 from spmdtrain.train.fresh import init_state

@@ -11,7 +11,7 @@ from helpers import mesh_of, tiny
 
 from spmdtrain.config import CheckpointError
 from spmdtrain.config.errors import DivergedError
-from spmdtrain.replay.replay import replay
+from spmdtrain.lab.replay.replay import replay
 from spmdtrain.running import loop
 from spmdtrain.running.start import compiling
 

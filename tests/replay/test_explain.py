@@ -6,8 +6,8 @@ from fuzz import programs
 from planted import BAD, BATCH, CAUSES, SAVED, explained, planted
 
 from spmdtrain.cli.record.explain import describe
-from spmdtrain.replay.explain import explain
-from spmdtrain.replay.spike import deviations, is_healed, recent
+from spmdtrain.lab.replay.explain import explain
+from spmdtrain.lab.replay.spike import deviations, is_healed, recent
 
 pytestmark = pytest.mark.long
 

@@ -14,10 +14,10 @@ from helpers import mesh_of, tiny
 from spmdtrain import cli
 from spmdtrain.config import CheckpointError, ConfigError, DataError
 from spmdtrain.config.errors import UNEQUAL
-from spmdtrain.replay.opened import changed_setting, check_one_start
-from spmdtrain.replay.replay import replay
-from spmdtrain.replay.starts import flags_of
-from spmdtrain.replay.written import WrittenRun
+from spmdtrain.lab.replay.opened import changed_setting, check_one_start
+from spmdtrain.lab.replay.replay import replay
+from spmdtrain.lab.replay.starts import flags_of
+from spmdtrain.lab.replay.written import WrittenRun
 from spmdtrain.running import loop
 from spmdtrain.running.start import compiling
 

@@ -19,7 +19,7 @@ from spmdtrain.config.stages import TimedStage
 from spmdtrain.data.pieces import in_pieces, sequences_of
 from spmdtrain.data.source import open_data
 from spmdtrain.interop.files import open_tensors
-from spmdtrain.replay.replay import replay
+from spmdtrain.lab.replay.replay import replay
 from spmdtrain.running import loop
 from spmdtrain.running.published.export_run import export_run
 from spmdtrain.train.shard import shard

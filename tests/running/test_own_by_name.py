@@ -11,10 +11,10 @@ import pytest
 from helpers import tiny
 
 import spmdtrain as st
-from spmdtrain.certify.shrink import shrink
 from spmdtrain.cli import main
 from spmdtrain.config import ConfigError, load, to_toml
 from spmdtrain.config.own.parts import own_list, own_part
+from spmdtrain.lab.certify.shrink import shrink
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DEVICES = jax.devices()

@@ -10,11 +10,7 @@ from helpers import tiny
 
 from spmdtrain.cli import main
 from spmdtrain.config import REFUSED, ConfigError
-from spmdtrain.planner.cost.hardware import DEVICES
-from spmdtrain.planner.cost.workload import workload_of
-from spmdtrain.planner.estimate import estimate
-from spmdtrain.planner.traffic import needed_traffic
-from spmdtrain.strategies.layouts import (
+from spmdtrain.lab.strategies.layouts import (
     DEFAULT,
     STRATEGIES,
     Cluster,
@@ -22,15 +18,19 @@ from spmdtrain.strategies.layouts import (
     laid_out,
     settings_of,
 )
-from spmdtrain.strategies.predicted import predict
-from spmdtrain.strategies.side_by_side import (
+from spmdtrain.lab.strategies.predicted import predict
+from spmdtrain.lab.strategies.side_by_side import (
     in_markdown,
     in_terminal,
     table_predicted,
     table_trained,
     values_trained,
 )
-from spmdtrain.strategies.trained import judge, train_in_turns
+from spmdtrain.lab.strategies.trained import judge, train_in_turns
+from spmdtrain.planner.cost.hardware import DEVICES
+from spmdtrain.planner.cost.workload import workload_of
+from spmdtrain.planner.estimate import estimate
+from spmdtrain.planner.traffic import needed_traffic
 
 SIXTEEN = Cluster(16, per_host=8)
 SETTINGS = ("train.global_batch=16", "model.layers=6", "model.heads=4")

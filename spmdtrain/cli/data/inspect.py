@@ -18,7 +18,7 @@ from spmdtrain.config.schema import RunConfig
 from spmdtrain.config.settable import OF_PLACES, check_settable
 
 if TYPE_CHECKING:
-    from spmdtrain.replay.written import WrittenRun
+    from spmdtrain.lab.replay.written import WrittenRun
 
 
 def add_inspect(commands) -> None:
@@ -103,8 +103,8 @@ def _settings_of_run(parsed: argparse.Namespace) -> "tuple[RunConfig, WrittenRun
     """Returns the settings with which a run took the step, and what it wrote."""
     from spmdtrain.checkpoints.restore import refuse_own_parts
     from spmdtrain.config.load import as_overrides, from_resolved
-    from spmdtrain.replay.opened import settings_at
-    from spmdtrain.replay.written import read_written
+    from spmdtrain.lab.replay.opened import settings_at
+    from spmdtrain.lab.replay.written import read_written
 
     overrides = as_overrides(parsed.set)
     parsed.settable = OF_PLACES  # and not all of those of a config

@@ -60,11 +60,11 @@ def _gradients() -> Figures:
     """Returns whether gradients in bfloat16 are those of float32 on the first device, and how far
     the worst is off.
     """
-    from spmdtrain.certify.cover import Layout
-    from spmdtrain.certify.shrink import shrink
-    from spmdtrain.certify.stepper import Own
-    from spmdtrain.certify.witnesses.own_precision import narrow_gradients
     from spmdtrain.config import RunConfig
+    from spmdtrain.lab.certify.cover import Layout
+    from spmdtrain.lab.certify.shrink import shrink
+    from spmdtrain.lab.certify.stepper import Own
+    from spmdtrain.lab.certify.witnesses.own_precision import narrow_gradients
 
     config = RunConfig(precision={"compute": "bfloat16"})
     wide, narrow = (shrink(config, precision=which).config for which in ("float32", "asked"))

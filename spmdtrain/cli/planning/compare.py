@@ -11,8 +11,8 @@ from spmdtrain.cli.shared_arguments import add_config, add_make, positive_int, w
 from spmdtrain.config import DONE, REFUSED, ConfigError, RunConfig, load
 
 if TYPE_CHECKING:
-    from spmdtrain.strategies.side_by_side import StrategyTable
-    from spmdtrain.strategies.trained import TrainedStrategy
+    from spmdtrain.lab.strategies.side_by_side import StrategyTable
+    from spmdtrain.lab.strategies.trained import TrainedStrategy
 
 
 def add_compare(commands) -> None:
@@ -71,8 +71,8 @@ def run_compare(parsed: argparse.Namespace) -> int:
     if parsed.write:
         refuse_unwritable(Path(parsed.write))
     _start(parsed)
-    from spmdtrain.strategies import side_by_side
-    from spmdtrain.strategies.layouts import DEFAULT, check_names, compared_run
+    from spmdtrain.lab.strategies import side_by_side
+    from spmdtrain.lab.strategies.layouts import DEFAULT, check_names, compared_run
 
     parsed.strategies = parsed.strategies or [*DEFAULT]
     check_names(parsed.strategies)
@@ -115,7 +115,7 @@ def _is_good(trained: "list[TrainedStrategy]") -> bool:
 def _trained(parsed: argparse.Namespace, config: RunConfig) -> "list[TrainedStrategy]":
     import jax
 
-    from spmdtrain.strategies.trained import train_in_turns
+    from spmdtrain.lab.strategies.trained import train_in_turns
 
     if jax.device_count() < 2:
         raise ConfigError(
@@ -145,9 +145,9 @@ def _title(parsed: argparse.Namespace) -> str:
 def _predicted(
     parsed: argparse.Namespace, config: RunConfig
 ) -> "tuple[StrategyTable, list[dict[str, Any]]]":
+    from spmdtrain.lab.strategies import side_by_side
+    from spmdtrain.lab.strategies.predicted import predict
     from spmdtrain.planner.cost.hardware import hardware
-    from spmdtrain.strategies import side_by_side
-    from spmdtrain.strategies.predicted import predict
 
     kind = hardware(parsed.hardware)
     found = predict(config, parsed.strategies, kind, parsed.devices)

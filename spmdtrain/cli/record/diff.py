@@ -10,10 +10,10 @@ from spmdtrain.cli.record.replay import take_flags
 from spmdtrain.cli.run.waiting import waiting
 from spmdtrain.cli.shared_arguments import add_devices, add_make, add_own, positive_int
 from spmdtrain.config import DONE, UNEQUAL
-from spmdtrain.diff import FEW
+from spmdtrain.lab.diff import FEW
 
 if TYPE_CHECKING:
-    from spmdtrain.diff.diff import Compared
+    from spmdtrain.lab.diff.diff import Compared
 
 MOST = 6  # differences of one sort that are listed
 LONGEST = 40  # characters of a value
@@ -50,7 +50,7 @@ def run_diff(parsed: argparse.Namespace) -> int:
     if not parsed.no_replay:
         take_flags(Path(parsed.a), 1)
     with waiting(parsed, f"comparing {parsed.a} with {parsed.b}"):
-        from spmdtrain.diff.diff import diff
+        from spmdtrain.lab.diff.diff import diff
 
         found = diff(
             parsed.a,
@@ -132,7 +132,7 @@ def _program(found: "Compared") -> Iterator[str]:
 
 
 def _pair(name: str, pair: Sequence[float]) -> str:
-    from spmdtrain.page.words import size
+    from spmdtrain.lab.page.words import size
 
     return f"{name} {size(pair[0])} -> {size(pair[1])}"
 
@@ -161,7 +161,7 @@ def _loss(found: "Compared") -> Iterator[str]:
 
 
 def _speed(found: "Compared") -> Iterator[str]:
-    from spmdtrain.page.words import seconds
+    from spmdtrain.lab.page.words import seconds
 
     speed = found.speed
     if speed is None:
@@ -224,6 +224,6 @@ def _value(value: Any) -> str:
 
 
 def _count(count: int, word: str) -> str:
-    from spmdtrain.page.words import plural
+    from spmdtrain.lab.page.words import plural
 
     return plural(count, word)

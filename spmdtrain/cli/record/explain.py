@@ -11,7 +11,7 @@ from spmdtrain.cli.shared_arguments import add_devices, add_make, add_own, posit
 from spmdtrain.config import DONE, UNEQUAL
 
 if TYPE_CHECKING:
-    from spmdtrain.replay.explain import Explained
+    from spmdtrain.lab.replay.explain import Explained
 
 
 def add_explain(commands) -> None:
@@ -37,7 +37,7 @@ def run_explain(parsed: argparse.Namespace) -> int:
     """Prints the likeliest cause. Returns UNEQUAL if a replay blames the machine."""
     take_flags(Path(parsed.run), parsed.step or 1)
     with waiting(parsed, f"replaying {parsed.run}"):
-        from spmdtrain.replay.explain import explain
+        from spmdtrain.lab.replay.explain import explain
 
         found = explain(parsed.run, parsed.step, make=parsed.make, own=parsed.own)
     print(json.dumps(found.document()) if parsed.json else describe(found))

@@ -12,7 +12,7 @@ from spmdtrain.cli.shared_arguments import add_devices, add_make, add_own, posit
 from spmdtrain.config import DONE, CheckpointError
 
 if TYPE_CHECKING:
-    from spmdtrain.profile.seconds import StepProfile
+    from spmdtrain.lab.profile.seconds import StepProfile
 
 LONGEST_PATH = 70  # characters of jax's path to an instruction
 NEWEST = 2**31 - 1
@@ -44,8 +44,8 @@ def run_profile(parsed: argparse.Namespace) -> int:
     if parsed.steps:
         take_flags(run, NEWEST)
     with waiting(parsed, f"profiling {run}"):
-        from spmdtrain.profile.seconds import profile_of, traced_steps
-        from spmdtrain.profile.take import trace_steps
+        from spmdtrain.lab.profile.seconds import profile_of, traced_steps
+        from spmdtrain.lab.profile.take import trace_steps
 
         steps = traced_steps(run)
         if parsed.steps:
@@ -69,7 +69,7 @@ def middle_of(found: list["StepProfile"]) -> "StepProfile":
 
 def describe(found: "StepProfile") -> list[str]:
     """Returns a profile as lines: sorts of work, parts, and the longest instructions."""
-    from spmdtrain.page.words import plural, seconds, share
+    from spmdtrain.lab.page.words import plural, seconds, share
 
     def table(title: str, rows: Mapping[str, float]) -> list[str]:
         order = sorted(rows.items(), key=lambda each: -each[1])
@@ -100,7 +100,7 @@ def describe(found: "StepProfile") -> list[str]:
 def _nameless(parts: Mapping[str, float]) -> list[str]:
     """Returns a line if no instruction names its part, as in a program of an older version."""
     from spmdtrain.compiled.parts import OTHER
-    from spmdtrain.profile.seconds import IDLE
+    from spmdtrain.lab.profile.seconds import IDLE
 
     if set(parts) - {OTHER, IDLE}:
         return []
@@ -111,7 +111,7 @@ def _nameless(parts: Mapping[str, float]) -> list[str]:
 
 
 def _others(found: list["StepProfile"]) -> list[str]:
-    from spmdtrain.page.words import seconds
+    from spmdtrain.lab.page.words import seconds
 
     if len(found) == 1:
         return []
@@ -123,9 +123,9 @@ def _slower(run: Path) -> dict[str, Any] | None:
     """Returns the alarm about a step time outside the run's usual range, with the component that a
     trace blames; None if there is no alarm.
     """
-    from spmdtrain.page.cost.alarm import alarm
-    from spmdtrain.page.cost.waterfall import farthest_bound
-    from spmdtrain.page.read import RunReader
+    from spmdtrain.lab.page.cost.alarm import alarm
+    from spmdtrain.lab.page.cost.waterfall import farthest_bound
+    from spmdtrain.lab.page.read import RunReader
 
     read = RunReader(run).read()
     found = alarm(read)

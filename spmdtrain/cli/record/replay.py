@@ -11,10 +11,10 @@ from spmdtrain.cli.run.waiting import waiting
 from spmdtrain.cli.shared_arguments import add_devices, add_make, add_own, add_set, positive_int
 from spmdtrain.config import DONE, UNEQUAL
 from spmdtrain.config.settable import OF_REPLAY
-from spmdtrain.replay.starts import flags_of, read_start
+from spmdtrain.lab.replay.starts import flags_of, read_start
 
 if TYPE_CHECKING:
-    from spmdtrain.replay.replay import Replayed
+    from spmdtrain.lab.replay.replay import Replayed
 
 
 def add_replay(commands) -> None:
@@ -52,7 +52,7 @@ def run_replay(parsed: argparse.Namespace) -> int:
     """
     take_flags(Path(parsed.run), parsed.step or 1)
     with waiting(parsed, f"replaying {parsed.run}"):
-        from spmdtrain.replay.replay import replay
+        from spmdtrain.lab.replay.replay import replay
 
         found = replay(
             parsed.run,

@@ -24,10 +24,10 @@ from spmdtrain.config import DONE, REFUSED, ConfigError, load, resolved
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from spmdtrain.certify.certify import Certificate
-    from spmdtrain.certify.cover import Layout
-    from spmdtrain.certify.shrink import Shrunk
     from spmdtrain.config import RunConfig
+    from spmdtrain.lab.certify.certify import Certificate
+    from spmdtrain.lab.certify.cover import Layout
+    from spmdtrain.lab.certify.shrink import Shrunk
 
 SIMULATED = 8
 # Halves the compile time; these programs need no speed.
@@ -103,10 +103,10 @@ def run_certify(parsed: argparse.Namespace) -> int:
     for file in (page, document):
         refuse_unwritable(file)
     _start(parsed)
-    from spmdtrain.certify import against
-    from spmdtrain.certify.certificate_page import not_proved
-    from spmdtrain.certify.certificate_page import page as as_page
-    from spmdtrain.certify.certify import values
+    from spmdtrain.lab.certify import against
+    from spmdtrain.lab.certify.certificate_page import not_proved
+    from spmdtrain.lab.certify.certificate_page import page as as_page
+    from spmdtrain.lab.certify.certify import values
 
     older = None if parsed.against is None else against.read(Path(parsed.against))
     found = _certified(parsed, config)
@@ -144,11 +144,11 @@ def _start(parsed: argparse.Namespace) -> None:
 
 
 def _certified(parsed: argparse.Namespace, config: "RunConfig") -> "Certificate":
-    from spmdtrain.certify.asked import against_float32, in_asked_precision
-    from spmdtrain.certify.certify import certify, told
-    from spmdtrain.certify.shrink import shrink
-    from spmdtrain.certify.stepper import Own
-    from spmdtrain.certify.witnesses.real_size import real_size
+    from spmdtrain.lab.certify.asked import against_float32, in_asked_precision
+    from spmdtrain.lab.certify.certify import certify, told
+    from spmdtrain.lab.certify.shrink import shrink
+    from spmdtrain.lab.certify.stepper import Own
+    from spmdtrain.lab.certify.witnesses.real_size import real_size
 
     say = (lambda _: None) if parsed.json else (lambda line: print(line, flush=True))
     own = Own(make=parsed.make)
@@ -179,7 +179,7 @@ def _certified(parsed: argparse.Namespace, config: "RunConfig") -> "Certificate"
 def _layouts(
     parsed: argparse.Namespace, config: "RunConfig", shrunk: "Shrunk"
 ) -> "Sequence[Layout]":
-    from spmdtrain.certify.cover import cover, fitted, given
+    from spmdtrain.lab.certify.cover import cover, fitted, given
 
     if parsed.layouts is None:
         layouts = fitted(cover(config, only_asked=parsed.only_asked), shrunk.config)
@@ -189,7 +189,7 @@ def _layouts(
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{parsed.layouts} cannot be read: {error}") from None
     if parsed.draw:
-        from spmdtrain.certify.drawn import draw_layouts
+        from spmdtrain.lab.certify.drawn import draw_layouts
 
         layouts = [*layouts, *draw_layouts(shrunk.config, parsed.draw, parsed.seed)]
     if not layouts:

@@ -9,8 +9,8 @@ from spmdtrain.cli.shared_arguments import add_config, add_make, positive_int
 from spmdtrain.config import DONE, REFUSED, load
 
 if TYPE_CHECKING:
-    from spmdtrain.certify.widths import CoordinateCheck, WidthFigures
     from spmdtrain.config import RunConfig
+    from spmdtrain.lab.certify.widths import CoordinateCheck, WidthFigures
 
 TIMES = (1, 2, 4)  # as wide as the base, without --widths
 
@@ -52,8 +52,8 @@ def run_coordcheck(parsed: argparse.Namespace) -> int:
     start_jax(parsed, alone=True)
     import jax
 
-    from spmdtrain.certify.stepper import Own
-    from spmdtrain.certify.widths import coordinate_check
+    from spmdtrain.lab.certify.stepper import Own
+    from spmdtrain.lab.certify.widths import coordinate_check
 
     def say(figures: "WidthFigures") -> None:
         if not parsed.json:
@@ -73,7 +73,7 @@ def run_coordcheck(parsed: argparse.Namespace) -> int:
 
 def _values(found: "CoordinateCheck") -> dict[str, Any]:
     """Returns the values printed as JSON; a spread that is not finite is null."""
-    from spmdtrain.certify.widths import BOUND, BOUND_OF_KIND
+    from spmdtrain.lab.certify.widths import BOUND, BOUND_OF_KIND
 
     return {
         "widths": [
@@ -99,7 +99,7 @@ def _finite(number: float) -> float | None:
 
 def _verdict(config: "RunConfig", found: "CoordinateCheck") -> str:
     """Returns the spreads, and what they mean."""
-    from spmdtrain.certify.widths import BOUND, BOUND_OF_KIND
+    from spmdtrain.lab.certify.widths import BOUND, BOUND_OF_KIND
 
     kinds = ", ".join(f"{kind} {each:.3g}" for kind, each in found.spread_by_kind.items())
     spread = (

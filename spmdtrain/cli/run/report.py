@@ -31,9 +31,9 @@ def add_report(commands) -> None:
 
 def run_report(parsed: argparse.Namespace) -> int:
     """Writes the page of the runs, or prints their figures."""
-    from spmdtrain.page.heading import figures
-    from spmdtrain.page.page import MOST_RUNS, page, write
-    from spmdtrain.page.read import RunReader
+    from spmdtrain.lab.page.heading import figures
+    from spmdtrain.lab.page.page import MOST_RUNS, page, write
+    from spmdtrain.lab.page.read import RunReader
 
     if len(parsed.runs) > MOST_RUNS:
         what = f"a page shows at most {MOST_RUNS} runs"

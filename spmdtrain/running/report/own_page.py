@@ -9,8 +9,8 @@ import jax
 
 from spmdtrain.config.errors import UserError
 from spmdtrain.config.run_files import REPORT
-from spmdtrain.page.page import page, write
-from spmdtrain.page.read import RunReader
+from spmdtrain.lab.page.page import page, write
+from spmdtrain.lab.page.read import RunReader
 
 LIVE_SECONDS = 30
 

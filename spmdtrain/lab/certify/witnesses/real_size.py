@@ -1,0 +1,63 @@
+"""Compiles the real run for GPUs that need not be present, and compares memory and traffic with
+theory.
+
+It is compiled in a separate process: XLA's flags for GPUs are not those of the certificate, and XLA
+ends the process if it fails.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from spmdtrain.compiled.memory import memory_in
+from spmdtrain.lab.certify.witnesses.witness import Witness
+from spmdtrain.planner.cost.hardware import hardware
+from spmdtrain.planner.cost.memory import SAFE_SHARE
+
+LONGEST = 1800  # seconds; 1T over 3072 devices takes about 60
+# Of the bytes that theory needs along an axis; a guess until more layouts are compared.
+MOST_SENT = 1.25
+FITS = "the real step fits into memory"
+SENDS = "the real step sends what theory needs"
+GIGABYTE = 1e9
+
+
+def real_size(config: str, settings: Sequence[str], name: str, devices: int) -> list[Witness]:
+    """Returns the witnesses of the run of the file `config` on `devices` GPUs called `name`.
+
+    They do not apply if the compiler is missing, and say so.
+    """
+    arguments = [config, "--hardware", name, "--devices", str(devices), "--compile", "--json"]
+    for setting in settings:
+        arguments += ["--set", setting]
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    command = [sys.executable, "-m", "spmdtrain.cli", "estimate", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LONGEST)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.startswith("spmdtrain: ")]
+        why = lines[0].removeprefix("spmdtrain: ") if lines else f"ended with {done.returncode}"
+        holds = None if "cannot compile for" in why else False
+        return [Witness(FITS, holds, why[:300])]
+    return judged(json.loads(done.stdout.splitlines()[-1]), hardware(name).memory)
+
+
+def judged(answer: dict[str, Any], memory: float) -> list[Witness]:
+    """Returns the verdicts on an answer of `spmdtrain estimate --compile --json`, for a GPU with
+    `memory` bytes.
+    """
+    held = memory_in(answer["compiled"]).held
+    fits = f"{held / GIGABYTE:.1f} of {memory / GIGABYTE:.0f} GB"
+    found = [Witness(FITS, held <= SAFE_SHARE * memory, fits)]
+    traffic, needed = answer["compiled"]["traffic"], answer["needed_traffic"]
+    if traffic is None:
+        return [*found, Witness(SENDS, None, answer["compiled"].get("unread", ""))]
+    sent: dict[str, float] = {}
+    for each in traffic:
+        sent[each["axis"]] = sent.get(each["axis"], 0.0) + each["bytes"]
+    shares = {axis: sent.get(axis, 0.0) / bytes_ for axis, bytes_ in needed.items() if bytes_}
+    said = ", ".join(f"{axis} {share:.2f} of it" for axis, share in shares.items())
+    return [*found, Witness(SENDS, all(share <= MOST_SENT for share in shares.values()), said)]

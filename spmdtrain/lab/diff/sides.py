@@ -1,0 +1,58 @@
+"""Reads one of the two runs that are compared."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spmdtrain.config.errors import CheckpointError
+from spmdtrain.config.given import as_run
+from spmdtrain.config.run_files import COMPILED, RunFiles, given_in
+from spmdtrain.lab.replay.starts import Start
+from spmdtrain.lab.replay.written import WrittenRun, read_written
+
+
+@dataclass(frozen=True)
+class Side:
+    """A run, as its files describe it.
+
+    `config`: the resolved settings with which `start` began; `start` is empty for a run of an older
+    version, which did not record it. `compiled`: compiled.json of the last start, empty if missing.
+    """
+
+    run: Path
+    written: WrittenRun
+    config: Mapping[str, Any]
+    start: Start
+    compiled: Mapping[str, Any]
+
+    @property
+    def corpus(self) -> Any:
+        """The fingerprint of the data."""
+        return self.start.get("corpus")
+
+
+def common_steps(a: WrittenRun, b: WrittenRun) -> list[int]:
+    """Returns the steps that both runs have taken. Raises CheckpointError if there are none."""
+    steps = sorted(a.figures.keys() & b.figures.keys())
+    if not steps:
+        last = f"{a.run} ends at step {a.last}, {b.run} at step {b.last}"
+        what = f"{a.run} and {b.run} have taken no step in common"
+        raise CheckpointError(what, found=last, fix="two runs that have taken steps")
+    return steps
+
+
+def read_run(run: str | Path, name: str) -> WrittenRun:
+    """Reads the files of the run that a caller gave as `name`."""
+    return read_written(as_run(run, name))
+
+
+def side_at(written: WrittenRun, step: int) -> Side:
+    """Returns a run as of `step`: a resumed run may have changed its settings."""
+    files = RunFiles(written.run)
+    start = written.start_of(step) or {}
+    config = given_in(start if "config" in start else files.config)
+    has_compiled = (written.run / COMPILED).exists()
+    compiled = files.document(COMPILED) if has_compiled else {}
+    found = compiled if isinstance(compiled, dict) else {}
+    return Side(written.run, written, config, start, found)

@@ -1,0 +1,82 @@
+"""Runs the step of one strategy: compiled once, with its state on the host between turns."""
+
+import time
+from typing import Any
+
+import jax
+
+from spmdtrain.compiled import hlo
+from spmdtrain.compiled.memory import memory_in
+from spmdtrain.config import RunConfig
+from spmdtrain.data.source import Data
+from spmdtrain.lab.replay.again import figures_of
+from spmdtrain.lab.replay.rounding import moved
+from spmdtrain.models.choose import MakeModel
+from spmdtrain.running.compile_step import compile_step, lower_step
+from spmdtrain.running.device_batches import batches
+from spmdtrain.running.distillation.teacher_weights import shard_with_teacher
+from spmdtrain.running.guards.out_of_memory import MemoryGuard
+from spmdtrain.running.start import kernels
+from spmdtrain.train.fresh import init_state
+from spmdtrain.train.setup import Setup
+from spmdtrain.train.state import TrainState
+
+Figures = list[dict[str, Any]]  # of each step, in the form of metrics.jsonl
+
+
+class Runner:
+    """A strategy whose step is compiled, and its state between turns.
+
+    Raises UserError for what it cannot run.
+    """
+
+    def __init__(self, config: RunConfig, data: Data, make: MakeModel | str | None, count: int):
+        self._data = data
+        devices = jax.devices()[:count]
+        self.setup: Setup = shard_with_teacher(config, make, devices, data.tokenizer)
+        with MemoryGuard(self.setup) as guard, kernels.decided(self.setup):
+            self._step: Any
+            self._step, report = compile_step(self.setup, lower_step(self.setup))
+            guard.compiled(report)
+        self.memory = memory_in(report)
+        self._state: TrainState | None = None
+        self._taken = 0
+
+    @property
+    def sent(self) -> dict[str, float] | None:
+        """Bytes that a device sends in a step, by mesh axis; None if the text does not tell."""
+        try:
+            traffic = hlo.traffic(self._step.as_text(), dict(self.setup.mesh.shape))
+        except hlo.UNREADABLE:
+            return None
+        sums: dict[str, float] = {}
+        for each in traffic:
+            sums[each["axis"]] = sums.get(each["axis"], 0.0) + each["sent"]
+        return {axis: sent for axis, sent in sums.items() if sent}
+
+    def begin(self, sibling: int | None = None) -> None:
+        """Starts at step 0; as a sibling with every weight moved by rounding."""
+        with MemoryGuard(self.setup):
+            state = init_state(self.setup)
+            if sibling is not None:
+                state = moved(state, sibling, self.setup.config.precision.compute)
+        self._state, self._taken = jax.device_get(state), 0
+
+    def turn(self, steps: int) -> tuple[float, Figures]:
+        """Takes some steps. Returns the seconds of one, and the figures of all."""
+        first = self.setup.config.train.samples_before(self._taken)
+        with batches(self.setup, self._data, self._taken, first) as ahead:
+            feed = [next(ahead) for _ in range(steps)]
+        shardings = jax.tree.map(lambda x: x.sharding, self.setup.state)
+        with MemoryGuard(self.setup):
+            state = jax.block_until_ready(jax.device_put(self._state, shardings))
+            seen = []
+            start = time.perf_counter()
+            for batch in jax.block_until_ready(feed):
+                state, metrics = self._step(state, batch)
+                seen.append(metrics)
+            jax.block_until_ready((state, seen))
+            seconds = (time.perf_counter() - start) / steps
+        self._state = jax.device_get(state)
+        self._taken += steps
+        return seconds, [figures_of(each) for each in seen]
