@@ -27,10 +27,9 @@ from jax.sharding import PartitionSpec as P
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import AbstractModel
 from spmdtrain.models.stack import POLICIES, run_block
-from spmdtrain.parallel.axes import BATCH_AXES, Rules
+from spmdtrain.parallel.axes import BATCH_AXES, Rules, drop_axes, keep_axes
 from spmdtrain.parallel.reduce import psum_tree
 from spmdtrain.parallel.regions import MANUAL_AXES, manual_region
-from spmdtrain.parallel.specs import drop_axes, keep_axes
 from spmdtrain.train.gradients.forward import make_context, make_head_losses
 from spmdtrain.train.resting import parameter_specs
 from spmdtrain.train.setup import Setup

@@ -30,9 +30,15 @@ from spmdtrain.models.model import LanguageModel
 from spmdtrain.models.projection import Float8Weight, FullPrecision, LoadBias, MatmulWeight
 from spmdtrain.models.stack import Stack, frozen_rounds
 from spmdtrain.models.transformer import Transformer
-from spmdtrain.parallel.axes import BATCH_AXES, STACK_AXES, Rules, check_names, owning_axes
+from spmdtrain.parallel.axes import (
+    BATCH_AXES,
+    STACK_AXES,
+    Rules,
+    check_names,
+    drop_axes,
+    owning_axes,
+)
 from spmdtrain.parallel.gather import GatherWeight, gathered_axes
-from spmdtrain.parallel.specs import drop_axes
 from spmdtrain.pipeline.stage_layout import StageLayout, lay_out
 
 Axes = tuple[str | None, ...]

@@ -1,5 +1,5 @@
 """Maps logical axes to mesh axes: two tables of sharding rules, and the one function that reads
-them.
+them. Also narrows a spec to some mesh axes.
 
 A *mesh axis* is a dimension of the device grid (`data`, `tensor`, ...). A *logical axis* is a model
 author's name for a dim of a tensor (`"embed"`, `"ffn"`, ...). The parameter rules say how weights
@@ -254,6 +254,26 @@ def partition_spec(
     return P(*spec)
 
 
+def keep_axes(axes: Collection[str], spec: P) -> P:
+    """Returns `spec` with only the mesh axes in `axes`.
+
+    A manual region names its manual axes in the specs of its arguments, and the others inside.
+    """
+    return P(*(_filter_axes(part, lambda axis: axis in axes) for part in spec))
+
+
+def drop_axes(axes: Collection[str], spec: P) -> P:
+    """Returns `spec` without the mesh axes in `axes`."""
+    return P(*(_filter_axes(part, lambda axis: axis not in axes) for part in spec))
+
+
+def axes_of_dim(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Returns the mesh axes that split one dim of a spec, major axis first."""
+    if part is None:
+        return ()
+    return part if isinstance(part, tuple) else (part,)
+
+
 def _owned(rules: AxisRules, name: str) -> tuple[str, ...]:
     """Returns the mesh axes that own their part of what has the logical axis `name`."""
     by_rule = OWNED_BY_RULE.get(name, ())
@@ -275,3 +295,12 @@ def _indivisible(
 def _did_you_mean(word: str, known: Collection[str], alike: float = 0.6) -> str:
     near = difflib.get_close_matches(word, list(known), 1, alike)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _filter_axes(
+    part: str | tuple[str, ...] | None, keep: Callable[[str], bool]
+) -> str | tuple[str, ...] | None:
+    names = tuple(axis for axis in axes_of_dim(part) if keep(axis))
+    if len(names) > 1:
+        return names
+    return names[0] if names else None

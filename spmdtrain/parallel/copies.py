@@ -18,10 +18,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.partition import axes_of
-from spmdtrain.parallel.axes import Rules
+from spmdtrain.parallel.axes import Rules, axes_of_dim, drop_axes
 from spmdtrain.parallel.reduce import Reduction
 from spmdtrain.parallel.regions import MANUAL_AXES
-from spmdtrain.parallel.specs import axes_of_dim, drop_axes
 
 # (x, weight, number of dims that it contracts), as jnp.tensordot; a weight may bring its scales
 Dot = Callable[[jax.Array, Any, int], jax.Array]

@@ -26,10 +26,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.partition import automatic_axes, axes_of
-from spmdtrain.parallel.axes import BATCH_AXES, owning_axes
+from spmdtrain.parallel.axes import BATCH_AXES, axes_of_dim, drop_axes, owning_axes
 from spmdtrain.parallel.reduce import scatter_sum
 from spmdtrain.parallel.regions import MANUAL_AXES
-from spmdtrain.parallel.specs import axes_of_dim, drop_axes
 
 # The axes of the batch over which layers gather their weights. `data` is not among them: ZeRO-1
 # gathers over it once a step, before the first microbatch.

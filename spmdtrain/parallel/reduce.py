@@ -17,9 +17,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain.config.schema import CompressionConfig
-from spmdtrain.parallel.axes import BATCH_AXES
+from spmdtrain.parallel.axes import BATCH_AXES, axes_of_dim
 from spmdtrain.parallel.compress import Codec, compressed_scatter, compressed_sum
-from spmdtrain.parallel.specs import axes_of_dim
 
 
 @dataclass(frozen=True)

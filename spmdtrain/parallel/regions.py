@@ -16,9 +16,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.partition import axes_of, locally
-from spmdtrain.parallel.axes import BATCH_AXES, STREAM, Rules
+from spmdtrain.parallel.axes import BATCH_AXES, STREAM, Rules, axes_of_dim
 from spmdtrain.parallel.reduce import psum_tree, scatter_sum
-from spmdtrain.parallel.specs import axes_of_dim
 
 # The mesh axes over which the training step is manual: the stages, and all axes of the batch. Left
 # to XLA, an axis of the batch costs traffic that grows with the number of devices: the partitioner

@@ -12,10 +12,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.partition import axes_of
-from spmdtrain.parallel.axes import BATCH_AXES, Rules
+from spmdtrain.parallel.axes import BATCH_AXES, Rules, axes_of_dim
 from spmdtrain.parallel.reduce import psum_tree, scatter_sum
 from spmdtrain.parallel.regions import split_time
-from spmdtrain.parallel.specs import axes_of_dim
 
 Lookup = Callable[[jax.Array, jax.Array], jax.Array]
 

@@ -13,8 +13,8 @@ from xml.sax.saxutils import escape
 
 import jax
 
+from spmdtrain.parallel.axes import axes_of_dim
 from spmdtrain.parallel.mesh import device_ids
-from spmdtrain.parallel.specs import axes_of_dim
 from spmdtrain.train.setup import Setup
 
 MOST_ROWS = 16

@@ -9,8 +9,8 @@ from spmdtrain.config.load import resolved, to_toml
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.corpus import find_vocab
 from spmdtrain.models.choose import MakeModel
+from spmdtrain.parallel.axes import axes_of_dim
 from spmdtrain.parallel.mesh import describe_mesh
-from spmdtrain.parallel.specs import axes_of_dim
 from spmdtrain.pipeline.draw import describe_pipeline
 from spmdtrain.show.layer_list import describe_experts, describe_layers, experts_row, layer_rows
 from spmdtrain.train.items.items import by_parameter

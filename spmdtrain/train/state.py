@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import AbstractModel, cast_floating
 from spmdtrain.parallel import host
+from spmdtrain.parallel.axes import axes_of_dim
 from spmdtrain.parallel.padding import Padding, Shape, add_zeros_apart
-from spmdtrain.parallel.specs import axes_of_dim
 from spmdtrain.train.items import items
 from spmdtrain.train.items.item import Specs, Start
 from spmdtrain.train.items.items import Values, at_rest

@@ -14,9 +14,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.partition import axes_of
+from spmdtrain.parallel.axes import drop_axes, keep_axes
 from spmdtrain.parallel.reduce import reduce_gradients, reduction, scatter_dim, scattered_spec
 from spmdtrain.parallel.regions import manual_region
-from spmdtrain.parallel.specs import drop_axes, keep_axes
 
 MANUAL = ("pipeline", "data", "fsdp", "expert")
 SIZES = {"pipeline": 1, "data": 2, "fsdp": 2, "expert": 1, "context": 1, "tensor": 2}

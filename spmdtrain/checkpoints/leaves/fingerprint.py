@@ -26,9 +26,9 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from spmdtrain.parallel.axes import axes_of_dim
 from spmdtrain.parallel.host import on_device
 from spmdtrain.parallel.regions import manual_region
-from spmdtrain.parallel.specs import axes_of_dim
 from spmdtrain.processes.xla_flags import runs_on_gpus
 
 Fingerprint = tuple[int, int]

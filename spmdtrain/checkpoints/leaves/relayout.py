@@ -12,8 +12,8 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from spmdtrain.parallel.axes import axes_of_dim
 from spmdtrain.parallel.padding import Shape, add_zeros
-from spmdtrain.parallel.specs import axes_of_dim
 from spmdtrain.pipeline.stage_layout import StageLayout
 from spmdtrain.train.setup import Setup
 

@@ -12,9 +12,8 @@ from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import PrecisionConfig
 from spmdtrain.models.adapters.adapted import is_of_adapter, plain
 from spmdtrain.models.projection import BlockWeight, DelayedWeight, Float8Weight, matmul_weights
-from spmdtrain.parallel.axes import Rules
+from spmdtrain.parallel.axes import Rules, axes_of_dim
 from spmdtrain.parallel.matmuls.mxfp8 import BLOCK
-from spmdtrain.parallel.specs import axes_of_dim
 
 KINDS = {"float8": Float8Weight, "mxfp8": BlockWeight}
 

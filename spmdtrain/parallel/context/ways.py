@@ -15,8 +15,7 @@ from typing import Literal
 import numpy as np
 
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.parallel.axes import Rules
-from spmdtrain.parallel.specs import axes_of_dim
+from spmdtrain.parallel.axes import Rules, axes_of_dim
 
 WayName = Literal["ring", "gather", "ulysses"]
 ASKED = "model.context_attention"

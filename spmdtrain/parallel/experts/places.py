@@ -13,11 +13,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.partition import axes_of
-from spmdtrain.parallel.axes import STREAM, Rules
+from spmdtrain.parallel.axes import STREAM, Rules, axes_of_dim
 from spmdtrain.parallel.experts.expert_weights import Activation, ExpertWeights
 from spmdtrain.parallel.experts.rounds import Exchange
 from spmdtrain.parallel.reduce import psum_tree, scatter_sum
-from spmdtrain.parallel.specs import axes_of_dim
 
 WHOLE = P(None, None, None)
 

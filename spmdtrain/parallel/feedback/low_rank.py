@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from spmdtrain.parallel.specs import axes_of_dim
+from spmdtrain.parallel.axes import axes_of_dim
 
 # The part of a column outside the span of those before it, below which it counts as inside.
 LEAST_NEW = 1e-4

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec as P
 
+from spmdtrain.parallel.axes import axes_of_dim, drop_axes
 from spmdtrain.parallel.feedback.largest import Largest
 from spmdtrain.parallel.feedback.low_rank import LowRank
-from spmdtrain.parallel.specs import axes_of_dim, drop_axes
 
 FeedbackCodec = LowRank | Largest
 Codecs = Mapping[str, FeedbackCodec]  # by dotted path of the parameters with compressed gradients

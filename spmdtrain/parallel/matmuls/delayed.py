@@ -25,10 +25,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from spmdtrain.parallel.axes import axes_of_dim
 from spmdtrain.parallel.matmuls import float8
 from spmdtrain.parallel.matmuls.float8 import GRADIENTS, VALUES, by_scale
 from spmdtrain.parallel.matmuls.local_matmul import Parts
-from spmdtrain.parallel.specs import axes_of_dim
 
 
 class Operand(NamedTuple):

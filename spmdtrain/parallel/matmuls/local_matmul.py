@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.partition import axes_of, locally
+from spmdtrain.parallel.axes import axes_of_dim
 from spmdtrain.parallel.copies import Dot
-from spmdtrain.parallel.specs import axes_of_dim
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,13 +26,12 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.partition import axes_of
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import Narrow, RunConfig
-from spmdtrain.parallel.axes import STREAM, Rules
+from spmdtrain.parallel.axes import STREAM, Rules, axes_of_dim
 from spmdtrain.parallel.copies import Dot, multiply_copies
 from spmdtrain.parallel.matmuls import delayed, float8, mxfp8
 from spmdtrain.parallel.matmuls.collective_matmul import Ring, gather_matmul, matmul_scatter
 from spmdtrain.parallel.matmuls.delayed import Cut, Operand, counts
 from spmdtrain.parallel.matmuls.local_matmul import Parts
-from spmdtrain.parallel.specs import axes_of_dim
 
 SAVED = "tensor_matmul"  # the checkpoint_name of a product, for remat "dots"
 

@@ -15,7 +15,7 @@ from spmdtrain.models.abstract import make_manual_gather_layer
 from spmdtrain.models.context import ForwardContext, sample_noise
 from spmdtrain.models.logits import logit_shape
 from spmdtrain.models.model import LanguageModel
-from spmdtrain.parallel.axes import Rules
+from spmdtrain.parallel.axes import Rules, axes_of_dim
 from spmdtrain.parallel.experts import make_experts
 from spmdtrain.parallel.matmuls.tensor_matmul import (
     make_column_parallel,
@@ -33,7 +33,6 @@ from spmdtrain.parallel.regions import (
     make_local_map,
     make_sum_over_batch,
 )
-from spmdtrain.parallel.specs import axes_of_dim
 from spmdtrain.parallel.vocabulary import make_lookup
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.gradients.pair_loss import (

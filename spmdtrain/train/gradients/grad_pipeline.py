@@ -15,10 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 from spmdtrain.models.abstract import AbstractModel
 from spmdtrain.models.stack import sum_losses
-from spmdtrain.parallel.axes import BATCH_AXES, owning_axes
+from spmdtrain.parallel.axes import BATCH_AXES, drop_axes, keep_axes, owning_axes
 from spmdtrain.parallel.feedback.sums import Feedback
 from spmdtrain.parallel.regions import MANUAL_AXES, manual_region
-from spmdtrain.parallel.specs import drop_axes, keep_axes
 from spmdtrain.parallel.wide_sums import with_wide_sums
 from spmdtrain.pipeline.executor import gradients, losses
 from spmdtrain.pipeline.schedule import Table

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from spmdtrain.compiled.parts import part
+from spmdtrain.parallel.axes import drop_axes, keep_axes
 from spmdtrain.parallel.feedback.sums import Feedback, feedback_sums
 from spmdtrain.parallel.reduce import psum_tree, reduce_gradients
 from spmdtrain.parallel.regions import MANUAL_AXES
-from spmdtrain.parallel.specs import drop_axes, keep_axes
 from spmdtrain.train.items import feedback
 from spmdtrain.train.setup import Setup
 

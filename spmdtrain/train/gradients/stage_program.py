@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.stack import rematerialised, run_block
+from spmdtrain.parallel.axes import axes_of_dim
 from spmdtrain.parallel.regions import MANUAL_AXES, make_sliced_sum
-from spmdtrain.parallel.specs import axes_of_dim
 from spmdtrain.pipeline.executor import StageProgram
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.distillation.saved import choose_head_losses

@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.partition import axes_of
 from spmdtrain.models.abstract import Scaling, cast_floating
 from spmdtrain.models.context import ForwardContext
+from spmdtrain.parallel.axes import keep_axes
 from spmdtrain.parallel.gather import gather_over
 from spmdtrain.parallel.regions import MANUAL_AXES
-from spmdtrain.parallel.specs import keep_axes
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.gradients.forward import gather_layer_of
 from spmdtrain.train.gradients.reduction import add_copies

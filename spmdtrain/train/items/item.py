@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import AbstractModel
+from spmdtrain.parallel.axes import drop_axes
 from spmdtrain.parallel.padding import Padding
-from spmdtrain.parallel.specs import drop_axes
 from spmdtrain.train.batch import Batch
 
 Specs = Mapping[str, P]  # by dotted parameter path

@@ -13,10 +13,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain.models.abstract import Scaling
-from spmdtrain.parallel.axes import BATCH_AXES
+from spmdtrain.parallel.axes import BATCH_AXES, axes_of_dim
 from spmdtrain.parallel.matmuls.float8 import GRADIENTS, VALUES, scale_of
 from spmdtrain.parallel.regions import MANUAL_AXES
-from spmdtrain.parallel.specs import axes_of_dim
 from spmdtrain.train.scaling.magnitudes import History
 from spmdtrain.train.setup import Setup
 
