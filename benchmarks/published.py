@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from spmdtrain.interop.files import open_tensors
+from spmdtrain.interop.safetensors_files import open_tensors
 
 MAKE = """
 import sys

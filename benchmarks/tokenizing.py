@@ -33,7 +33,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"  # before anything imports tokeni
 import numpy as np
 import tokenizers
 
-from spmdtrain.data.prepare.prepare import Job, prepare
+from spmdtrain.data.prepare.prepare_corpus import Job, prepare
 from spmdtrain.data.texts.documents import CHUNK_BYTES
 from spmdtrain.data.token_files.tokens import open_tokens
 from spmdtrain.data.tokenizers.train_tokenizer import train_tokenizer

@@ -105,7 +105,7 @@ FEATURES = {
     "spikes": Feature(r"spike", ("train/items/spikes.py",), 9),
     "stages": Feature(
         r"train\.stages|BatchStage|TimedStage|in_stage|stage_of|frozen_layers",
-        ("config/stages.py", "train/stages.py"),
+        ("config/stage_timetable.py", "train/stages.py"),
         29,
     ),
     "streams": Feature(r"is_streamed|data\.streams|jsonl.*parquet", ("data/streams",), 8),

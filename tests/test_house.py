@@ -265,26 +265,14 @@ TYPED = ("spmdtrain/cli", "spmdtrain/config/schema")
 # Names that several files still share. The list may only shrink: a line of a traceback, a tab of an
 # editor and a search for a file show no more than its name.
 SHARED_NAMES = {
-    "directory.py",
-    "encode.py",
     "experts.py",
-    "files.py",
-    "float8.py",
     "flops.py",
-    "items.py",
     "kernels.py",
-    "latent.py",
     "memory.py",
     "parts.py",
-    "pieces.py",
-    "prepare.py",
-    "reading.py",
-    "rope.py",
     "stages.py",
     "sums.py",
-    "weights.py",
     "words.py",
-    "writing.py",
 }
 
 # Folders of fewer than three files, and why each is one.

@@ -1,10 +1,10 @@
 """Saves and restores a run: RUN/checkpoints/N holds the state after N completed steps.
 
 A step has the items `params`, so that weights can be read alone, `state` (of the optimizer), one
-for each further part of the state, such as `ema` (leaves/items.py), and `meta` (meta.py). Restoring
-reads straight into the shards of the abstract state, whatever mesh or number of processes wrote
-them. Parameters are saved in the form they have at rest: stacked layers in pipeline layout, padded
-if their mesh needed it. If another layout or padding is asked for, they are read and laid out
+for each further part of the state, such as `ema` (leaves/stored_items.py), and `meta` (meta.py).
+Restoring reads straight into the shards of the abstract state, whatever mesh or number of processes
+wrote them. Parameters are saved as they are laid out between steps: stacked layers in pipeline
+layout, padded if their mesh needed it. For another layout or padding they are read and laid out
 again, one parameter at a time.
 """
 
@@ -18,7 +18,8 @@ import numpy as np
 from jax.tree_util import DictKey
 
 from spmdtrain.checkpoints.leaves.fingerprint import Fingerprint, fingerprints
-from spmdtrain.checkpoints.leaves.items import (
+from spmdtrain.checkpoints.leaves.relayout import as_saved, in_layout, lay_out_anew, without_padding
+from spmdtrain.checkpoints.leaves.stored_items import (
     arrays_of,
     by_parameter,
     folded,
@@ -28,7 +29,6 @@ from spmdtrain.checkpoints.leaves.items import (
     saved_by_parameter,
     shapes_saved,
 )
-from spmdtrain.checkpoints.leaves.relayout import as_saved, in_layout, lay_out_anew, without_padding
 from spmdtrain.checkpoints.meta import (
     FORMAT,
     Meta,

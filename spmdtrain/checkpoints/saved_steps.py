@@ -13,8 +13,8 @@ import numpy as np
 
 from spmdtrain.checkpoints.files.hostile import check_files, check_names, check_sizes
 from spmdtrain.checkpoints.leaves.fingerprint import Fingerprint, fingerprint
-from spmdtrain.checkpoints.leaves.items import is_in
 from spmdtrain.checkpoints.leaves.relayout import cut_to
+from spmdtrain.checkpoints.leaves.stored_items import is_in
 from spmdtrain.checkpoints.meta import (
     FORMAT,
     PARTS,

@@ -93,7 +93,7 @@ class CorpusData:
 
     @property
     def template(self) -> str | dict | None:
-        """The spec of the template, if there are conversations; see chats/encode.py."""
+        """The spec of the template, if there are conversations (chats/encode_conversation.py)."""
         return self.corpus.template
 
     def train_samples(self, config: RunConfig) -> Samples:

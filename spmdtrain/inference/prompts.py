@@ -9,7 +9,7 @@ import numpy as np
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.data.chats.conversation import of_messages
-from spmdtrain.data.chats.encode import Template, encode_prompt
+from spmdtrain.data.chats.encode_conversation import Template, encode_prompt
 from spmdtrain.data.chats.stops import stop_of_closing
 from spmdtrain.data.chats.template_folder import template_from_spec
 from spmdtrain.data.tokenizers.tokenizer import Tokenizer

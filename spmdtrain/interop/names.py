@@ -10,7 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 from spmdtrain.config.schema import TransformerConfig
-from spmdtrain.interop import latent, mxfp4, pieces
+from spmdtrain.interop import latent_attention, mxfp4, pieces
 from spmdtrain.interop.pieces import Rule
 
 LAYER, EXPERT = "{}", "{x}"
@@ -187,18 +187,20 @@ GPT_OSS = {
 
 LATENT = {
     "attention.down_eu": _entry(
-        latent.down, "self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"
+        latent_attention.down, "self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"
     ),
     "attention.query_scale": _entry(pieces.copy, "self_attn.q_a_layernorm.weight"),
-    "attention.query_rkd": _entry(latent.queries, "self_attn.q_b_proj.weight"),
+    "attention.query_rkd": _entry(latent_attention.queries, "self_attn.q_b_proj.weight"),
     "attention.latent_scale": _entry(pieces.copy, "self_attn.kv_a_layernorm.weight"),
-    "attention.key_value_ckd": _entry(latent.keys_and_values, "self_attn.kv_b_proj.weight"),
+    "attention.key_value_ckd": _entry(
+        latent_attention.keys_and_values, "self_attn.kv_b_proj.weight"
+    ),
     "attention.out_kgde": _entry(pieces.heads_out, "self_attn.o_proj.weight"),
 }
 # If queries are computed from the stream.
 PLAIN_QUERIES = {
-    "attention.down_eu": _entry(latent.down, "self_attn.kv_a_proj_with_mqa.weight"),
-    "attention.query_rkd": _entry(latent.queries, "self_attn.q_proj.weight"),
+    "attention.down_eu": _entry(latent_attention.down, "self_attn.kv_a_proj_with_mqa.weight"),
+    "attention.query_rkd": _entry(latent_attention.queries, "self_attn.q_proj.weight"),
 }
 DEEPSEEK_EXPERTS = dict(QWEN_EXPERTS) | {
     "mlp.router.load_bias_x": _entry(pieces.copy, "mlp.gate.e_score_correction_bias"),
@@ -211,7 +213,7 @@ DEEPSEEK_EXPERTS = dict(QWEN_EXPERTS) | {
 FURTHER_TOKEN = {
     "token_norm.scale_e": _entry(pieces.copy, "enorm.weight"),
     "stream_norm.scale_e": _entry(pieces.copy, "hnorm.weight"),
-    "join_2ee": _entry(latent.joined, "eh_proj.weight"),
+    "join_2ee": _entry(latent_attention.joined, "eh_proj.weight"),
     "norm.scale_e": _entry(pieces.copy, "shared_head.norm.weight"),
 }
 # Copies in a further token's layer of what it shares with the model.

@@ -19,9 +19,9 @@ from safetensors.numpy import save_file
 
 from spmdtrain.config.errors import CheckpointError, ConfigError, StorageError
 from spmdtrain.config.schema import FinetuneConfig, RunConfig
-from spmdtrain.interop.files import open_file
 from spmdtrain.interop.names import EMBED, HEAD, TABLES
-from spmdtrain.interop.weights import sizes_of
+from spmdtrain.interop.published_weights import sizes_of
+from spmdtrain.interop.safetensors_files import open_file
 from spmdtrain.interop.writer import new_folder
 from spmdtrain.models.adapters.adapted import Part, parts_of
 

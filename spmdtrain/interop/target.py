@@ -8,7 +8,7 @@ from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import FinetuneConfig, TransformerConfig
 from spmdtrain.interop.names import Entry, table_of
 from spmdtrain.interop.pieces import AnyMapped, Shape
-from spmdtrain.interop.weights import sizes_of
+from spmdtrain.interop.published_weights import sizes_of
 
 
 @dataclass(frozen=True)

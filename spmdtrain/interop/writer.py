@@ -20,8 +20,8 @@ import numpy as np
 
 from spmdtrain.config.errors import StorageError
 from spmdtrain.config.writing import writing
-from spmdtrain.interop.files import INDEX, SINGLE
 from spmdtrain.interop.pieces import Shape
+from spmdtrain.interop.safetensors_files import INDEX, SINGLE
 from spmdtrain.processes.processes import of_process_0, together
 
 NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}

@@ -11,7 +11,7 @@ import jax.monitoring
 from spmdtrain.compiled import canonical, hlo
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema.train import TrainConfig
-from spmdtrain.config.stages import TimedStage
+from spmdtrain.config.stage_timetable import TimedStage
 from spmdtrain.running.report import stages
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.setup import Setup

@@ -6,8 +6,8 @@ import numpy as np
 
 from spmdtrain.config.given import as_whole
 from spmdtrain.data.batches import ReadAhead
+from spmdtrain.data.cut_samples import in_pieces, sequences_of
 from spmdtrain.data.indices import LAST_SAMPLE
-from spmdtrain.data.pieces import in_pieces, sequences_of
 from spmdtrain.data.source import Data, check_data
 from spmdtrain.train.batch import Samples
 from spmdtrain.train.setup import Setup, check_setup

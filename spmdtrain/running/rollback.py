@@ -1,7 +1,7 @@
 """Returns a run to an older checkpoint: from before its bad steps, or the newest intact one."""
 
 from spmdtrain.checkpoints.checkpoints import Checkpoints
-from spmdtrain.checkpoints.leaves.items import begins_anew
+from spmdtrain.checkpoints.leaves.stored_items import begins_anew
 from spmdtrain.checkpoints.newest import Found, newest_good
 from spmdtrain.config.run_files import QUARANTINE
 from spmdtrain.processes import pulse

@@ -6,7 +6,7 @@ one stage takes the state that the step of another has returned.
 
 from dataclasses import replace
 
-from spmdtrain.config.stages import TimedStage
+from spmdtrain.config.stage_timetable import TimedStage
 from spmdtrain.pipeline.find_table import pipeline_schedule
 from spmdtrain.train.batch import choose_way, cut_batch
 from spmdtrain.train.setup import Setup, Teacher

@@ -6,7 +6,7 @@ import pytest
 
 from spmdtrain.cli import main
 from spmdtrain.data.chats.conversation import of_messages
-from spmdtrain.data.chats.encode import encode_conversation
+from spmdtrain.data.chats.encode_conversation import encode_conversation
 from spmdtrain.data.chats.jinja_template import JinjaTemplate, JinjaText
 from spmdtrain.data.chats.simple_template import SimpleTemplate
 from spmdtrain.data.tokenizers.tokenizer import ByteTokenizer

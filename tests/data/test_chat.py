@@ -16,7 +16,7 @@ from spmdtrain.data.chats import encode
 from spmdtrain.data.chats.conversation import of_messages
 from spmdtrain.data.chats.simple_template import CHATML, SimpleTemplate
 from spmdtrain.data.corpus import text_corpus
-from spmdtrain.data.prepare.prepare import Job, prepare
+from spmdtrain.data.prepare.prepare_corpus import Job, prepare
 from spmdtrain.data.token_files.tokens import open_tokens
 from spmdtrain.data.tokenizers.offsets import Encoding
 from spmdtrain.data.tokenizers.tokenizer import (

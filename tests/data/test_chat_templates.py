@@ -15,7 +15,7 @@ from test_chat import HOSTILE, KINDS, TEXTS, conversation, opened, tokenizers
 from spmdtrain.cli import main
 from spmdtrain.config.errors import DataError
 from spmdtrain.data.chats.conversation import ChatFields, of_messages, read_conversation
-from spmdtrain.data.chats.encode import encode_conversation, encode_prompt
+from spmdtrain.data.chats.encode_conversation import encode_conversation, encode_prompt
 from spmdtrain.data.chats.jinja_template import JinjaTemplate, JinjaText
 from spmdtrain.data.chats.simple_template import CHATML as SIMPLE
 from spmdtrain.data.chats.simple_template import SimpleTemplate

@@ -190,7 +190,7 @@ def test_a_model_with_too_few_rows_is_refused_with_the_number_to_set(tmp_path):
 
 def test_the_data_room_imports_neither_jax_nor_what_is_optional():
     code = (
-        "import sys, spmdtrain.data.batches, spmdtrain.data.prepare.prepare;"
+        "import sys, spmdtrain.data.batches, spmdtrain.data.prepare.prepare_corpus;"
         "print([name for name in ('jax', 'grain', 'tokenizers', 'rich') if name in sys.modules])"
     )
     result = subprocess.run(

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from spmdtrain.cli import main
 from spmdtrain.config.errors import DataError
-from spmdtrain.data.prepare.prepare import Job, prepare
+from spmdtrain.data.prepare.prepare_corpus import Job, prepare
 from spmdtrain.data.texts import documents
 from spmdtrain.data.texts.documents import find_inputs, read_chunks, values_of
 from spmdtrain.data.texts.files import read_text

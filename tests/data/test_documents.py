@@ -18,7 +18,7 @@ from spmdtrain.config.errors import DataError
 from spmdtrain.data.batches import EvalWindows, Range, TrainStream
 from spmdtrain.data.corpus import token_corpus
 from spmdtrain.data.prepare import encode, token_shards
-from spmdtrain.data.prepare.prepare import Job, prepare
+from spmdtrain.data.prepare.prepare_corpus import Job, prepare
 from spmdtrain.data.texts.documents import find_inputs, read_chunks, texts_in, values_of
 from spmdtrain.data.token_files.tokens import COUNTS, _read_shared, open_tokens
 from spmdtrain.data.tokenizers.tokenizer import open_tokenizer
@@ -386,7 +386,7 @@ def test_a_kill_in_the_middle_of_a_shard_costs_that_shard_alone(lines, uninterru
     """Killed for good, with two workers, which must not outlive it."""
     code = (
         "import sys, time, spmdtrain.data.prepare.token_shards as s\n"
-        "from spmdtrain.data.prepare.prepare import *\n"
+        "from spmdtrain.data.prepare.prepare_corpus import *\n"
         "if __name__ == '__main__':\n"
         "    write = s.Output.write\n"
         "    def slow(self, *a): write(self, *a); "

@@ -7,7 +7,7 @@ import pytest
 from spmdtrain.config.errors import DataError
 from spmdtrain.config.schema import DataConfig
 from spmdtrain.data.corpus import open_corpus
-from spmdtrain.data.prepare.prepare import Job, prepare
+from spmdtrain.data.prepare.prepare_corpus import Job, prepare
 from spmdtrain.data.tokenizers.tokenizer import ByteTokenizer
 
 

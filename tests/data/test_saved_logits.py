@@ -13,8 +13,8 @@ from spmdtrain.config import from_resolved
 from spmdtrain.config.errors import ConfigError, DataError, StorageError
 from spmdtrain.data.batches import Range, TrainStream
 from spmdtrain.data.corpus import Corpus
+from spmdtrain.data.cut_samples import in_pieces, sequences_of
 from spmdtrain.data.packing import PackedStream
-from spmdtrain.data.pieces import in_pieces, sequences_of
 from spmdtrain.data.saved_logits.logits_writer import LogitsWriter
 from spmdtrain.data.saved_logits.manifest import MANIFEST_FILE, Manifest, read_manifest, saved_for
 from spmdtrain.data.saved_logits.reader import IDS, LOGS, SavedLogits, open_logits

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from spmdtrain.config.errors import ConfigError, DataError
 from spmdtrain.config.schema import DataConfig, RunConfig, TrainConfig
-from spmdtrain.data.prepare.prepare import Job, prepare
+from spmdtrain.data.prepare.prepare_corpus import Job, prepare
 from spmdtrain.data.source import open_data, progress_of, recall_progress
 from spmdtrain.data.streams import ledger, reading
-from spmdtrain.data.streams.reading import ShardReader
+from spmdtrain.data.streams.shard_reader import ShardReader
 from spmdtrain.data.texts import documents
 
 FILES = 5

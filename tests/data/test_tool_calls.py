@@ -10,7 +10,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from spmdtrain.cli import main
 from spmdtrain.config.errors import DataError
 from spmdtrain.data.chats.conversation import of_messages
-from spmdtrain.data.chats.encode import EncodedConversation, encode_conversation, encode_prompt
+from spmdtrain.data.chats.encode_conversation import (
+    EncodedConversation,
+    encode_conversation,
+    encode_prompt,
+)
 from spmdtrain.data.chats.jinja_template import JinjaTemplate, JinjaText
 from spmdtrain.data.chats.template_folder import template_from_spec
 from spmdtrain.data.token_files.tokens import open_tokens

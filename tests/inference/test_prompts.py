@@ -17,7 +17,7 @@ from spmdtrain.cli import main
 from spmdtrain.cli.run import prompts
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.data.chats.conversation import of_messages
-from spmdtrain.data.chats.encode import encode_conversation
+from spmdtrain.data.chats.encode_conversation import encode_conversation
 from spmdtrain.data.chats.jinja_template import JinjaText
 from spmdtrain.data.chats.simple_template import CHATML, SimpleTemplate
 from spmdtrain.data.chats.template_folder import template_from_spec

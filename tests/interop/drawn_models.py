@@ -9,9 +9,9 @@ import directories
 from pydantic import ValidationError
 
 from spmdtrain.config.errors import UserError
-from spmdtrain.config.published.reading import as_published
-from spmdtrain.config.published.rope import FULL, WINDOW
-from spmdtrain.config.published.writing import as_model
+from spmdtrain.config.published.read_config import as_published
+from spmdtrain.config.published.rope_keys import FULL, WINDOW
+from spmdtrain.config.published.write_config import as_model
 from spmdtrain.config.schema import TransformerConfig
 
 YARN = {"kind": "yarn", "factor": 4.0, "original_length": 16}

@@ -17,9 +17,9 @@ from chat_templates import FAMILIES, TOKENS
 from spmdtrain.cli.published.check import check_logits
 from spmdtrain.config import load
 from spmdtrain.config.published.families import FAMILIES as KNOWN
-from spmdtrain.config.published.reading import read_published
+from spmdtrain.config.published.read_config import read_published
 from spmdtrain.data.chats.conversation import of_messages
-from spmdtrain.data.chats.encode import encode_conversation
+from spmdtrain.data.chats.encode_conversation import encode_conversation
 from spmdtrain.data.chats.jinja_template import JinjaTemplate, JinjaText
 from spmdtrain.data.source import open_data
 from spmdtrain.data.tokenizers.tokenizer import ByteTokenizer
@@ -124,7 +124,7 @@ def test_what_a_template_marks_is_what_transformers_marks(name):
 
 def as_theirs(folder: Path, values, setup) -> dict[str, np.ndarray]:
     """Arrays by our paths as tensors by their names."""
-    from spmdtrain.config.published.reading import read_published
+    from spmdtrain.config.published.read_config import read_published
     from spmdtrain.interop.target import Target
 
     published = read_published(folder)
@@ -299,7 +299,7 @@ def test_three_steps_are_those_of_torch(tmp_path):
     """import -> 3 steps of AdamW -> export is what torch's AdamW makes of the same batches."""
     import torch
 
-    from spmdtrain.interop.files import open_tensors
+    from spmdtrain.interop.safetensors_files import open_tensors
     from spmdtrain.running.loop import run
 
     directories.write(tmp_path / "model", CASES["qwen3"])

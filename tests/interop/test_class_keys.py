@@ -16,9 +16,9 @@ from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.load import from_resolved
 from spmdtrain.config.published.class_keys import CHOOSING, READ, SHARE
 from spmdtrain.config.published.families import FAMILIES
-from spmdtrain.config.published.reading import as_published, read_published
-from spmdtrain.config.published.rope import FULL, WINDOW
-from spmdtrain.config.published.writing import as_model, function_of, write_config
+from spmdtrain.config.published.read_config import as_published, read_published
+from spmdtrain.config.published.rope_keys import FULL, WINDOW
+from spmdtrain.config.published.write_config import as_model, function_of, write_config
 from spmdtrain.interop.target import Target
 from spmdtrain.running.published.read_weights import read_weights
 from spmdtrain.train.shard import shard

@@ -9,8 +9,8 @@ import pytest
 
 from spmdtrain.config.errors import CheckpointError
 from spmdtrain.interop import latent
-from spmdtrain.interop.files import open_tensors
 from spmdtrain.interop.pieces import Sizes
+from spmdtrain.interop.safetensors_files import open_tensors
 from spmdtrain.running.published.export_run import export_run
 from spmdtrain.running.published.import_model import import_model
 

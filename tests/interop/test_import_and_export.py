@@ -23,12 +23,12 @@ from spmdtrain.cli import main
 from spmdtrain.cli.published import check
 from spmdtrain.config import load
 from spmdtrain.config.errors import CheckpointError, ConfigError, StorageError
-from spmdtrain.config.published.reading import as_published, read_published
+from spmdtrain.config.published.read_config import as_published, read_published
 from spmdtrain.config.published.toml import model_toml
-from spmdtrain.config.published.writing import as_model, function_of, write_config
+from spmdtrain.config.published.write_config import as_model, function_of, write_config
 from spmdtrain.config.schema import ExpertsConfig
-from spmdtrain.interop.files import open_tensors
-from spmdtrain.interop.weights import Weights
+from spmdtrain.interop.published_weights import Weights
+from spmdtrain.interop.safetensors_files import open_tensors
 from spmdtrain.running import loop
 from spmdtrain.running.published import room
 from spmdtrain.running.published.as_run import model_config

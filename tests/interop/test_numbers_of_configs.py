@@ -14,8 +14,8 @@ import pytest
 from spmdtrain.cli import main
 from spmdtrain.config.errors import UserError
 from spmdtrain.config.published.class_keys import unread_by_class
-from spmdtrain.config.published.reading import as_published
-from spmdtrain.config.published.writing import as_model, function_of
+from spmdtrain.config.published.read_config import as_published
+from spmdtrain.config.published.write_config import as_model, function_of
 
 CONFIGS = directories.CONFIGS | directories.VARIANTS
 NAN, INFINITY = float("nan"), float("inf")

@@ -9,10 +9,10 @@ from helpers import tiny
 from safetensors.numpy import save_file
 
 import spmdtrain as st
-from spmdtrain.interop.files import open_file
 from spmdtrain.interop.names import TABLES
 from spmdtrain.interop.peft import CONFIG, WEIGHTS, read_adapters, write_adapters
-from spmdtrain.interop.weights import sizes_of
+from spmdtrain.interop.published_weights import sizes_of
+from spmdtrain.interop.safetensors_files import open_file
 from spmdtrain.models.adapters.by_path import merged
 
 FAMILIES = {

@@ -4,8 +4,8 @@ import directories
 import pytest
 
 from spmdtrain.config import RunConfig, load
-from spmdtrain.config.published.reading import read_published
-from spmdtrain.config.published.writing import write_config
+from spmdtrain.config.published.read_config import read_published
+from spmdtrain.config.published.write_config import write_config
 from spmdtrain.running.published.as_run import model_config
 from spmdtrain.running.start import init_from
 

@@ -16,12 +16,12 @@ from safetensors.numpy import save_file
 from spmdtrain.cli import main
 from spmdtrain.config import RunConfig
 from spmdtrain.config.errors import CheckpointError, ConfigError, UserError
-from spmdtrain.config.published.reading import as_published, read_published, refuse_untied
+from spmdtrain.config.published.read_config import as_published, read_published, refuse_untied
 from spmdtrain.config.published.toml import model_toml
-from spmdtrain.config.published.writing import as_model
-from spmdtrain.interop.files import open_file, open_tensors
+from spmdtrain.config.published.write_config import as_model
 from spmdtrain.interop.pieces import Shape
-from spmdtrain.interop.weights import Weights
+from spmdtrain.interop.published_weights import Weights
+from spmdtrain.interop.safetensors_files import open_file, open_tensors
 from spmdtrain.running.published.as_run import model_config
 
 LLAMA = directories.CONFIGS["llama"]

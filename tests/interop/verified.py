@@ -19,10 +19,10 @@ import numpy as np
 import torch
 import transformers
 
-from spmdtrain.config.published.reading import read_published
+from spmdtrain.config.published.read_config import read_published
 from spmdtrain.data.source import open_data
 from spmdtrain.inference.sample import make_logits
-from spmdtrain.interop.files import open_tensors
+from spmdtrain.interop.safetensors_files import open_tensors
 from spmdtrain.interop.target import Target
 from spmdtrain.running.device_batches import batches
 from spmdtrain.running.published.export_run import export_run

@@ -589,7 +589,7 @@ BREAKAGES = [
     ),
     Breakage(
         "a checkpoint loses the scale of the loss",
-        "checkpoints/leaves/items.py",
+        "checkpoints/leaves/stored_items.py",
         "if item.note is None or item.name not in meta:",
         'if item.note is None or item.name != "recent":',
         f"{LOSS_SCALE} -k to_the_bit",
@@ -723,7 +723,7 @@ BREAKAGES = [
     ),
     Breakage(
         "what shards of the data hold begins anew on another mesh, though it could be folded",
-        "checkpoints/leaves/items.py",
+        "checkpoints/leaves/stored_items.py",
         "if item.fold is None or {",
         "if item.fold or {",
         "tests/train/test_items.py -k folded",

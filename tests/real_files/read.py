@@ -13,7 +13,7 @@ import numpy as np
 
 import spmdtrain as st
 from spmdtrain.data.corpus import token_corpus
-from spmdtrain.data.prepare.prepare import Job, prepare
+from spmdtrain.data.prepare.prepare_corpus import Job, prepare
 from spmdtrain.data.texts.documents import find_inputs, texts_in
 from spmdtrain.data.tokenizers.tokenizer import open_tokenizer
 from spmdtrain.inference.harness import likelihoods

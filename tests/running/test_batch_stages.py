@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from spmdtrain.checkpoints.checkpoints import Checkpoints
 from spmdtrain.config import ConfigError, RunConfig, UserError, from_resolved
 from spmdtrain.config.schema.train import BatchStage, TrainConfig
-from spmdtrain.config.stages import TimedStage
-from spmdtrain.data.pieces import in_pieces, sequences_of
+from spmdtrain.config.stage_timetable import TimedStage
+from spmdtrain.data.cut_samples import in_pieces, sequences_of
 from spmdtrain.data.source import open_data
-from spmdtrain.interop.files import open_tensors
+from spmdtrain.interop.safetensors_files import open_tensors
 from spmdtrain.lab.replay.replay import replay
 from spmdtrain.running import loop
 from spmdtrain.running.published.export_run import export_run

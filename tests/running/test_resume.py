@@ -23,7 +23,7 @@ from spmdtrain.config import CheckpointError, ConfigError, to_toml
 from spmdtrain.config.errors import DamagedError, DivergedError, StorageError
 from spmdtrain.config.run_files import newest_step
 from spmdtrain.data import batches, source
-from spmdtrain.interop.files import open_tensors
+from spmdtrain.interop.safetensors_files import open_tensors
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.running import loop
 from spmdtrain.running.published.export_run import export_run

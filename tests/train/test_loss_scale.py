@@ -17,7 +17,7 @@ from helpers import assert_same_bits, batches_of, compiled_step, prepared, tiny
 
 import spmdtrain as st
 from examples.seams.side_losses import CalmTransformer
-from spmdtrain.checkpoints.leaves.items import from_note
+from spmdtrain.checkpoints.leaves.stored_items import from_note
 from spmdtrain.config import ConfigError
 from spmdtrain.train.fresh import init_state, with_items_begun
 from spmdtrain.train.items import loss_scale

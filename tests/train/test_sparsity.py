@@ -14,7 +14,7 @@ from helpers import assert_same_bits, batches_of, compiled_step, mesh_of, prepar
 import spmdtrain as st
 from spmdtrain.config import ConfigError
 from spmdtrain.config.schema import SparsityConfig
-from spmdtrain.interop.files import open_tensors
+from spmdtrain.interop.safetensors_files import open_tensors
 from spmdtrain.planner.cost.workload import workload_of
 from spmdtrain.running.published.export_run import export_run
 from spmdtrain.train.compared.in_order import plain_arrays, plain_state

@@ -17,7 +17,7 @@ import jax
 
 from spmdtrain.checkpoints.checkpoints import Checkpoints, step_counter
 from spmdtrain.checkpoints.leaves.fingerprint import fingerprints
-from spmdtrain.checkpoints.leaves.items import arrays_of, from_note, is_in
+from spmdtrain.checkpoints.leaves.stored_items import arrays_of, from_note, is_in
 from spmdtrain.checkpoints.meta import (
     FORMAT,
     Meta,

@@ -49,9 +49,9 @@ def add_inspect(commands) -> None:
 def run_inspect(parsed: argparse.Namespace) -> int:
     """Prints the counts of the data and the first windows of a step."""
     without_devices()
+    from spmdtrain.data.cut_samples import in_pieces, sequences_of
     from spmdtrain.data.inspected.counts import count_data
     from spmdtrain.data.inspected.passages import windows_of
-    from spmdtrain.data.pieces import in_pieces, sequences_of
     from spmdtrain.data.source import open_data
 
     written = None

@@ -99,8 +99,8 @@ def add_prepare(commands) -> None:
 
 def run_prepare(parsed: argparse.Namespace) -> int:
     """Writes documents as token files."""
-    from spmdtrain.data.prepare.prepare import Job
-    from spmdtrain.data.prepare.prepare import prepare as write
+    from spmdtrain.data.prepare.prepare_corpus import Job
+    from spmdtrain.data.prepare.prepare_corpus import prepare as write
 
     of_chats = (
         *("template", "chat_template", "chat_set", "last_answer_only", "pairs"),

@@ -93,7 +93,7 @@ def _overrides(parsed: argparse.Namespace) -> Sequence[str]:
     """Returns the settings that options stand for, and those of --set, which win."""
     found = []
     if parsed.untie:
-        from spmdtrain.config.published.reading import refuse_untied
+        from spmdtrain.config.published.read_config import refuse_untied
 
         refuse_untied(Path(parsed.folder))
         found.append("model.tied=false")

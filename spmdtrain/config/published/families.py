@@ -11,7 +11,7 @@ from typing import Any
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.published.keys import Keys
-from spmdtrain.config.published.rope import (
+from spmdtrain.config.published.rope_keys import (
     FULL,
     ORIGINAL,
     WINDOW,

@@ -2,7 +2,7 @@
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.load import COMMAND_LINE
-from spmdtrain.config.published.reading import Published
+from spmdtrain.config.published.read_config import Published
 from spmdtrain.config.schema import RunConfig
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.published.reading import NAME, read_published
+from spmdtrain.config.published.read_config import NAME, read_published
 from spmdtrain.config.run_files import RunFiles, given_in
 
 

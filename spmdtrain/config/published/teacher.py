@@ -7,7 +7,7 @@ from typing import Any
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.load import from_resolved
 from spmdtrain.config.published.model_from import is_run
-from spmdtrain.config.published.reading import NAME, read_published
+from spmdtrain.config.published.read_config import NAME, read_published
 from spmdtrain.config.run_files import RunFiles, given_in
 from spmdtrain.config.schema import RunConfig
 

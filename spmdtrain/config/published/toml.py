@@ -7,7 +7,7 @@ from typing import Any
 
 from spmdtrain.config.load import from_resolved
 from spmdtrain.config.published.longest import check_longest
-from spmdtrain.config.published.reading import NAME, read_published
+from spmdtrain.config.published.read_config import NAME, read_published
 
 
 def model_toml(folder: str | Path, overrides: Sequence[str] = ()) -> str:

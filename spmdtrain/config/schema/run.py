@@ -48,7 +48,7 @@ from spmdtrain.config.schema.rules import RulesConfig
 from spmdtrain.config.schema.sparsity import SparsityConfig
 from spmdtrain.config.schema.train import TrainConfig
 from spmdtrain.config.settings import Settings
-from spmdtrain.config.stages import TimedStage
+from spmdtrain.config.stage_timetable import TimedStage
 
 # Yields the texts of what a section does not go with. The run is `Any`: its class is made of the
 # sections, which cannot import it.

@@ -16,7 +16,7 @@ from spmdtrain.config.settings import (
     Settings,
     Tokens,
 )
-from spmdtrain.config.stages import TimedStage, timetable
+from spmdtrain.config.stage_timetable import TimedStage, timetable
 
 # The settings that each loss of pairs has, with their defaults: those of the papers.
 PREFERENCE_SETTINGS: dict[str, dict[str, float]] = {

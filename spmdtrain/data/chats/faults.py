@@ -1,7 +1,7 @@
 """Finds faults in how a tokenizer and a chat template fit together."""
 
 from spmdtrain.config.errors import DataError
-from spmdtrain.data.chats.encode import Template
+from spmdtrain.data.chats.encode_conversation import Template
 from spmdtrain.data.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
 from spmdtrain.data.tokenizers.tokenizer import Tokenizer
 

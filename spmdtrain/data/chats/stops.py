@@ -1,6 +1,6 @@
 """Says at which token or text a model stops that has learned to answer in a template."""
 
-from spmdtrain.data.chats.encode import Template
+from spmdtrain.data.chats.encode_conversation import Template
 from spmdtrain.data.tokenizers.tokenizer import Tokenizer
 
 

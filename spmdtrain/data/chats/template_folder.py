@@ -11,7 +11,7 @@ from typing import Any
 
 from spmdtrain.config.errors import DataError
 from spmdtrain.config.named_file import read_named
-from spmdtrain.data.chats.encode import Template
+from spmdtrain.data.chats.encode_conversation import Template
 from spmdtrain.data.chats.jinja_template import JinjaTemplate, JinjaText
 from spmdtrain.data.chats.simple_template import SimpleTemplate
 from spmdtrain.data.tokenizers.tokenizer import Tokenizer

@@ -1,1 +1,1 @@
-"""`data prepare`: documents in, token files out. Start with prepare.py."""
+"""`data prepare`: documents in, token files out. Start with prepare_corpus.py."""

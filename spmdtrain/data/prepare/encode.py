@@ -21,7 +21,11 @@ import numpy as np
 
 from spmdtrain.config.errors import DataError
 from spmdtrain.data.chats.conversation import ChatFields, Conversation, read_conversation, read_pair
-from spmdtrain.data.chats.encode import EncodedConversation, Template, encode_conversation
+from spmdtrain.data.chats.encode_conversation import (
+    EncodedConversation,
+    Template,
+    encode_conversation,
+)
 from spmdtrain.data.chats.faults import markers_of_text
 from spmdtrain.data.chats.template_folder import template_from_spec
 from spmdtrain.data.prepare.notes import (

@@ -14,7 +14,7 @@ from spmdtrain.config.errors import DataError
 from spmdtrain.data.batches import PHASE
 from spmdtrain.data.corpus import Corpus
 from spmdtrain.data.shuffle import random_bits
-from spmdtrain.data.streams.reading import DocumentTokens, ShardReader
+from spmdtrain.data.streams.shard_reader import DocumentTokens, ShardReader
 
 HELD = 2  # blocks: a batch may lie across the end of one
 

@@ -25,7 +25,7 @@ from spmdtrain.data.prepare.encode import Recipe, encode_all
 from spmdtrain.data.shuffle import permute, random_bits
 from spmdtrain.data.streams.ledger import Ledger
 from spmdtrain.data.streams.local_copies import LocalCopies, default_folder
-from spmdtrain.data.streams.reading import ShardReader
+from spmdtrain.data.streams.shard_reader import ShardReader
 from spmdtrain.data.streams.shards import Shard, find_shards
 from spmdtrain.data.streams.shuffle_blocks import WindowBlocks
 from spmdtrain.data.texts.documents import Chunk, read_chunks
@@ -37,7 +37,7 @@ from spmdtrain.data.tokenizers.tokenizer import (
     tokenizer_fingerprint,
 )
 
-WITHIN_BLOCK = 6  # stream of random bits; reading.py uses 5
+WITHIN_BLOCK = 6  # stream of random bits; shard_reader.py uses 5
 MOST_BLOCKS = 2**32  # of an epoch
 
 

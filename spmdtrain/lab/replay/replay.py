@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from spmdtrain.checkpoints.leaves.fingerprint import fingerprints
-from spmdtrain.checkpoints.leaves.items import arrays_of
+from spmdtrain.checkpoints.leaves.stored_items import arrays_of
 from spmdtrain.checkpoints.meta import named_leaves
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.given import as_whole

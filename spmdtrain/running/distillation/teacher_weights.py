@@ -20,7 +20,7 @@ from spmdtrain.checkpoints.model_code import check_model_code
 from spmdtrain.checkpoints.restore import read_step
 from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.published.model_from import is_run
-from spmdtrain.config.published.reading import read_published
+from spmdtrain.config.published.read_config import read_published
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.running.published.read_weights import read_weights

@@ -18,7 +18,7 @@ from spmdtrain.data.chats.template_folder import (
     template_from_spec,
 )
 from spmdtrain.data.tokenizers.tokenizer import from_spec
-from spmdtrain.interop.directory import CONFIG, TOKENIZER, copy_files, files_to_keep, kept_in
+from spmdtrain.interop.companion_files import CONFIG, TOKENIZER, copy_files, files_to_keep, kept_in
 from spmdtrain.interop.target import Target
 
 GENERATION = "generation_config.json"

@@ -10,11 +10,11 @@ from spmdtrain.config.errors import DataError
 from spmdtrain.config.given import as_path
 from spmdtrain.config.load import COMMAND_LINE, from_resolved
 from spmdtrain.config.published.longest import check_longest
-from spmdtrain.config.published.reading import Published, read_published
+from spmdtrain.config.published.read_config import Published, read_published
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.chats.template_folder import folder_template, with_tokens
 from spmdtrain.data.tokenizers.tokenizer import begin_of_text, end_of_text, open_tokenizer
-from spmdtrain.interop.directory import KEPT, TOKENIZER
+from spmdtrain.interop.companion_files import KEPT, TOKENIZER
 
 LONGEST_SAMPLE = 1024  # tokens of the sequences that an imported run is evaluated on
 

@@ -6,9 +6,9 @@ from typing import Any
 from spmdtrain.checkpoints.restore import read_document, refuse_own_code
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.load import from_resolved
-from spmdtrain.config.published.reading import read_published
-from spmdtrain.config.published.writing import write_config
-from spmdtrain.interop.directory import kept_in
+from spmdtrain.config.published.read_config import read_published
+from spmdtrain.config.published.write_config import write_config
+from spmdtrain.interop.companion_files import kept_in
 from spmdtrain.interop.target import Target
 from spmdtrain.interop.writer import NAMES
 

@@ -10,7 +10,7 @@ from spmdtrain.checkpoints.saved_steps import SavedSteps
 from spmdtrain.config.given import as_flag, as_path, as_step
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.interop.peft import Values, write_adapters
-from spmdtrain.interop.weights import in_words
+from spmdtrain.interop.published_weights import in_words
 from spmdtrain.interop.writer import refuse_full
 from spmdtrain.models.abstract import build_model
 from spmdtrain.running.published.as_target import target_of

@@ -21,8 +21,8 @@ from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.given import as_flag, as_path, as_step, as_whole
 from spmdtrain.config.load import from_resolved
 from spmdtrain.config.schema import FinetuneConfig
+from spmdtrain.interop.published_weights import in_words
 from spmdtrain.interop.target import Target
-from spmdtrain.interop.weights import in_words
 from spmdtrain.interop.writer import PART, TensorWriter, new_folder, numpy_dtype, refuse_full
 from spmdtrain.models.abstract import build_model
 from spmdtrain.processes.processes import this_process, together

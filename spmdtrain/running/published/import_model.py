@@ -16,7 +16,7 @@ from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.given import as_path
 from spmdtrain.config.run_files import newest_step
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.interop.weights import bytes_of
+from spmdtrain.interop.published_weights import bytes_of
 from spmdtrain.running.published.as_run import described, model_config
 from spmdtrain.running.published.read_weights import read_weights
 from spmdtrain.running.published.room import check_room

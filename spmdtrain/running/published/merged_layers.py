@@ -12,10 +12,10 @@ import numpy as np
 
 from spmdtrain.checkpoints.layers import Layers
 from spmdtrain.config.errors import CheckpointError, ConfigError
-from spmdtrain.config.published.reading import read_published
+from spmdtrain.config.published.read_config import read_published
 from spmdtrain.config.schema import FinetuneConfig, TransformerConfig
 from spmdtrain.interop.pieces import Shape
-from spmdtrain.interop.weights import Weights
+from spmdtrain.interop.published_weights import Weights
 from spmdtrain.models.adapters.by_path import check_merges, merged, wide
 from spmdtrain.models.adapters.quantised import NAMES
 

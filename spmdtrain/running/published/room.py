@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 
 from spmdtrain.config.errors import StorageError
-from spmdtrain.interop.weights import in_words
+from spmdtrain.interop.published_weights import in_words
 from spmdtrain.processes.processes import this_process, together
 from spmdtrain.running.guards.host_memory import host_bytes
 from spmdtrain.running.start.directory import refuse_links

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from spmdtrain.checkpoints.checkpoints import Checkpoints
 from spmdtrain.checkpoints.identity import config_document, identity
 from spmdtrain.checkpoints.retention import Retention
-from spmdtrain.config.published.reading import Published
+from spmdtrain.config.published.read_config import Published
 from spmdtrain.config.schema import CheckpointConfig
-from spmdtrain.interop.directory import keep_files
+from spmdtrain.interop.companion_files import keep_files
 from spmdtrain.running.guards.bad_steps import BadSteps
 from spmdtrain.running.published.as_run import Described
 from spmdtrain.running.report.json_lines import write_document

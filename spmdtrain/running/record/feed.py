@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from spmdtrain.checkpoints.leaves import fingerprint
-from spmdtrain.checkpoints.leaves.items import arrays_of
+from spmdtrain.checkpoints.leaves.stored_items import arrays_of
 from spmdtrain.checkpoints.meta import named_leaves
 from spmdtrain.config.run_files import STEPS
 from spmdtrain.data.source import Data

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from pallas_kernels import gpus
-from spmdtrain.config.stages import TimedStage
+from spmdtrain.config.stage_timetable import TimedStage
 from spmdtrain.models.flops import counted_flops_per_token
 from spmdtrain.models.size import train_flops_per_token
 from spmdtrain.models.transformer import Transformer

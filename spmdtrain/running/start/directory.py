@@ -13,12 +13,12 @@ from jax.experimental import multihost_utils
 
 from spmdtrain.checkpoints.files.hostile import ODD, strange_in
 from spmdtrain.config.errors import CheckpointError, ConfigError, StorageError
-from spmdtrain.config.published.reading import is_published, read_published
+from spmdtrain.config.published.read_config import is_published, read_published
 from spmdtrain.config.run_files import newest_step
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.tokenizers.difference import Spec
-from spmdtrain.interop.files import open_tensors
-from spmdtrain.interop.weights import check_dtypes
+from spmdtrain.interop.published_weights import check_dtypes
+from spmdtrain.interop.safetensors_files import open_tensors
 from spmdtrain.running.same_tokenizer import check_same
 
 MOST_ASIDE = 1000  # runs that --fresh has set aside

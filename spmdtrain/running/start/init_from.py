@@ -11,11 +11,11 @@ from spmdtrain.checkpoints.identity import code_of, model_changes
 from spmdtrain.checkpoints.model_code import check_model_code
 from spmdtrain.checkpoints.restore import read_newest_good
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.published.reading import Published, read_published
-from spmdtrain.config.published.writing import as_model, function_of
+from spmdtrain.config.published.read_config import Published, read_published
+from spmdtrain.config.published.write_config import as_model, function_of
 from spmdtrain.config.run_files import newest_step
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.interop.directory import keep_files, kept_in
+from spmdtrain.interop.companion_files import keep_files, kept_in
 from spmdtrain.running.published.read_weights import read_weights
 from spmdtrain.running.start.other_run import naming_settings, recorded
 from spmdtrain.train.given.given_weights import with_wide_base

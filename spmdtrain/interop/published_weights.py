@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 
 from spmdtrain.config.errors import CheckpointError
-from spmdtrain.config.published.reading import Published
+from spmdtrain.config.published.read_config import Published
 from spmdtrain.config.schema import TransformerConfig
-from spmdtrain.interop.files import AGAIN, Tensor, open_tensors
-from spmdtrain.interop.float8 import with_scales
+from spmdtrain.interop.float8_tensors import with_scales
 from spmdtrain.interop.names import (
     EMBED,
     HEAD,
@@ -34,6 +33,7 @@ from spmdtrain.interop.names import (
     table_of,
 )
 from spmdtrain.interop.pieces import AnyMapped, Index, Shape, Sizes
+from spmdtrain.interop.safetensors_files import AGAIN, Tensor, open_tensors
 
 ROWS_AT_ONCE = 4096  # of a matrix that is compared or averaged
 AT_ONCE = 2**16  # numbers that are looked at: they stay in the cache of a core

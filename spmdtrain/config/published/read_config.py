@@ -17,7 +17,7 @@ from spmdtrain.config.published.families import (
     read_positions,
 )
 from spmdtrain.config.published.keys import Keys
-from spmdtrain.config.published.rope import FULL
+from spmdtrain.config.published.rope_keys import FULL
 
 NAME = "config.json"
 ADAPTER = "adapter_config.json"

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from spmdtrain.config.errors import CheckpointError
-from spmdtrain.interop.files import Tensor
+from spmdtrain.interop.safetensors_files import Tensor
 
 SQUARE = 128  # numbers on a side
 DTYPE = np.dtype(ml_dtypes.float8_e4m3fn)

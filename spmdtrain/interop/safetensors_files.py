@@ -28,7 +28,7 @@ DTYPES: dict[str, Any] = {
 # For tensors with these endings, which hold four-bit numbers (mxfp4.py).
 PACKED = {"U8": np.dtype(np.uint8)}
 PACKED_NAMES = ("_blocks", "_scales")
-# For matrices with a scale for each square (float8.py), if a config.json says so.
+# For matrices with a scale for each square (float8_tensors.py), if a config.json says so.
 FLOAT8 = {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}
 POINTER = b"version https://git-lfs"
 LARGEST_INDEX = 256 * 2**20  # bytes

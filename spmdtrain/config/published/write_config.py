@@ -10,7 +10,7 @@ from typing import Any
 from spmdtrain.config.errors import ConfigError, UserError
 from spmdtrain.config.published.class_keys import unread_by_class
 from spmdtrain.config.published.families import FAMILIES, GATED, PLAIN, Family, write_positions
-from spmdtrain.config.published.reading import Published, as_published
+from spmdtrain.config.published.read_config import Published, as_published
 from spmdtrain.config.schema import GPT, ExpertsConfig, Llama, TransformerConfig
 
 # Keys of an imported file that name its origin, or code that came with it.
