@@ -161,7 +161,7 @@ class AbstractModel:
         return getattr(self.bind({}), "corrupt", None)
 
     @property
-    def keeps_order(self) -> str:
+    def order_reason(self) -> str:
         """The reason why the model needs its tokens in the order of the data; "" if it does not.
 
         A class of module declares `any_order = True` if it gives the same results for tokens in any

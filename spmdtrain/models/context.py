@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spmdtrain.models.projection import Product, Weight, multiply
-from spmdtrain.parallel.context.ways import ContextWay, zigzag_order
+from spmdtrain.parallel.context.context_method import ContextMethod, zigzag_order
 from spmdtrain.parallel.experts import Experts, make_experts
 from spmdtrain.parallel.matmuls.tensor_matmul import (
     Names,
@@ -47,7 +47,7 @@ def _unsplit(x: jax.Array, *_: str | None) -> jax.Array:
         "experts",
         "sum_over_batch",
         "dropout_rate",
-        "way",
+        "context_method",
         "frozen_layers",
     ],
 )
@@ -86,7 +86,7 @@ class ForwardContext:
     # A random key per sequence; None: no dropout (evaluation).
     noise_b: jax.Array | None = None
     # How attention reaches the keys of other devices, and whether tokens are in zigzag order.
-    way: ContextWay = ContextWay()
+    context_method: ContextMethod = ContextMethod()
     # Layers of the stack, from the first on, whose weights and input have no gradient.
     frozen_layers: int = 0
     # The number of the layer in the model, 0 for the first; traced in scans. None: outside them.
@@ -130,9 +130,9 @@ class ForwardContext:
 
     def as_tokens(self, x_bt: jax.Array) -> jax.Array:
         """Returns x [b, t, ...], given in the order of the sequence, in the order of the tokens."""
-        if self.way.zigzag == 1:
+        if self.context_method.zigzag == 1:
             return x_bt
-        return x_bt[:, zigzag_order(x_bt.shape[1], self.way.zigzag)]
+        return x_bt[:, zigzag_order(x_bt.shape[1], self.context_method.zigzag)]
 
     def jitter(self, x: jax.Array, site: int, share: float) -> jax.Array:
         """Multiplies x [b, t, ...] by uniform noise between 1 - share and 1 + share.

@@ -96,12 +96,12 @@ def show(config: RunConfig) -> str:
         shape += f", {frozen} layers frozen" if stage.frozen_layers is not None else ""
         batch += f"\nsteps {stage.first + 1} to {stage.last}: {shape}"
     pipeline = [f"pipeline: {values['pipeline']}"] if values["pipeline"] else []
-    way = [setup.way.line] if setup.way.line else []
+    attention = [setup.context_method.line] if setup.context_method.line else []
     model = setup.config.model
     layers = [describe_layers(model), describe_experts(model)] if not config.model.make else []
     settings = to_toml(setup.config).strip()
     mesh = describe_mesh(setup.mesh)
-    parts = [settings, mesh, *way, *pipeline, *filter(None, layers), batch, "\n".join(lines)]
+    parts = [settings, mesh, *attention, *pipeline, *filter(None, layers), batch, "\n".join(lines)]
     return "\n\n".join(parts)
 
 

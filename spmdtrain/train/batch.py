@@ -21,7 +21,11 @@ from spmdtrain.config.schema import RunConfig, TrainConfig
 from spmdtrain.data.saved_logits.manifest import Manifest
 from spmdtrain.data.saved_logits.reader import IDS, LOGS
 from spmdtrain.parallel.axes import BATCH_AXES, Rules, batch_shards, partition_spec
-from spmdtrain.parallel.context.ways import ContextWay, find_way, zigzag_order
+from spmdtrain.parallel.context.context_method import (
+    ContextMethod,
+    find_context_method,
+    zigzag_order,
+)
 
 Batch = dict[str, jax.Array]
 Samples = Callable[[np.ndarray], Mapping[str, np.ndarray]]
@@ -75,16 +79,16 @@ def _does_not_divide(
     )
 
 
-def choose_way(config: RunConfig, rules: Rules, keeps_order: str) -> ContextWay:
+def choose_context_method(config: RunConfig, rules: Rules, order_reason: str) -> ContextMethod:
     """Returns how attention reaches the keys of other devices, which decides the order of tokens.
 
-    `keeps_order`: why the model needs the order of the data, or "". Raises ConfigError if the
-    requested way cannot run.
+    `order_reason`: why the model needs the order of the data, or "". Raises ConfigError if the
+    requested method cannot run.
     """
     model = config.model
     length = config.train.sequence_length
     heads = model.kv_heads
-    return find_way(model.context_attention, rules, length, heads, keeps_order)
+    return find_context_method(model.context_attention, rules, length, heads, order_reason)
 
 
 def batch_sharding(mesh: Mesh, rules: Rules, name: str) -> NamedSharding:
@@ -157,7 +161,7 @@ def to_devices(  # noqa: PLR0913 - what a batch consists of, and where it goes
     """Returns the samples `ids` [global_batch] as a batch of global arrays.
 
     `samples(ids)` makes rows on the host. A process asks only for the rows that its own devices
-    hold, each once. `zigzag` comes from the setup's `way`.
+    hold, each once. `zigzag` comes from the setup's `context_method`.
     """
     ids = ids.reshape(shape)
     made: dict[tuple[int, int], dict[str, np.ndarray]] = {}

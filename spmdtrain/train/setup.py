@@ -26,7 +26,7 @@ from spmdtrain.pipeline.schedule import Table
 from spmdtrain.train.batch import (
     Batch,
     BatchShape,
-    ContextWay,
+    ContextMethod,
     Manifest,
     Samples,
     abstract_batch,
@@ -87,7 +87,7 @@ class Setup:
     rules: Rules
     model: AbstractModel
     batch_shape: BatchShape
-    way: ContextWay  # how attention reaches the keys of other devices
+    context_method: ContextMethod  # how attention reaches the keys of other devices
     update_rules: optimizers.UpdateRules  # the rule of each parameter that is not frozen
     learning_rate: LearningRate  # of a 0-based step, a float32 scalar
     loss: TokenLoss | None  # None: cross-entropy, as the settings shape it
@@ -123,14 +123,14 @@ class Setup:
     @property
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """An abstract training batch."""
-        zigzag = self.way.zigzag
+        zigzag = self.context_method.zigzag
         return abstract_batch(
             self.batch_shape, self.config, self.mesh, self.rules, zigzag, self.logits
         )
 
     def to_devices(self, samples: Samples, ids: np.ndarray) -> Batch:
         """Returns the samples `ids` [global_batch] as a batch of this run: see `to_devices`."""
-        zigzag = self.way.zigzag
+        zigzag = self.context_method.zigzag
         return to_devices(samples, ids, self.batch_shape, self.mesh, self.rules, zigzag)
 
 

@@ -11,7 +11,7 @@ from spmdtrain.parallel.axes import make_rules
 from spmdtrain.parallel.matmuls.tensor_matmul import check_matmuls
 from spmdtrain.pipeline.find_table import pipeline_schedule
 from spmdtrain.train import token_loss
-from spmdtrain.train.batch import choose_way, cut_batch
+from spmdtrain.train.batch import choose_context_method, cut_batch
 from spmdtrain.train.exchange import (
     copies_of_weights,
     feedback_codecs,
@@ -63,7 +63,7 @@ def setup_alone(
         rules=rules,
         model=model,
         batch_shape=batch_shape,
-        way=choose_way(config, rules, model.keeps_order),
+        context_method=choose_context_method(config, rules, model.order_reason),
         update_rules=update_rules,
         learning_rate=make_learning_rate(config, learning_rate),
         loss=loss,

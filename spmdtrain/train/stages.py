@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from spmdtrain.config.stage_timetable import TimedStage
 from spmdtrain.pipeline.find_table import pipeline_schedule
-from spmdtrain.train.batch import choose_way, cut_batch
+from spmdtrain.train.batch import choose_context_method, cut_batch
 from spmdtrain.train.setup import Setup, Teacher
 
 
@@ -37,7 +37,7 @@ def setup_of(setup: Setup, stage: TimedStage) -> Setup:
         setup,
         config=config,
         batch_shape=batch_shape,
-        way=choose_way(config, setup.rules, setup.model.keeps_order),
+        context_method=choose_context_method(config, setup.rules, setup.model.order_reason),
         pipeline=table,
         teacher=setup.teacher and _in_stage(setup.teacher, stage),
     )
@@ -47,8 +47,8 @@ def _in_stage(teacher: Teacher, stage: TimedStage) -> Teacher:
     """Returns the teacher of a stage, which reads the batches of the stage."""
     setup = teacher.setup
     config = setup.config.in_stage(stage)
-    way = choose_way(config, setup.rules, setup.model.keeps_order)
-    return replace(teacher, setup=replace(setup, config=config, way=way))
+    method = choose_context_method(config, setup.rules, setup.model.order_reason)
+    return replace(teacher, setup=replace(setup, config=config, context_method=method))
 
 
 def setup_at(setup: Setup, step: int) -> Setup:

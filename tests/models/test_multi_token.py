@@ -9,7 +9,7 @@ from helpers import batches_of, prepared
 
 from spmdtrain.config import ConfigError
 from spmdtrain.models.context import ForwardContext
-from spmdtrain.parallel.context.ways import ContextWay, zigzag_order
+from spmdtrain.parallel.context.context_method import ContextMethod, zigzag_order
 from spmdtrain.train.compared.in_order import placed_arrays
 from spmdtrain.train.gradients.further_losses import NAME, at_depth
 from spmdtrain.train.step import make_gradients, make_losses
@@ -44,7 +44,7 @@ def test_a_target_is_of_the_same_document_and_has_a_loss_itself(ways):
         "segment_ids": np.array([1, 1, 1, 1, 2, 2, 2, 2]),
     }
     order = zigzag_order(length, ways)
-    ctx = ForwardContext(np.arange(length)[None], way=ContextWay("ring", (), ways))
+    ctx = ForwardContext(np.arange(length)[None], context_method=ContextMethod("ring", (), ways))
     found = at_depth({name: x[None, order] for name, x in rows.items()}, 2, ctx)
     natural = {name: np.asarray(x)[0, np.argsort(order)] for name, x in found.items()}
     np.testing.assert_array_equal(natural["mask"], [0, 1, 0, 0, 1, 1, 0, 0])

@@ -1215,7 +1215,7 @@ BREAKAGES = [
     ),
     Breakage(
         "takes the chunks of a sequence in their order",
-        "parallel/context/ways.py",
+        "parallel/context/context_method.py",
         "chunks[: ways - 1 : -1]",
         "chunks[ways:]",
         "tests/parallel/test_ring.py",
@@ -1251,7 +1251,7 @@ BREAKAGES = [
     Breakage(
         "draws noise by the place of a token on its device",
         "models/context.py",
-        "return x_bt[:, zigzag_order(x_bt.shape[1], self.way.zigzag)]",
+        "return x_bt[:, zigzag_order(x_bt.shape[1], self.context_method.zigzag)]",
         "return x_bt",
         "tests/train/test_context_attention.py -k noise",
     ),

@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.attention import reference
 from pallas_kernels.attention.problem import prepare
+from spmdtrain.parallel.context.context_method import zigzag_order
 from spmdtrain.parallel.context.ring import ContextRing, legs, ring_attention
 from spmdtrain.parallel.context.ulysses import heads_for_time
-from spmdtrain.parallel.context.ways import zigzag_order
 
 BATCH, HEADS, KV_HEADS, DIM = 2, 4, 2, 8
 TOKENS = 64

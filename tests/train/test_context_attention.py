@@ -1,6 +1,6 @@
-"""Attention over `context`: every way of it trains as one device does, or is refused in one line.
+"""Attention over `context`: every method trains as one device does, or is refused in one line.
 
-test_layouts.py trains 20 steps with the way that a run takes by itself.
+test_layouts.py trains 20 steps with the method that a run takes by itself.
 """
 
 from functools import partial
@@ -16,7 +16,7 @@ from spmdtrain.inference.sample import Choice, make_generate, make_logits
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers import Attention, Mlp
 from spmdtrain.models.transformer import Transformer
-from spmdtrain.parallel.context.ways import ContextWay, zigzag_order
+from spmdtrain.parallel.context.context_method import ContextMethod, zigzag_order
 from spmdtrain.train.compared.in_order import placed_arrays
 from spmdtrain.train.given.arrays import check_batch
 from spmdtrain.train.shard import shard
@@ -97,7 +97,7 @@ def test_a_model_that_keeps_the_order_of_its_tokens_gathers_and_says_so():
 
     split = ("mesh.context=2",)
     setup = shard(tiny(*SMALL, *split), make, jax.devices()[:2])
-    assert setup.way.line == (
+    assert setup.context_method.line == (
         "attention: keys are gathered over context 2: Beside does not take tokens in any order"
     )
     weights = initial_weights(*SMALL)  # those of the shipped model: the parameters are the same
@@ -105,21 +105,24 @@ def test_a_model_that_keeps_the_order_of_its_tokens_gathers_and_says_so():
 
 
 def test_a_model_goes_by_the_ring_if_all_its_parts_take_any_order():
-    def way(*settings: str, make=None) -> ContextWay:
+    def method(*settings: str, make=None) -> ContextMethod:
         config = tiny(*SMALL, "mesh.context=2", *settings)
-        return shard(config, make, jax.devices()[:2]).way
+        return shard(config, make, jax.devices()[:2]).context_method
 
-    assert way() == ContextWay("ring", ("context",), 2)
-    assert way("finetune.kind=lora", "finetune.rank=2").name == "ring"
-    assert way("model.windows=[4]").name == "ring"
-    assert way("model.context_attention=gather").line == (
+    assert method() == ContextMethod("ring", ("context",), 2)
+    assert method("finetune.kind=lora", "finetune.rank=2").name == "ring"
+    assert method("model.windows=[4]").name == "ring"
+    assert method("model.context_attention=gather").line == (
         "attention: keys are gathered over context 2"
     )
-    odd = way("train.sequence_length=6")
+    odd = method("train.sequence_length=6")
     assert odd.name == "gather" and "6 is not divisible by 2 x 2 devices" in odd.line
     both_sides = partial(Transformer, attention=partial(Attention, causal=False))
-    assert way(make=both_sides).reason == "Attention does not take tokens in any order"
-    assert prepared(*SMALL).way == ContextWay() and prepared(*SMALL).way.line == ""
+    assert method(make=both_sides).reason == "Attention does not take tokens in any order"
+    assert (
+        prepared(*SMALL).context_method == ContextMethod()
+        and prepared(*SMALL).context_method.line == ""
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,7 +137,7 @@ def test_a_model_goes_by_the_ring_if_all_its_parts_take_any_order():
         (("model.context_attention=ulysses", "model.kv_heads=1"), None, "1 key-value heads"),
     ],
 )
-def test_a_way_that_cannot_run_is_refused(settings, make, said):
+def test_a_method_that_cannot_run_is_refused(settings, make, said):
     with pytest.raises(ConfigError, match=said) as raised:
         shard(tiny(*SMALL, "mesh.context=2", *settings), make, jax.devices()[:2])
     assert "--set model.context_attention=auto" in str(raised.value)
@@ -168,18 +171,18 @@ def test_packed_documents_in_zigzag_order_are_known_from_others():
 
 
 def test_noise_follows_its_token():
-    def kept(way: ContextWay):
+    def drawn(method: ContextMethod):
         ctx = ForwardContext(
             jnp.zeros((2, 16), jnp.int32),
             dropout_rate=0.5,
             noise_b=jax.random.split(jax.random.key(0), 2),
-            way=way,
+            context_method=method,
         )
         return np.asarray(ctx.dropout(jnp.ones((2, 16, 3)), 0))
 
-    ring = ContextWay("ring", ("context",), 4)
-    assert (kept(ring) == kept(ContextWay())[:, zigzag_order(16, 4)]).all()
-    assert (kept(ring) != kept(ContextWay())).any()
+    ring = ContextMethod("ring", ("context",), 4)
+    assert (drawn(ring) == drawn(ContextMethod())[:, zigzag_order(16, 4)]).all()
+    assert (drawn(ring) != drawn(ContextMethod())).any()
 
 
 def test_a_part_that_sees_the_token_before_makes_its_text_anew():

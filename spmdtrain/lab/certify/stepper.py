@@ -13,7 +13,7 @@ from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.source import open_data
 from spmdtrain.lab.certify.compare import GRADIENT, UPDATE, Figures, figures_of
 from spmdtrain.models.choose import MakeModel
-from spmdtrain.parallel.context.ways import zigzag_order
+from spmdtrain.parallel.context.context_method import zigzag_order
 from spmdtrain.running.device_batches import batches
 from spmdtrain.train.batch import OF_SEQUENCES, reordered
 from spmdtrain.train.compared.in_order import Plain, placed_state, plain_arrays, plain_state
@@ -91,7 +91,7 @@ class Stepper:
 
 def in_data_order(setup: Setup, batch: HostBatch) -> HostBatch:
     """Returns a batch with its tokens in the order of the data, as on one device."""
-    ways = setup.way.zigzag
+    ways = setup.context_method.zigzag
     if ways == 1:
         return batch
     back = np.argsort(zigzag_order(batch["tokens"].shape[-1], ways))

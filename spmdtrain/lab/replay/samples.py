@@ -8,7 +8,7 @@ import numpy as np
 
 from spmdtrain.data.source import Data
 from spmdtrain.data.tokenizers.tokenizer import from_spec
-from spmdtrain.parallel.context.ways import zigzag_order
+from spmdtrain.parallel.context.context_method import zigzag_order
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.gradients.sums import number_of
 from spmdtrain.train.setup import Setup
@@ -63,8 +63,8 @@ def text_of_samples(setup: Setup, data: Data, batch: Batch, samples: Sequence[in
     """
     tokens = np.asarray(batch["tokens"])
     tokens = tokens.reshape(-1, tokens.shape[-1])
-    if setup.way.zigzag > 1:
-        tokens = tokens[:, np.argsort(zigzag_order(tokens.shape[-1], setup.way.zigzag))]
+    if setup.context_method.zigzag > 1:
+        tokens = tokens[:, np.argsort(zigzag_order(tokens.shape[-1], setup.context_method.zigzag))]
     sample = np.asarray(batch["sample"]).ravel()
     decode = from_spec(data.tokenizer).decode if data.tokenizer else None
     said = []

@@ -22,7 +22,7 @@ from spmdtrain.data.saved_logits.taught_windows import passes
 from spmdtrain.data.source import CorpusData, open_data
 from spmdtrain.data.tokenizers.tokenizer import tokenizer_fingerprint
 from spmdtrain.models.abstract import matmuls
-from spmdtrain.parallel.context.ways import zigzag_order
+from spmdtrain.parallel.context.context_method import zigzag_order
 from spmdtrain.running.distillation.teacher_weights import shard_with_teacher
 from spmdtrain.train.distillation.saved import make_likeliest
 from spmdtrain.train.setup import Setup, Teacher
@@ -97,7 +97,7 @@ def _records(
     """Yields (first token, ids [n, top], logs [n, top + 1]) of stretches of tokens."""
     setup = teacher.setup
     length = config.train.sequence_length
-    back = np.argsort(zigzag_order(length, setup.way.zigzag))
+    back = np.argsort(zigzag_order(length, setup.context_method.zigzag))
     find = _compiled(setup, manifest)
     size = setup.config.train.global_batch
     read = [*passes(data.corpus, data.train, config)]

@@ -16,7 +16,7 @@ import numpy as np
 
 from spmdtrain.checkpoints.leaves.fingerprint import FACTORS, mixed
 from spmdtrain.data.saved_logits.reader import IDS, LOGS
-from spmdtrain.parallel.context.ways import zigzag_order
+from spmdtrain.parallel.context.context_method import zigzag_order
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.setup import Setup
 
@@ -38,7 +38,7 @@ def sums_of_batch(setup: Setup, batch: Batch) -> jax.Array:
     They describe the rows as the data gives them, whatever order the mesh wants.
     """
     rows = dict(batch)
-    zigzag = setup.way.zigzag
+    zigzag = setup.context_method.zigzag
     if zigzag > 1 and setup.config.data.packing == "stream":
         del rows["positions"]  # the data gave none: they result from the zigzag order
     return _on_devices(zigzag)(rows)

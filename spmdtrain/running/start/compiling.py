@@ -89,8 +89,8 @@ def _introduction(setup: Setup, data: Data) -> str:
     if setup.teacher is not None:
         learned = quantity(setup.teacher.setup.model.size)
         lines.append(f"teacher: {learned} parameters of {config.distill.teacher}")
-    if setup.way.line:
-        lines.append(setup.way.line)
+    if setup.context_method.line:
+        lines.append(setup.context_method.line)
     if setup.pipeline:
         lines.append(f"pipeline: {describe_pipeline(setup.pipeline, setup.model.stage_layout)}")
     lines.append(f"data: {data.describe(config)}, vocabulary {config.model.vocab}")

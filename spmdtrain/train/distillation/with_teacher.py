@@ -21,11 +21,11 @@ def join_teacher(setup: Setup) -> Setup:
     assert settings is not None, "the run names a teacher"
     _check_tokens(setup)
     of_teacher = setup_alone(settings, setup.mesh, None, _all_frozen, None, None)
-    if of_teacher.way.zigzag != setup.way.zigzag:
+    if of_teacher.context_method.zigzag != setup.context_method.zigzag:
         raise ConfigError(
             f"{setup.config.distill.source} reads tokens in another order over mesh.context",
-            asked=setup.way.line,
-            found=of_teacher.way.line,
+            asked=setup.context_method.line,
+            found=of_teacher.context_method.line,
             fix="--set model.context_attention=gather",
         )
     items = setup.state.items | {TEACHER.name: of_teacher.state.params}

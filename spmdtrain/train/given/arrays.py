@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.given import shown
 from spmdtrain.data.saved_logits.reader import IDS, LOGS
-from spmdtrain.parallel.context.ways import ContextWay, zigzag_order
+from spmdtrain.parallel.context.context_method import ContextMethod, zigzag_order
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
 
@@ -162,7 +162,7 @@ def check_batch(setup: Setup, batch: Any, *, training: bool) -> None:
     _check_devices(batch, setup.mesh, "batch", BATCHES)
     for part in _parts(batch):
         _check_numbers(setup, part)
-        _check_order(setup.way, part)
+        _check_order(setup.context_method, part)
 
 
 def _check_entry(
@@ -219,16 +219,16 @@ def _check_numbers(setup: Setup, part: dict[str, np.ndarray]) -> None:
         )
 
 
-def _check_order(way: ContextWay, part: dict[str, np.ndarray]) -> None:
+def _check_order(method: ContextMethod, part: dict[str, np.ndarray]) -> None:
     """Raises ConfigError if the tokens of a ring are not in its order.
 
     Put back in the order of a sequence, a token is one position behind the token before it, unless
     it begins a document.
     """
     positions = part.get("positions")
-    if way.zigzag == 1 or positions is None or positions.shape[-1] % (2 * way.zigzag):
+    if method.zigzag == 1 or positions is None or positions.shape[-1] % (2 * method.zigzag):
         return
-    back = np.argsort(zigzag_order(positions.shape[-1], way.zigzag))
+    back = np.argsort(zigzag_order(positions.shape[-1], method.zigzag))
     positions = positions[..., back]
     follows = positions[..., 1:] == positions[..., :-1] + 1
     if "segment_ids" in part:

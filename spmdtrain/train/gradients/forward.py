@@ -108,7 +108,7 @@ def make_context(setup: Setup) -> Callable[..., ForwardContext]:
             sum_over_batch=make_sum_over_batch(rules),
             dropout_rate=dropout,
             noise_b=noise_b,
-            way=setup.way,
+            context_method=setup.context_method,
             frozen_layers=setup.config.frozen_in_stack,
         )
 

@@ -1,4 +1,6 @@
-"""Attends from queries to keys on any mesh: with each device's own heads, by the way of the run."""
+"""Computes attention on any mesh. Each device handles its own heads, and `ctx.context_method`
+decides how its queries reach the keys of other devices.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -58,9 +60,9 @@ class Attend:
         if sinks is not None:
             # Their gradient is summed over the devices that share them.
             sinks = sinks.astype(jnp.float32)
-        if cache is None and ctx.way.name == "ring":
+        if cache is None and ctx.context_method.name == "ring":
             return self._by_ring(q_btkgd, k_bskd, v_bske, sinks, ctx)
-        if cache is None and ctx.way.name == "ulysses":
+        if cache is None and ctx.context_method.name == "ulysses":
             return self._by_ulysses(q_btkgd, k_bskd, v_bske, sinks, ctx)
         places_bs = jnp.broadcast_to(jnp.arange(k_bskd.shape[1]), k_bskd.shape[:2])
         places_bt = places_bs if cache is None else ctx.positions_bt
@@ -103,8 +105,8 @@ class Attend:
         else:
             kind = kind_of(self.windows, ctx.layer)
         ring = ContextRing(
-            axes=ctx.way.axes,
-            ways=ctx.way.ways,
+            axes=ctx.context_method.axes,
+            ways=ctx.context_method.ways,
             windows=tuple(befores),
             softcap=self.cap,
             scale=self.scale,
@@ -113,11 +115,11 @@ class Attend:
 
         def local(q, k, v, segments, sinks, kind):  # noqa: PLR0913 - the arrays of attention
             q_bthd = q.reshape(*q.shape[:2], -1, q.shape[-1])
-            with self._saying_what_refuses():
+            with self._refusals_as_config_errors():
                 found: Any = ring_attention(ring, q_bthd, k, v, segments, kind)
             out, lse = found
             if sinks is not None:
-                out = recomputed(_sunk, ctx)(out, lse, sinks)
+                out = recomputed(_apply_sinks, ctx)(out, lse, sinks)
             return out.reshape(*q.shape[:-1], v.shape[-1])
 
         arrays = (q_btkgd, k_btkd, v_btke, ctx.segment_ids_bt, sinks_h, kind)
@@ -126,11 +128,11 @@ class Attend:
 
     def _by_ulysses(self, q_btkgd, k_btkd, v_btke, sinks_h, ctx: ForwardContext) -> jax.Array:
         """Attends on each device to all tokens with a part of the heads: [b, t, k, g, e]."""
-        axes = ctx.way.axes
+        axes = ctx.context_method.axes
 
         def local(q, k, v, segments, sinks, layer):  # noqa: PLR0913 - the arrays of attention
             if sinks is not None:
-                sinks = own_heads(sinks, axes, ctx.way.ways)
+                sinks = own_heads(sinks, axes, ctx.context_method.ways)
             number = _number(ctx, layer)
             pair = None if segments is None else (segments, segments)
             options = {"segment_ids": pair, "positions": None}
@@ -164,7 +166,7 @@ class Attend:
         shape = (*q_btkgd.shape[:-1], v_bske.shape[-1])
         q_bthd = q_btkgd.reshape(*q_btkgd.shape[:2], -1, q_btkgd.shape[-1])
         before = _before(window, k_bskd.shape[1])
-        with self._saying_what_refuses():
+        with self._refusals_as_config_errors():
             found: Any = attention(
                 q_bthd,
                 k_bskd,
@@ -179,10 +181,10 @@ class Attend:
             )
         if sinks_h is None:
             return found.reshape(shape)
-        return recomputed(_sunk, ctx)(*found, sinks_h).reshape(shape)
+        return recomputed(_apply_sinks, ctx)(*found, sinks_h).reshape(shape)
 
     @contextlib.contextmanager
-    def _saying_what_refuses(self) -> Iterator[None]:
+    def _refusals_as_config_errors(self) -> Iterator[None]:
         """Turns a kernel's refusal inside into a ConfigError."""
         try:
             yield
@@ -202,7 +204,7 @@ def _before(window: int, tokens: int) -> int | None:
     return window - 1 if 0 < window < tokens else None
 
 
-def _sunk(y_bthd: jax.Array, lse_bth: jax.Array, sinks_h: jax.Array) -> jax.Array:
+def _apply_sinks(y_bthd: jax.Array, lse_bth: jax.Array, sinks_h: jax.Array) -> jax.Array:
     """Returns the output of attention after a sink has taken its share of each head's softmax."""
     share_bth = jax.nn.sigmoid(lse_bth - sinks_h)
     return (y_bthd * share_bth[..., None]).astype(y_bthd.dtype)

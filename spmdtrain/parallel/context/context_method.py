@@ -17,22 +17,22 @@ import numpy as np
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.parallel.axes import Rules, axes_of_dim
 
-WayName = Literal["ring", "gather", "ulysses"]
-ASKED = "model.context_attention"
+MethodName = Literal["ring", "gather", "ulysses"]
+SETTING = "model.context_attention"
 
 
 @dataclass(frozen=True)
-class ContextWay:
-    """The way of one run. The default is for a sequence that no mesh axis splits."""
+class ContextMethod:
+    """The method of one run. The default is for a sequence that no mesh axis splits."""
 
-    name: WayName = "gather"
+    name: MethodName = "gather"
     axes: tuple[str, ...] = ()  # the mesh axes that split the tokens, major first
     ways: int = 1  # devices along them
-    reason: str = ""  # why it is not the ring, unless this way was asked for
+    reason: str = ""  # why it is not the ring, unless the settings name this method
 
     @property
     def line(self) -> str:
-        """The line with which a run reports its way; "" if there is one device."""
+        """The line that a run prints about its method; "" if there is one device."""
         if self.ways == 1:
             return ""
         over = f"over {' x '.join(self.axes)} {self.ways}"
@@ -61,35 +61,35 @@ def zigzag_order(tokens: int, ways: int) -> np.ndarray:
     return both.reshape(-1)
 
 
-def find_way(
-    asked: str, rules: Rules, tokens: int, kv_heads: int, keeps_order: str = ""
-) -> ContextWay:
-    """Returns the way of a run: `asked`, or its own choice if that is "auto".
+def find_context_method(
+    requested: str, rules: Rules, tokens: int, kv_heads: int, order_reason: str = ""
+) -> ContextMethod:
+    """Returns the method of a run: `requested`, or the best that can run if that is "auto".
 
     Args:
-      tokens: of a sequence.
-      kv_heads: of the model.
-      keeps_order: why the model needs its tokens in their order; "" if it does not.
+      tokens: the tokens of a sequence.
+      kv_heads: the key-value heads of the model.
+      order_reason: why the model needs its tokens in their order; "" if it does not.
 
     Raises:
-      ConfigError: the way that is asked for cannot run.
+      ConfigError: the requested method cannot run.
     """
     (over_time,) = rules.activation_spec(("time",), (0,))
     axes = axes_of_dim(over_time)
     ways = int(np.prod([rules.sizes[axis] for axis in axes], dtype=int))
     if ways == 1:
-        return ContextWay()
-    if asked == "gather":
-        return ContextWay("gather", axes, ways)
-    if asked == "ulysses":
+        return ContextMethod()
+    if requested == "gather":
+        return ContextMethod("gather", axes, ways)
+    if requested == "ulysses":
         _check_heads(rules, kv_heads, ways)
-        return ContextWay("ulysses", axes, ways)
-    reason = keeps_order
+        return ContextMethod("ulysses", axes, ways)
+    reason = order_reason
     if tokens % (2 * ways):
         reason = f"train.sequence_length={tokens} is not divisible by 2 x {ways} devices"
-    if reason and asked == "ring":
-        raise ConfigError(f"{ASKED}='ring' cannot run: {reason}", fix=f"--set {ASKED}=auto")
-    return ContextWay("gather" if reason else "ring", axes, ways, reason)
+    if reason and requested == "ring":
+        raise ConfigError(f"{SETTING}='ring' cannot run: {reason}", fix=f"--set {SETTING}=auto")
+    return ContextMethod("gather" if reason else "ring", axes, ways, reason)
 
 
 def _check_heads(rules: Rules, kv_heads: int, ways: int) -> None:
@@ -98,7 +98,7 @@ def _check_heads(rules: Rules, kv_heads: int, ways: int) -> None:
     here = kv_heads // int(np.prod([rules.sizes[axis] for axis in axes_of_dim(over_heads)]))
     if here % ways:
         raise ConfigError(
-            f"{ASKED}='ulysses' cannot run: {here} key-value heads of a device are not divisible "
+            f"{SETTING}='ulysses' cannot run: {here} key-value heads of a device are not divisible "
             f"by the {ways} that share a sequence",
-            fix=f"--set {ASKED}=auto",
+            fix=f"--set {SETTING}=auto",
         )
