@@ -269,7 +269,6 @@ SHARED_NAMES = {
     "flops.py",
     "kernels.py",
     "memory.py",
-    "parts.py",
     "stages.py",
     "sums.py",
     "words.py",

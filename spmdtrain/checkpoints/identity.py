@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from spmdtrain.checkpoints.model_code import ModelCode, check_model_code, model_code, qualified_name
 from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.load import resolved
-from spmdtrain.config.own.parts import own_sources
+from spmdtrain.config.own_parts import own_sources
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.source import Data
 from spmdtrain.train.setup import Setup

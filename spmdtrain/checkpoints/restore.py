@@ -22,10 +22,10 @@ from spmdtrain.checkpoints.saved_steps import SavedSteps
 from spmdtrain.config.errors import CheckpointError, ConfigError, DamagedError, UnfitError
 from spmdtrain.config.given import as_flag, as_run, as_step
 from spmdtrain.config.load import as_overrides, from_resolved
-from spmdtrain.config.own.import_name import home_of
-from spmdtrain.config.own.section import split_own
+from spmdtrain.config.named_code import home_of
 from spmdtrain.config.run_files import RunFiles
 from spmdtrain.config.schema import RunConfig
+from spmdtrain.config.schema.own import split_own
 from spmdtrain.train.setup import Setup, check_setup
 from spmdtrain.train.state import TrainState
 

@@ -11,7 +11,7 @@ from spmdtrain.cli.parser import make_parser
 from spmdtrain.cli.typable import make_typable
 from spmdtrain.config import StorageError, UserError
 from spmdtrain.config.errors import OwnCodeError
-from spmdtrain.config.own.raised import own_errors_named, traceback_of
+from spmdtrain.config.named_code import own_errors_named, traceback_of
 from spmdtrain.processes import peers, signals
 
 CLOSED_PIPE = 141  # as a shell reports a program that SIGPIPE ended

@@ -13,7 +13,7 @@ import numpy as np
 
 from spmdtrain.config.errors import ConfigError, DataError
 from spmdtrain.config.given import as_whole, check_kind, shown
-from spmdtrain.config.own.parts import own_part
+from spmdtrain.config.own_parts import own_part
 from spmdtrain.config.schema import RunConfig, check_config
 from spmdtrain.data.batches import EvalSet as EvalSet
 from spmdtrain.data.batches import EvalWindows, Range, TrainStream, split

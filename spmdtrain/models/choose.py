@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.given import shown
 from spmdtrain.config.load import typed_extra
-from spmdtrain.config.own.import_name import import_named
+from spmdtrain.config.named_code import import_named
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.transformer import Transformer
 

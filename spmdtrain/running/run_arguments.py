@@ -6,7 +6,7 @@ from types import NoneType
 from typing import Any, NamedTuple
 
 from spmdtrain.config.given import as_flag, as_run, as_step, check_kind
-from spmdtrain.config.own.parts import own_list
+from spmdtrain.config.own_parts import own_list
 from spmdtrain.config.schema import check_config
 from spmdtrain.models.choose import check_make
 from spmdtrain.parallel.mesh import given_devices

@@ -15,7 +15,7 @@ import numpy as np
 from pallas_kernels.loss import linear_cross_entropy, linear_token_loss
 from spmdtrain.compiled.parts import part
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.own.parts import own_part
+from spmdtrain.config.own_parts import own_part
 from spmdtrain.config.schema import RunConfig, TrainConfig
 from spmdtrain.models.abstract import AbstractModel
 from spmdtrain.models.logits import logit_shape

@@ -13,7 +13,7 @@ from helpers import tiny
 import spmdtrain as st
 from spmdtrain.cli import main
 from spmdtrain.config import ConfigError, to_toml
-from spmdtrain.config.own.import_name import import_named
+from spmdtrain.config.named_code import import_named
 from spmdtrain.models.choose import choose_model
 from spmdtrain.planner.cost.flops import model_flops_per_token
 

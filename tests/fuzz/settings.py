@@ -12,8 +12,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from spmdtrain.config.own.section import PARTS
 from spmdtrain.config.schema import RunConfig, Settings
+from spmdtrain.config.schema.own import PARTS
 
 Values = dict[str, Any]  # dotted name -> value
 

@@ -13,7 +13,7 @@ from helpers import tiny
 import spmdtrain as st
 from spmdtrain.cli import main
 from spmdtrain.config import ConfigError, load, to_toml
-from spmdtrain.config.own.parts import own_list, own_part
+from spmdtrain.config.own_parts import own_list, own_part
 from spmdtrain.lab.certify.shrink import shrink
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

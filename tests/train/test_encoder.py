@@ -12,7 +12,7 @@ from helpers import MESHES, SPLIT, batches_of, mesh_of, tiny
 import spmdtrain as st
 from spmdtrain.cli import main
 from spmdtrain.config import ConfigError
-from spmdtrain.config.own.import_name import import_named
+from spmdtrain.config.named_code import import_named
 from spmdtrain.models.context import sample_corruption
 from spmdtrain.models.layers import Attention
 from spmdtrain.running.report.metrics import make_figures

@@ -1,16 +1,15 @@
 """Every setting of a run: typed, frozen, each with its unit and meaning.
 
-Each section has a file with its name in TOML: train.py has [train]; only [own] is elsewhere, in
-../own/section.py. run.py has `RunConfig`, all sections together. A class checks what can be known
-from its own section. Functions beside it, `refusals` and `refusals_of_...`, yield what it does not
-go with: islands.py knows what islands cannot have, [optimizer] knows of none. run.py has them in
-order. What depends on the machine (devices, files) is checked where the config meets it. Nothing
-here imports jax, so `--help` and a typo cost milliseconds.
+Each section has a file with its name in TOML: train.py has [train]. run.py has `RunConfig`, all
+sections together. A class checks what can be known from its own section. Functions beside it,
+`refusals` and `refusals_of_...`, yield what it does not go with: islands.py knows what islands
+cannot have, [optimizer] knows of none. run.py has them in order. What depends on the machine
+(devices, files) is checked where the config meets it. Nothing here imports jax, so `--help` and a
+typo cost milliseconds.
 
 Descriptions are read by people: they appear in the JSON schema and in the list of settings.
 """
 
-from spmdtrain.config.own.section import OwnConfig
 from spmdtrain.config.schema.checkpoint import CheckpointConfig
 from spmdtrain.config.schema.compression import CompressionConfig
 from spmdtrain.config.schema.data import DataConfig, MixPhase, MixSource
@@ -44,6 +43,7 @@ from spmdtrain.config.schema.optimizer import (
     Sgd,
     Soap,
 )
+from spmdtrain.config.schema.own import OwnConfig
 from spmdtrain.config.schema.pipeline import PipelineConfig, PipelineSchedule
 from spmdtrain.config.schema.precision import Narrow, PrecisionConfig
 from spmdtrain.config.schema.rules import RulesConfig

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field, PrivateAttr, model_validator
 
 from spmdtrain.config.given import as_whole, check_kind
-from spmdtrain.config.own.section import OwnConfig
 from spmdtrain.config.schema import (
     checkpoint,
     compression,
@@ -42,6 +41,7 @@ from spmdtrain.config.schema.optimizer import (
     Sgd,
     Soap,
 )
+from spmdtrain.config.schema.own import OwnConfig
 from spmdtrain.config.schema.pipeline import PipelineConfig
 from spmdtrain.config.schema.precision import PrecisionConfig
 from spmdtrain.config.schema.rules import RulesConfig

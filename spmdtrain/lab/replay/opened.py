@@ -26,7 +26,7 @@ from spmdtrain.checkpoints.restore import (
 from spmdtrain.config.errors import CheckpointError, ConfigError
 from spmdtrain.config.given import as_run
 from spmdtrain.config.load import as_overrides, from_resolved, resolved
-from spmdtrain.config.own.parts import with_own_parts
+from spmdtrain.config.own_parts import with_own_parts
 from spmdtrain.config.run_files import given_in
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.config.settable import OF_PLACES, OF_REPLAY, check_settable

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from spmdtrain.config.errors import UserError
-from spmdtrain.config.own.raised import own_errors_named
+from spmdtrain.config.named_code import own_errors_named
 from spmdtrain.config.run_files import EVENTS, METRICS, newest_line, newest_step
 from spmdtrain.processes import pulse, signals
 from spmdtrain.running.report.json_lines import JsonLines

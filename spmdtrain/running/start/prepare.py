@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from spmdtrain.config.own.parts import with_own_parts
+from spmdtrain.config.own_parts import with_own_parts
 from spmdtrain.config.run_files import newest_step
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.source import Data, Source, Tokens, open_data

@@ -1,7 +1,7 @@
 """Chooses the update rule of every parameter, including those that no optimizer learns."""
 
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.own.parts import own_part
+from spmdtrain.config.own_parts import own_part
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import AbstractModel
 from spmdtrain.train.updates import optimizers, router_load

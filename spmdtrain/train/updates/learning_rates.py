@@ -11,7 +11,7 @@ import numpy as np
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.given import shown
-from spmdtrain.config.own.parts import own_part
+from spmdtrain.config.own_parts import own_part
 from spmdtrain.config.schema import OptimizerConfig, RunConfig
 
 LearningRate = Callable[[jax.Array], Any]  # 0-based step -> learning rate

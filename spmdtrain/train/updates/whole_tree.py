@@ -21,7 +21,7 @@ import numpy as np
 import optax
 
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.own.raised import of_own_code
+from spmdtrain.config.named_code import of_own_code
 from spmdtrain.models.abstract import Parameter
 from spmdtrain.train.updates.crossing import crosses
 

@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any
 
 from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.named_code import import_named, run_named, source_of
 from spmdtrain.config.near import did_you_mean
-from spmdtrain.config.own.import_name import import_named, run_named, source_of
-from spmdtrain.config.own.section import PARTS
 from spmdtrain.config.schema import RunConfig
+from spmdtrain.config.schema.own import PARTS
 
 CONFIG = "config"  # the argument that takes the RunConfig
 NOT_CALLED = {"optimizer", "data"}  # may be a transformation, and a Source
