@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from spmdtrain.compiled.memory import memory_in
+from spmdtrain.compiled.step_memory import memory_in
 from spmdtrain.planner.cost.overlap import FLEET, Overlap, hidden_shares
 from spmdtrain.planner.cost.software import fitted_on
 

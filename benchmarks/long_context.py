@@ -20,7 +20,7 @@ import time
 import spmdtrain as st
 from pallas_kernels.attention import attention
 from spmdtrain.compiled import hlo
-from spmdtrain.compiled.memory import memory_of
+from spmdtrain.compiled.step_memory import memory_of
 from spmdtrain.config import MeshConfig, RunConfig, TrainConfig
 from spmdtrain.parallel.context.ring import ContextRing, ring_attention
 from spmdtrain.parallel.context.ulysses import heads_for_time

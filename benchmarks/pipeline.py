@@ -40,7 +40,7 @@ from jax.sharding import NamedSharding
 from overhead import Spent, add_common_arguments, publish, spread
 from pipeline_baselines import make_gradients, whole_vocabulary
 
-from spmdtrain.compiled.memory import memory_of
+from spmdtrain.compiled.step_memory import memory_of
 from spmdtrain.config.errors import ConfigError, UserError
 from spmdtrain.config.load import from_resolved, resolved
 from spmdtrain.config.schema import GPT, MeshConfig, PipelineConfig, RunConfig, TrainConfig

@@ -13,7 +13,7 @@ bytes at 50 GB/s (one 400 Gb/s port per GPU) and the tick's FLOPs at 400 TFLOP/s
 import argparse
 
 from spmdtrain.compiled import hlo
-from spmdtrain.compiled.memory import memory_of
+from spmdtrain.compiled.step_memory import memory_of
 from spmdtrain.config import (
     GPT,
     DataConfig,

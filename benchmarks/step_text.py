@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from spmdtrain.compiled import hlo
-from spmdtrain.compiled.kernels import Kernel, kernels
+from spmdtrain.compiled.kernel_launches import Kernel, kernels
 
 
 @dataclass(frozen=True)

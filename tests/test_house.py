@@ -265,12 +265,7 @@ TYPED = ("spmdtrain/cli", "spmdtrain/config/schema")
 # Names that several files still share. The list may only shrink: a line of a traceback, a tab of an
 # editor and a search for a file show no more than its name.
 SHARED_NAMES = {
-    "experts.py",
-    "flops.py",
-    "kernels.py",
-    "memory.py",
     "stages.py",
-    "sums.py",
     "words.py",
 }
 

@@ -82,7 +82,7 @@ def _framework(setup, device_kind: str) -> tuple[Callable, int]:
     """Returns the framework's compiled step, with the kernels that were measured on this GPU."""
     from pallas_kernels.chosen import using
     from pallas_kernels.tuning import Table
-    from spmdtrain.compiled.memory import memory_in
+    from spmdtrain.compiled.step_memory import memory_in
     from spmdtrain.running.compile_step import compile_step, lower_step
 
     with ExitStack() as held:

@@ -15,7 +15,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import numpy as np
 
-from spmdtrain.compiled.memory import memory_in
+from spmdtrain.compiled.step_memory import memory_in
 from spmdtrain.config import from_resolved, resolved
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.planner import deviceless

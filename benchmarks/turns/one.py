@@ -48,7 +48,7 @@ def step(variant: Variant, dry: bool, file: Path) -> Callable[[], dict[str, Any]
 
     from pallas_kernels.chosen import using
     from pallas_kernels.tuning import Table
-    from spmdtrain.compiled.memory import memory_in
+    from spmdtrain.compiled.step_memory import memory_in
     from spmdtrain.data.source import open_data
     from spmdtrain.models.size import train_flops_per_token
     from spmdtrain.processes.xla_flags import set_xla_flags

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmdtrain.compiled.memory import memory_of
+from spmdtrain.compiled.step_memory import memory_of
 
 COLLECTIVE_KINDS = (
     "all-reduce",

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from spmdtrain.compiled.hlo import COLLECTIVE_KINDS, computations
-from spmdtrain.compiled.parts import OTHER, PARTS
+from spmdtrain.compiled.step_parts import OTHER, PARTS
 
 # Sorts of work, by what bounds them.
 MATMUL, NETWORK, KERNEL, COPY, ELEMENTWISE = (

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from spmdtrain.compiled.parts import part
+from spmdtrain.compiled.step_parts import part
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import PrecisionConfig, RunConfig
 from spmdtrain.models.adapters.adapt import adapt, check_also_train, is_trained

@@ -120,7 +120,7 @@ def shape_of_own(config: RunConfig, shape: ModelShape) -> ModelShape:
     """
     from spmdtrain.models.abstract import build_model
     from spmdtrain.models.choose import choose_model
-    from spmdtrain.models.flops import forward_flops_per_token
+    from spmdtrain.models.counted_flops import forward_flops_per_token
 
     config, make = choose_model(config)
     length = config.train.sequence_length

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from spmdtrain.compiled.memory import StepMemory, memory_in
+from spmdtrain.compiled.step_memory import StepMemory, memory_in
 from spmdtrain.parallel.mesh import mesh_in_words
 from spmdtrain.planner.compiled_plans import CompiledPlan
 from spmdtrain.planner.cost.hardware import Hardware

@@ -16,9 +16,9 @@ from spmdtrain.config.schema import CompressionConfig, RunConfig
 from spmdtrain.models.abstract import AbstractModel
 from spmdtrain.parallel.axes import Rules, owning_axes
 from spmdtrain.parallel.copies import Copies, copies_of
+from spmdtrain.parallel.feedback.feedback_sums import FeedbackCodec
 from spmdtrain.parallel.feedback.largest import Largest
 from spmdtrain.parallel.feedback.low_rank import LowRank, pays
-from spmdtrain.parallel.feedback.sums import FeedbackCodec
 from spmdtrain.parallel.gather import gathered_axes
 from spmdtrain.parallel.reduce import Reduction, codec_of, reduction
 from spmdtrain.parallel.regions import MANUAL_AXES

@@ -19,7 +19,7 @@ from spmdtrain.models.abstract import AbstractModel
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.parallel.axes import Rules
 from spmdtrain.parallel.copies import Copies
-from spmdtrain.parallel.feedback.sums import Codecs
+from spmdtrain.parallel.feedback.feedback_sums import Codecs
 from spmdtrain.parallel.padding import Padding
 from spmdtrain.parallel.reduce import Reduction
 from spmdtrain.pipeline.schedule import Table

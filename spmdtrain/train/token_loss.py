@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.loss import linear_cross_entropy, linear_token_loss
-from spmdtrain.compiled.parts import part
+from spmdtrain.compiled.step_parts import part
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.own_parts import own_part
 from spmdtrain.config.schema import RunConfig, TrainConfig

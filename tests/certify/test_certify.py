@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from fuzz.campaign import ROOT
 
-from spmdtrain.compiled.memory import StepMemory
+from spmdtrain.compiled.step_memory import StepMemory
 from spmdtrain.config import load
 from spmdtrain.lab.certify import against
 from spmdtrain.lab.certify.certificate_page import page

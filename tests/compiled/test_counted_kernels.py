@@ -5,7 +5,7 @@ The sizes are small and different, so that a wrong array gives a wrong number.
 
 import pytest
 
-from spmdtrain.compiled.kernels import Kernel, kernels
+from spmdtrain.compiled.kernel_launches import Kernel, kernels
 
 ADD = """
 %add (x: f32[], y: f32[]) -> f32[] {

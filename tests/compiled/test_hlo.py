@@ -23,7 +23,7 @@ from spmdtrain.compiled.hlo import (
     sent_per_output,
     traffic,
 )
-from spmdtrain.compiled.memory import StepMemory, memory_in, memory_of
+from spmdtrain.compiled.step_memory import StepMemory, memory_in, memory_of
 from spmdtrain.processes.processes import simulate_devices
 
 simulate_devices(8)

@@ -16,7 +16,7 @@ from helpers import prepared, tiny
 from pallas_kernels.attention import attention
 from pallas_kernels.counting import counted, seen_pairs
 from spmdtrain.models.abstract import build_model
-from spmdtrain.models.flops import (
+from spmdtrain.models.counted_flops import (
     UncountableError,
     counted_flops_per_token,
     flops_of,

@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain.compiled import hlo
+from spmdtrain.parallel.feedback.feedback_sums import Feedback, feedback_sums
 from spmdtrain.parallel.feedback.largest import Largest
 from spmdtrain.parallel.feedback.low_rank import LowRank, orthonormal, pays
-from spmdtrain.parallel.feedback.sums import Feedback, feedback_sums
 
 WAYS = 4
 LOW_RANK = LowRank(rank=2, apart=1, row=1)  # of [layers, columns, rows, columns]

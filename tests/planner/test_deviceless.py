@@ -12,7 +12,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from spmdtrain.compiled.memory import memory_in
+from spmdtrain.compiled.step_memory import memory_in
 from spmdtrain.config import ConfigError, RunConfig
 from spmdtrain.planner import deviceless, report
 from spmdtrain.planner.cost.hardware import DEVICES

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from spmdtrain.cli import main
 from spmdtrain.cli.record.profile import describe
 from spmdtrain.compiled.operations import COPY, NETWORK, SORTS, KindOfWork, operations
-from spmdtrain.compiled.parts import OTHER, PARTS
+from spmdtrain.compiled.step_parts import OTHER, PARTS
 from spmdtrain.config import CheckpointError
 from spmdtrain.config.errors import DONE
 from spmdtrain.lab.page.cost.alarm import WINDOW, alarm

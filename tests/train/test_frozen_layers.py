@@ -20,7 +20,7 @@ from helpers import (
 
 import spmdtrain as st
 from spmdtrain.config import ConfigError
-from spmdtrain.models.flops import counted_flops_per_token, forward_flops_per_token
+from spmdtrain.models.counted_flops import counted_flops_per_token, forward_flops_per_token
 from spmdtrain.planner.cost.flops import model_flops_per_token
 from spmdtrain.planner.cost.memory import kept_bytes, step_memory
 from spmdtrain.planner.cost.workload import workload_of

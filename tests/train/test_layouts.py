@@ -10,7 +10,7 @@ from two_pythons import core
 
 from pallas_kernels.partition import axes_of
 from spmdtrain.compiled import hlo
-from spmdtrain.compiled.memory import memory_of
+from spmdtrain.compiled.step_memory import memory_of
 from spmdtrain.parallel.axes import BATCH_AXES
 from spmdtrain.train.fresh import init_state
 from spmdtrain.train.step import make_losses

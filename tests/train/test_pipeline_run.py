@@ -21,7 +21,7 @@ from spmdtrain.checkpoints.checkpoints import Checkpoints
 from spmdtrain.checkpoints.identity import identity
 from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.compiled import hlo
-from spmdtrain.compiled.memory import memory_of
+from spmdtrain.compiled.step_memory import memory_of
 from spmdtrain.config import CheckpointError, ConfigError
 from spmdtrain.config.schema import CheckpointConfig
 from spmdtrain.data.source import open_data

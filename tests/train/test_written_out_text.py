@@ -8,7 +8,7 @@ import pytest
 from absent_gpu import compiled_text, needs_compiler
 
 from spmdtrain.compiled import hlo
-from spmdtrain.compiled.kernels import Kernel, kernels
+from spmdtrain.compiled.kernel_launches import Kernel, kernels
 
 LAYERS, SEQUENCES, TIME, EMBED = 3, 4, 64, 128
 FFN, QKV = 4 * EMBED, 3 * EMBED

@@ -99,7 +99,7 @@ def describe(found: "StepProfile") -> list[str]:
 
 def _nameless(parts: Mapping[str, float]) -> list[str]:
     """Returns a line if no instruction names its part, as in a program of an older version."""
-    from spmdtrain.compiled.parts import OTHER
+    from spmdtrain.compiled.step_parts import OTHER
     from spmdtrain.lab.profile.seconds import IDLE
 
     if set(parts) - {OTHER, IDLE}:

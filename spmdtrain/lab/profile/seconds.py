@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdtrain.compiled.operations import ELEMENTWISE, KindOfWork
-from spmdtrain.compiled.parts import OTHER
+from spmdtrain.compiled.step_parts import OTHER
 from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.run_files import OPERATIONS, PROFILE, SECONDS, RunFiles
 from spmdtrain.lab.profile.trace import Executed, read_trace, shared_time

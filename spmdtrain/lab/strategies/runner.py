@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from spmdtrain.compiled import hlo
-from spmdtrain.compiled.memory import memory_in
+from spmdtrain.compiled.step_memory import memory_in
 from spmdtrain.config import RunConfig
 from spmdtrain.data.source import Data
 from spmdtrain.lab.replay.again import figures_of

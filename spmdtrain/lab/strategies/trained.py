@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import jax
 
-from spmdtrain.compiled.memory import StepMemory
+from spmdtrain.compiled.step_memory import StepMemory
 from spmdtrain.config import RunConfig
 from spmdtrain.config.errors import UserError
 from spmdtrain.data.source import open_data

@@ -3,7 +3,7 @@
 import jax
 from flax import nnx
 
-from spmdtrain.compiled.parts import part
+from spmdtrain.compiled.step_parts import part
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers.weights import weight
 

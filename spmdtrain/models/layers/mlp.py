@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pallas_kernels.bias import biased_gelu
-from spmdtrain.compiled.parts import part
+from spmdtrain.compiled.step_parts import part
 from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers.weights import bias, hidden_std, matmul_weight, recomputed

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pallas_kernels.norm import layernorm, rmsnorm
-from spmdtrain.compiled.parts import part
+from spmdtrain.compiled.step_parts import part
 from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers.weights import bias, recomputed

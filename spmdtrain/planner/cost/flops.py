@@ -16,7 +16,7 @@ def model_flops_per_token(
     the weight's own gradient if it is trained, as those of adapters are. Frozen first layers have
     only the first two. Only the experts that a token goes through count. Equal to what the metrics
     of a run use, `models.size.train_flops_per_token` and, if weights are frozen,
-    `models.flops.counted_flops_per_token`.
+    `models.counted_flops.counted_flops_per_token`.
     """
     trained = trained or Trained()
     matrices = model.layers * model.active_matrices + model.embed * model.vocab

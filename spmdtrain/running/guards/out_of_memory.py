@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from spmdtrain.compiled.memory import memory_in
+from spmdtrain.compiled.step_memory import memory_in
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.processes.xla_flags import (
     LARGEST_MEMORY_SHARE,

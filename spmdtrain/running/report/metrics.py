@@ -3,8 +3,8 @@
 Speed counts all tokens that a step processes, with or without a loss. MFU (model FLOPs utilisation)
 is model FLOPs per token x tokens per second / (devices x peak). The model FLOPs are those of
 `models.size.train_flops_per_token`; for a custom model, and where weights are frozen, those that
-`models.flops` counts; the forward pass of a teacher is added. Causal attention counts half, and
-recomputation does not count. The peak is that of dense bfloat16 in pallas_kernels/gpus.py; on
+`models.counted_flops` counts; the forward pass of a teacher is added. Causal attention counts half,
+and recomputation does not count. The peak is that of dense bfloat16 in pallas_kernels/gpus.py; on
 hardware not listed there MFU is null, never guessed.
 """
 
@@ -17,7 +17,7 @@ import jax
 
 from pallas_kernels import gpus
 from spmdtrain.config.stage_timetable import TimedStage
-from spmdtrain.models.flops import counted_flops_per_token
+from spmdtrain.models.counted_flops import counted_flops_per_token
 from spmdtrain.models.size import train_flops_per_token
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.running.report import summary

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from spmdtrain.compiled.memory import memory_in
+from spmdtrain.compiled.step_memory import memory_in
 
 COLUMNS = ("measured", "compiled", "predicted")
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from pallas_kernels.partition import axes_of
 from spmdtrain.checkpoints.identity import Meta, config_document, identity
-from spmdtrain.compiled.memory import memory_in
+from spmdtrain.compiled.step_memory import memory_in
 from spmdtrain.config.run_files import COMPILED, CONFIG
 from spmdtrain.data.source import Data, progress_of
 from spmdtrain.models.transformer import Transformer

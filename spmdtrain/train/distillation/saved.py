@@ -10,7 +10,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.loss import Head, linear_likeliest, linear_saved_distillation
-from spmdtrain.compiled.parts import part
+from spmdtrain.compiled.step_parts import part
 from spmdtrain.data.saved_logits.reader import IDS, LOGS
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.logits import logit_shape

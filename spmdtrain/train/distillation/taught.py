@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.loss import Head, linear_distillation
-from spmdtrain.compiled.parts import part
+from spmdtrain.compiled.step_parts import part
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.logits import logit_shape
 from spmdtrain.train.batch import Batch

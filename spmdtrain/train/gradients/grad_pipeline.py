@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from spmdtrain.models.abstract import AbstractModel
 from spmdtrain.models.stack import sum_losses
 from spmdtrain.parallel.axes import BATCH_AXES, drop_axes, keep_axes, owning_axes
-from spmdtrain.parallel.feedback.sums import Feedback
+from spmdtrain.parallel.feedback.feedback_sums import Feedback
 from spmdtrain.parallel.regions import MANUAL_AXES, manual_region
 from spmdtrain.parallel.wide_sums import with_wide_sums
 from spmdtrain.pipeline.executor import gradients, losses

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from spmdtrain.compiled.parts import part
+from spmdtrain.compiled.step_parts import part
 from spmdtrain.parallel.axes import drop_axes, keep_axes
-from spmdtrain.parallel.feedback.sums import Feedback, feedback_sums
+from spmdtrain.parallel.feedback.feedback_sums import Feedback, feedback_sums
 from spmdtrain.parallel.reduce import psum_tree, reduce_gradients
 from spmdtrain.parallel.regions import MANUAL_AXES
 from spmdtrain.train.items import feedback

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from spmdtrain.parallel.feedback.feedback_sums import Codecs, Feedback
 from spmdtrain.parallel.feedback.low_rank import LowRank
-from spmdtrain.parallel.feedback.sums import Codecs, Feedback
 from spmdtrain.train.exchange import feedback_codecs
 from spmdtrain.train.items.item import Item, Start, Taken, Value, per_data_shard
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from spmdtrain.compiled.parts import part
+from spmdtrain.compiled.step_parts import part
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.given import as_number, shown
 from spmdtrain.config.schema import RunConfig

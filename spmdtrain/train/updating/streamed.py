@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from spmdtrain.compiled.parts import part
+from spmdtrain.compiled.step_parts import part
 from spmdtrain.parallel.host import on_device, on_host, rests_there
 from spmdtrain.parallel.regions import manual_region
 from spmdtrain.train.setup import Setup

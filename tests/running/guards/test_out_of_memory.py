@@ -11,7 +11,7 @@ from helpers import tiny
 
 import spmdtrain as st
 from spmdtrain.cli import main
-from spmdtrain.compiled.memory import memory_in
+from spmdtrain.compiled.step_memory import memory_in
 from spmdtrain.config import ConfigError, to_toml
 from spmdtrain.config.load import from_resolved, resolved
 from spmdtrain.planner.settings.remedy import cheapest_change

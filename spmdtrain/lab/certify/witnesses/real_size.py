@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from spmdtrain.compiled.memory import memory_in
+from spmdtrain.compiled.step_memory import memory_in
 from spmdtrain.lab.certify.witnesses.witness import Witness
 from spmdtrain.planner.cost.hardware import hardware
 from spmdtrain.planner.cost.memory import SAFE_SHARE

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pallas_kernels.bias import biased_heads
-from spmdtrain.compiled.parts import part
+from spmdtrain.compiled.step_parts import part
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.models.context import ForwardContext
