@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from spmdtrain.cli import main
 from spmdtrain.config.errors import ConfigError, DataError
-from spmdtrain.data.chats import encode
+from spmdtrain.data.chats import encode_conversation as encoding
 from spmdtrain.data.chats.conversation import of_messages
 from spmdtrain.data.chats.simple_template import CHATML, SimpleTemplate
 from spmdtrain.data.corpus import text_corpus
@@ -116,14 +116,14 @@ def conversation(texts: list[str]) -> list[dict]:
 
 
 def encode_conversation(messages, *arguments, **named):
-    ids, loss, size, *_ = encode.encode_conversation(
+    ids, loss, size, *_ = encoding.encode_conversation(
         of_messages(messages, "here"), *arguments, **named
     )
     return ids, loss, size
 
 
 def encode_prompt(messages, *arguments):
-    return encode.encode_prompt(of_messages(messages, "here"), *arguments)
+    return encoding.encode_prompt(of_messages(messages, "here"), *arguments)
 
 
 def rendered(template: SimpleTemplate, messages: list[dict]) -> tuple[str, np.ndarray]:

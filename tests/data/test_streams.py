@@ -13,7 +13,7 @@ from spmdtrain.config.errors import ConfigError, DataError
 from spmdtrain.config.schema import DataConfig, RunConfig, TrainConfig
 from spmdtrain.data.prepare.prepare_corpus import Job, prepare
 from spmdtrain.data.source import open_data, progress_of, recall_progress
-from spmdtrain.data.streams import ledger, reading
+from spmdtrain.data.streams import ledger, shard_reader
 from spmdtrain.data.streams.shard_reader import ShardReader
 from spmdtrain.data.texts import documents
 
@@ -152,13 +152,13 @@ def test_a_shard_that_was_read_is_passed_over(folder, monkeypatch):
     samples, data = samples_of(config)
     samples(np.arange(80))
     read = []
-    whole = reading.read_chunks
+    whole = shard_reader.read_chunks
 
     def watched(path, *options, **named):
         read.append(path.rpartition("/")[2])
         return whole(path, *options, **named)
 
-    monkeypatch.setattr(reading, "read_chunks", watched)
+    monkeypatch.setattr(shard_reader, "read_chunks", watched)
     samples_of(config, progress_of(data))[0](np.arange(80, 82))
     assert read and "0.jsonl" not in read
 
@@ -170,13 +170,13 @@ def test_places_within_a_shard_are_remembered(folder, monkeypatch):
     samples, data = samples_of(config)
     whole = samples(np.arange(150))
     skipped = []
-    read = reading.read_chunks
+    read = shard_reader.read_chunks
 
     def watched(path, field, skip):
         skipped.append(skip)
         return read(path, field, skip=skip)
 
-    monkeypatch.setattr(reading, "read_chunks", watched)
+    monkeypatch.setattr(shard_reader, "read_chunks", watched)
     again, _ = samples_of(config, json.loads(json.dumps(progress_of(data))))
     same(again(np.arange(140, 150)), {key: value[140:150] for key, value in whole.items()})
     assert skipped[0] > 0

@@ -23,7 +23,7 @@ from spmdtrain.config.errors import DataError  # noqa: E402
 from spmdtrain.data import source  # noqa: E402
 from spmdtrain.data.batches import EvalWindows  # noqa: E402
 from spmdtrain.data.corpus import Corpus  # noqa: E402
-from spmdtrain.data.prepare import prepare  # noqa: E402
+from spmdtrain.data.prepare import prepare_corpus  # noqa: E402
 from spmdtrain.data.prepare.token_writer import TokenWriter  # noqa: E402
 from spmdtrain.data.token_files import tokens  # noqa: E402
 
@@ -61,7 +61,7 @@ def test_a_writer_that_drops_a_document_is_found(monkeypatch):
 
 
 def test_a_reader_that_takes_a_cut_file_for_whole_is_found(monkeypatch):
-    whole = prepare.read_chunks
+    whole = prepare_corpus.read_chunks
 
     def as_far_as_it_goes(*arguments):
         try:
@@ -69,7 +69,7 @@ def test_a_reader_that_takes_a_cut_file_for_whole_is_found(monkeypatch):
         except DataError:
             return
 
-    monkeypatch.setattr(prepare, "read_chunks", as_far_as_it_goes)
+    monkeypatch.setattr(prepare_corpus, "read_chunks", as_far_as_it_goes)
     assert is_found("is not whole is taken")
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spmdtrain.config.errors import CheckpointError
-from spmdtrain.interop import latent
+from spmdtrain.interop import latent_attention
 from spmdtrain.interop.pieces import Sizes
 from spmdtrain.interop.safetensors_files import open_tensors
 from spmdtrain.running.published.export_run import export_run
@@ -37,8 +37,10 @@ def test_scores_of_channels_that_lie_in_pairs_are_those_of_halves():
     def whole(rule, shape, tensor):
         return rule(sizes, shape).read([tensor], tuple(slice(0, size) for size in shape))
 
-    ours_q = np.einsum("e,ekd->kd", x, whole(latent.queries, (embed, heads, 11), of_queries))
-    ours_k = y @ whole(latent.down, (embed, rank + turned), of_keys)
+    ours_q = np.einsum(
+        "e,ekd->kd", x, whole(latent_attention.queries, (embed, heads, 11), of_queries)
+    )
+    ours_k = y @ whole(latent_attention.down, (embed, rank + turned), of_keys)
     q, k = (each[..., -turned:] for each in (ours_q, ours_k))
     q, k = (each[..., : turned // 2] + 1j * each[..., turned // 2 :] for each in (q, k))
     np.testing.assert_allclose((q * np.exp(1j * angle) * np.conj(k)).sum(-1).real, want, rtol=1e-12)

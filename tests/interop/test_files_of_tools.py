@@ -11,7 +11,7 @@ from helpers import tiny
 from safetensors.numpy import save_file
 
 from spmdtrain.config.errors import CheckpointError
-from spmdtrain.interop import weights
+from spmdtrain.interop import published_weights
 from spmdtrain.running.published.as_run import model_config
 from spmdtrain.running.published.read_weights import read_weights
 from spmdtrain.running.start.directory import check_source
@@ -103,15 +103,15 @@ def test_experts_in_one_tensor_are_refused_with_what_writes_them_apart(tmp_path)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_no_place_of_a_number_that_is_not_finite_escapes(dtype, value, monkeypatch):
-    monkeypatch.setattr(weights, "AT_ONCE", 8)
+    monkeypatch.setattr(published_weights, "AT_ONCE", 8)
     numbers = np.full((3, 7), ml_dtypes.finfo(dtype).min, dtype)
-    assert weights._is_finite(numbers)
-    assert weights._is_finite(numbers[:0])
+    assert published_weights._is_finite(numbers)
+    assert published_weights._is_finite(numbers[:0])
     for place in range(numbers.size):
         spoilt = numbers.copy()
         spoilt.flat[place] = value
-        assert not weights._is_finite(spoilt)
-        assert not weights._is_finite(spoilt.T)
+        assert not published_weights._is_finite(spoilt)
+        assert not published_weights._is_finite(spoilt.T)
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf])

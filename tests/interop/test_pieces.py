@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from spmdtrain.interop import latent, pieces
+from spmdtrain.interop import latent_attention, pieces
 
 E, K, G, D, F = 10, 2, 3, 4, 7
 R, H = 3, 4  # of latent attention
@@ -21,10 +21,10 @@ CASES = {
     pieces.qkv_fused_columns: (E, K, G + 2, D),
     pieces.qkv_bias: (K * (G + 2) * D,),
     pieces.qkv_bias_fused: (K * (G + 2) * D,),
-    latent.down: (E, R + 5 + H),
-    latent.queries: (R, K, 5 + H),
-    latent.keys_and_values: (5, K, D + 2),
-    latent.joined: (2, E, E),
+    latent_attention.down: (E, R + 5 + H),
+    latent_attention.queries: (R, K, 5 + H),
+    latent_attention.keys_and_values: (5, K, D + 2),
+    latent_attention.joined: (2, E, E),
 }
 RANDOM = np.random.default_rng(0)
 
