@@ -7,6 +7,7 @@ JAX_PLATFORMS is respected where it is set: `JAX_PLATFORMS=cuda make test PYTEST
 
 import gc
 import importlib.metadata
+import inspect
 import os
 import tempfile
 from collections import Counter
@@ -143,6 +144,15 @@ def shared_programs():
 
     with programs.shared():
         yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(collector, name, obj):
+    """Ends the collection where a name of a test is none: it would be left out without a word."""
+    items = yield
+    if name.startswith("test_") and not items and not inspect.ismodule(obj):
+        raise collector.CollectError(f"{name} is no test but {obj!r}: see its decorators")
+    return items
 
 
 @pytest.hookimpl(wrapper=True)

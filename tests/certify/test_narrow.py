@@ -4,7 +4,6 @@ import jax
 import pytest
 from fuzz.campaign import ROOT
 from helpers import MESHES, prepared
-from two_pythons import core
 
 from spmdtrain.config import load
 from spmdtrain.lab.certify.asked import against_float32
@@ -56,7 +55,6 @@ def test_a_narrow_gradient_is_that_of_float32(config, settings, layout):
     assert found.holds, found.said
 
 
-@core
 @pytest.mark.long
 def test_so_it_is_of_64k_tokens_of_a_tiny_vocabulary():
     settings = (BFLOAT16, "model.layers=1", "model.vocab=8")
@@ -70,7 +68,7 @@ def narrow_everywhere(monkeypatch):
     monkeypatch.setattr(grad_accumulation, "with_wide_sums", lambda function, _: function)
 
 
-@core
+@pytest.mark.core
 @pytest.mark.long
 @pytest.mark.usefixtures("narrow_everywhere")
 def test_sums_in_16_bits_are_found_and_their_leaves_named():
