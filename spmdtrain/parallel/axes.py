@@ -65,8 +65,8 @@ STACK_AXES = ("chunk", "stage", "layer")
 BATCH_AXES = ACTIVATION_RULES["batch"]
 STREAM = ("batch", "stream_time", "embed")  # the dims of the residual stream
 
-# The setting that determines the size of a logical axis, for messages. Those of heads are omitted,
-# because they depend on each other.
+# The setting that determines the size of a logical axis, for messages. Heads have none here: their
+# settings depend on each other.
 SETTINGS = {
     "vocab": "model.vocab",
     "embed": "model.embed",
@@ -135,7 +135,8 @@ def make_rules(overrides: RulesConfig, sizes: Mapping[str, int]) -> Rules:
     """Returns the default rules with the config's `[rules]` on top. `sizes`: of all mesh axes.
 
     Raises ConfigError for an unknown mesh axis, and for one that the training step itself manages:
-    pipeline and data; for activations and for the dims that stack layers, all axes of the batch.
+    pipeline and data, and every axis of the batch if the rule is for activations or for a dim that
+    stacks layers.
     `check_names` refuses misspelt logical axes once the model is known.
     """
     if "batch" in overrides.activations:
@@ -234,8 +235,8 @@ def partition_spec(
                 f"{at}: no rule for logical axis {name!r}{_did_you_mean(name, rules)}",
                 fix=f"--set rules.{kind}.{name}= (whole) or a mesh axis",
             )
-        left = [axis for axis in rules[name] if owner.get(axis, name) == name]
-        mesh_axes = [axis for axis in left if sizes[axis] > 1 and axis not in drop]
+        allowed = [axis for axis in rules[name] if owner.get(axis, name) == name]
+        mesh_axes = [axis for axis in allowed if sizes[axis] > 1 and axis not in drop]
         for axis in mesh_axes:
             if axis in name_of_axis:
                 both = f"{name_of_axis[axis]!r} and {name!r}"
@@ -275,7 +276,7 @@ def axes_of_dim(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def _owned(rules: AxisRules, name: str) -> tuple[str, ...]:
-    """Returns the mesh axes that own their part of what has the logical axis `name`."""
+    """Returns the mesh axes that own their part of a dim with the logical axis `name`."""
     by_rule = OWNED_BY_RULE.get(name, ())
     axes = [axis for axis in rules.get(name, ()) if axis == OWNING[name] or axis in by_rule]
     return tuple(axes)

@@ -104,8 +104,8 @@ def compressed_scatter(
 def _own_sum(parts_whc: jax.Array, axis: str, codec: Codec) -> jax.Array:
     """Returns the float32 sum over the axis of one part [c]: of device h w + i, part [i, h].
 
-    Neighbours scatter their sum in float32. What is left crosses to other groups encoded: each
-    device sends others the rows that they sum.
+    Neighbours scatter their sum in float32. The sums then cross to other groups encoded: each
+    device sends the others the rows that they sum.
     """
     parts_whc = parts_whc.astype(jnp.float32)
     inside, across = _groups(axis, parts_whc.shape[0])
@@ -130,13 +130,13 @@ def _gathered(own: EightBits, axis: str, within: int) -> EightBits:
     gather = partial(jax.lax.all_gather, axis_name=axis, axis=0, tiled=True)
     # Encoded inside a group too: there it costs no rounding any more.
     for groups in (across, inside) if inside else (across,):
-        own = EightBits(*(gather(each, axis_index_groups=groups) for each in own))
+        own = EightBits(*(gather(field, axis_index_groups=groups) for field in own))
     return own
 
 
 def _groups(axis: str, within: int) -> tuple[list[list[int]] | None, list[list[int]] | None]:
-    """Returns the groups of `within` neighbours along an axis, and of those in the same place of
-    each; (None, None) if all are apart.
+    """Returns the groups of `within` neighbours along an axis, and those of devices with the same
+    place among their neighbours; (None, None) if no device has neighbours.
     """
     if within == 1:
         return None, None

@@ -47,7 +47,7 @@ class Copies:
         copies = jnp.broadcast_to(jnp.expand_dims(x, self.dim), shape)
         return jax.lax.with_sharding_constraint(copies, drop_axes(MANUAL_AXES, self.spec(spec)))
 
-    def each(self, function: Callable[[jax.Array], jax.Array], copies: jax.Array) -> jax.Array:
+    def map(self, function: Callable[[jax.Array], jax.Array], copies: jax.Array) -> jax.Array:
         """Returns `function` of each copy."""
         if not self.axes:
             return function(copies)
@@ -92,7 +92,7 @@ def multiply_copies(
     """Returns the matmul [b, t, *o] of x [b, t, *i] and the copies [c, *i, *o] of a weight.
 
     Each copy multiplies its own c-th part of the tokens, by `dot`. `contracted`: the number of
-    dims i. What a weight brings has the dim c, too.
+    dims i. Scales that come with a weight have the dim c too.
     """
     batch, tokens = x.shape[:2]
     count = jax.tree.leaves(copies)[0].shape[0]

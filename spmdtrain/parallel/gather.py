@@ -1,9 +1,10 @@
-"""Gathers a weight that is sharded over the axes of the batch:
+"""Gathers weights that are sharded over the axes of the batch.
 
-FSDP (arXiv:2304.11277), or ZeRO-3 (arXiv:1910.02054). A weight of which every device keeps a part
-is gathered just before a layer uses it, and its gradient is scattered just after. Both are written
-explicitly, in a region that is manual over the axes of the batch. So XLA never gathers the batch
-instead, and a gradient crosses the network in the precision that the settings choose.
+This is FSDP (arXiv:2304.11277), or ZeRO-3 (arXiv:1910.02054): every device keeps a part of a
+weight, which is gathered just before a layer uses it, and its gradient is scattered just after.
+Both are written explicitly, in a region that is manual over the axes of the batch. So XLA never
+gathers the batch instead, and a gradient crosses the network in the precision that the settings
+choose.
 
 Weights are gathered in one of these ways:
 
@@ -72,7 +73,7 @@ def gathered_axes(spec: P, names: Iterable[str | None]) -> tuple[str, ...]:
 def gather_over(
     axes: Collection[str], spec: P, x: jax.Array, *, of_experts: bool = False
 ) -> jax.Array:
-    """Returns x, whose spec is `spec`, whole over those of the manual `axes` that split it.
+    """Returns x, whose spec is `spec`, gathered over those of the manual `axes` that split it.
 
     `of_experts`: its first dim counts experts. XLA keeps the dim of a collective outermost in
     memory, and would hold a copy of the experts of all layers in that order, in float32. So the
@@ -153,18 +154,18 @@ def _spread(spec: P, shape: Sequence[int]) -> P:
     only the small slices that the scatter leaves are gathered again.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    left = tuple(sorted(automatic_axes() - axes_of(spec)))
-    ways = math.prod(mesh.shape[axis] for axis in left)
+    unused = tuple(sorted(automatic_axes() - axes_of(spec)))
+    ways = math.prod(mesh.shape[axis] for axis in unused)
     whole = [dim for dim, part in enumerate(spec) if part is None and shape[dim] % ways == 0]
-    if not left or not whole:
+    if not unused or not whole:
         return spec
     parts = list(spec)
-    parts[max(whole, key=lambda dim: shape[dim])] = left
+    parts[max(whole, key=lambda dim: shape[dim])] = unused
     return P(*parts)
 
 
 def _split_dims(axes: Collection[str], spec: P) -> list[tuple[int, tuple[str, ...]]]:
-    """Returns (dim, those of `axes` that split it, major first) of every dim that they split."""
+    """Returns every dim that `axes` split, with the axes that split it, major first."""
     dims = []
     for dim, part in enumerate(spec):
         names = tuple(axis for axis in axes_of_dim(part) if axis in axes)

@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import numpy as np
 
-KIND = "pinned_host"  # the name that jax gives it
-ALIGNMENT = 64  # bytes: XLA for CPU takes an array of numpy as it is where it begins at a multiple
+KIND = "pinned_host"  # jax's name for it
+ALIGNMENT = 64  # bytes: XLA for CPU uses a numpy array in place if it is aligned to this
 
 
-def rests_there(x: jax.Array | jax.ShapeDtypeStruct) -> bool:
+def rests_on_host(x: jax.Array | jax.ShapeDtypeStruct) -> bool:
     """Returns True for an array, concrete or abstract, that rests on the host."""
     return x.sharding is not None and x.sharding.memory_kind == KIND
 
@@ -29,7 +29,7 @@ def on_host(x: jax.Array) -> jax.Array:
 
 
 def empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
-    """Returns an array, not yet filled, that becomes one of a CPU device without a copy."""
+    """Returns an uninitialised array that a CPU device can use without a copy."""
     dtype = np.dtype(dtype)
     size = math.prod(shape) * dtype.itemsize
     bytes_around = np.empty(size + ALIGNMENT, np.uint8)

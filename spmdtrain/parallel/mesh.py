@@ -47,10 +47,10 @@ def given_devices(devices: Any) -> list[Any]:
         listed = [] if isinstance(devices, str | bytes | Mapping) else list(devices)
     except TypeError:
         listed = []
-    if not listed or not all(hasattr(each, "process_index") for each in listed):
+    if not listed or not all(hasattr(device, "process_index") for device in listed):
         raise ConfigError(f"devices={shown(devices)} is not a list of devices", fix=fix)
     if len(set(listed)) < len(listed):
-        twice = next(each for each in listed if listed.count(each) > 1)
+        twice = next(device for device in listed if listed.count(device) > 1)
         raise ConfigError(f"devices= has {twice} more than once", fix=fix)
     return listed
 
@@ -78,8 +78,8 @@ def arrange(
     """
     hosts = group_by_host(devices)
     per_host = len(hosts[0])
-    asked = _describe_asked(sizes, where or {})
-    found = _describe_found(hosts)
+    requested = _describe_request(sizes, where or {})
+    present = _describe_hosts(hosts)
     if any(len(host) != per_host for host in hosts):
         counts = ", ".join(str(len(host)) for host in hosts)
         raise ConfigError(
@@ -98,13 +98,13 @@ def arrange(
                 if len(hosts) > 1:
                     fix += " in each process"
         what = f"the mesh does not fit the {_count_devices(len(devices))}"
-        raise ConfigError(what, asked=asked, found=found, fix=fix)
+        raise ConfigError(what, asked=requested, found=present, fix=fix)
     if per_host % filled["tensor"]:
         raise ConfigError(
             f"mesh.tensor={filled['tensor']} would cross hosts: "
             f"it must divide the {per_host} devices of one",
-            asked=asked,
-            found=found,
+            asked=requested,
+            found=present,
             fix=_fitting_settings(sizes, len(devices), per_host),
         )
     array = np.empty(len(devices), dtype=object)
@@ -144,14 +144,14 @@ def describe_mesh(mesh: Mesh) -> str:
     The rows of the grid are the slow axes, its columns the fast ones.
     """
     hosts = group_by_host(list(mesh.devices.flat))
-    found = _describe_found(hosts)
+    hardware = _describe_hosts(hosts)
     if mesh.size == 1:
-        return f"one device: {found}"
+        return f"one device: {hardware}"
     host_of = {device: number for number, host in enumerate(hosts) for device in host}
     active = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
     off = [axis for axis in mesh.axis_names if mesh.shape[axis] == 1]
     title = " x ".join(f"{axis} {mesh.shape[axis]}" for axis in active)
-    lines = [f"{title}: {found}", ""]
+    lines = [f"{title}: {hardware}", ""]
     lines += [_axis_line(mesh, axis, host_of) for axis in active]
     if off:
         lines.append(f"{'off':>10}       {', '.join(off)}")
@@ -250,13 +250,13 @@ def _device_kinds(devices: Sequence[Any]) -> str:
     return " and ".join(sorted({device.device_kind for device in devices}))
 
 
-def _describe_found(hosts: Sequence[Sequence[Any]]) -> str:
+def _describe_hosts(hosts: Sequence[Sequence[Any]]) -> str:
     devices = [device for host in hosts for device in host]
     on = "1 host" if len(hosts) == 1 else f"{len(hosts)} hosts"
     return f"{len(devices)} x {_device_kinds(devices)} on {on}"
 
 
-def _describe_asked(sizes: Mapping[str, int], where: Mapping[str, str]) -> str:
+def _describe_request(sizes: Mapping[str, int], where: Mapping[str, str]) -> str:
     """Returns e.g. `mesh.data=4 (configs/a.toml), mesh.tensor=2 (--set): 8 devices`.
 
     Names the axes that are set explicitly or differ from 1.

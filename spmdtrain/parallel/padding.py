@@ -112,7 +112,7 @@ def cut_zeros(x: jax.Array, smaller: Shape, larger: Shape) -> jax.Array:
 def pad_vocabulary(names: Sequence[str | None], shape: Shape, rules: Rules) -> Shape:
     """Returns the shape of a weight with these logical axes, its vocabulary padded for the mesh.
 
-    Both tables of rules may split it: the one at rest, and on each stage that of the logits.
+    Both tables of rules may split it: that of weights at rest, and on each stage that of logits.
     """
     at_rest = _ways(rules.parameters["vocab"], rules)
     stages = rules.sizes["pipeline"] if "pipeline" in rules.parameters["vocab"] else 1

@@ -26,8 +26,8 @@ class Reduction:
     """The reduction of a gradient: an all-reduce over `sum`, a reduce-scatter over `scatter`.
 
     `scatter` pairs each axis with the dim that it leaves split, in the order of the scatters.
-    `codec`: how the gradient crosses `data`; None: uncompressed. `within`: neighbours along `data`
-    that sum it in float32 before.
+    `codec`: how the gradient crosses `data`; None: uncompressed. `within`: how many
+    neighbours along `data` sum it in float32 first.
     """
 
     sum: tuple[str, ...] = ()
@@ -98,12 +98,11 @@ def reduction(
 
 
 def codec_of(settings: CompressionConfig, shape: Sequence[int], ways: int) -> Codec | None:
-    """Returns the 8-bit codec of a gradient that is summed over `ways` devices, or None if it has
-    none.
+    """Returns the 8-bit codec of a gradient that is summed over `ways` devices; None: it has none.
 
     `shape` is that of one layer, or of one of its experts. Vectors are not compressed, because they
-    are few bytes, nor are gradients with less than a block for each device. If all devices are
-    neighbours that sum in full, nothing is.
+    are few bytes, nor are gradients with less than a block for each device. Nothing is compressed
+    if all devices are neighbours, which sum in float32.
     """
     size = math.prod(shape)
     if settings.codec not in ("int8", "float8") or settings.within == ways:

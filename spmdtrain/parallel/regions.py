@@ -56,8 +56,8 @@ def make_constrain(rules: Rules, manual: Sequence[str] = ()) -> Callable[..., ja
     def constrain(x: jax.Array, *names: str | None) -> jax.Array:
         spec = rules.activation_spec(names, x.shape, drop=manual)
         is_split = any(part is not None for part in spec)
-        asked_whole = several and all(name is None for name in names)
-        if not is_split and not asked_whole:
+        wants_whole = several and all(name is None for name in names)
+        if not is_split and not wants_whole:
             return x  # no rule splits it: XLA decides
         return jax.lax.with_sharding_constraint(x, spec)
 
@@ -70,8 +70,8 @@ def make_sliced_sum(
     """Returns `sum_slices(x)`: the sum over mesh axis `axis` of the residual stream x [b, t, e].
 
     Devices that differ only in `tensor` hold the same x. Each of them sums a slice of its tokens,
-    as far as they divide, so that every element crosses `axis` once; over `tensor`, where links are
-    fast, the slices are put together again. The transpose does the same with the cotangent. An x
+    if they divide, so that every element crosses `axis` once; over `tensor`, where links are fast,
+    the slices are put together again. The transpose does the same with the cotangent. An x
     with other dims is summed as it is.
     """
 
@@ -174,8 +174,7 @@ def make_local_map(rules: Rules, manual: Sequence[str] = ()) -> Callable[..., An
             return x
 
         def narrowed(*arrays):
-            given = zip(arrays, dtypes, gathers, strict=True)
-            return function(*(narrow(*each) for each in given))
+            return function(*map(narrow, arrays, dtypes, gathers))
 
         def spec_of(names_of_result: Sequence[Any]) -> P:
             return P(*(parts[name] for name in names_of_result))
@@ -195,14 +194,14 @@ def _resting(name: Name) -> str | None:
 
 def _gathers(rules: Rules, names: Sequence[Name], spec: P) -> list[tuple[int, tuple[str, ...]]]:
     """Returns (dim, mesh axes to gather it over) of every dim that is sharded and enters whole."""
-    found = []
+    gathers = []
     for dim, (name, part) in enumerate(zip(names, spec, strict=True)):
         if isinstance(name, Whole):
-            kept = rules.activations[name.but_for] if name.but_for else ()
-            over = tuple(axis for axis in axes_of_dim(part) if axis not in kept)
+            still_split = rules.activations[name.but_for] if name.but_for else ()
+            over = tuple(axis for axis in axes_of_dim(part) if axis not in still_split)
             if over:
-                found.append((dim, over))
-    return found
+                gathers.append((dim, over))
+    return gathers
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))

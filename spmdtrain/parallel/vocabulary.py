@@ -60,10 +60,10 @@ def make_lookup(rules: Rules, manual: Sequence[str] = ()) -> Lookup:
                 ids = ids - jax.lax.axis_index(axes) * rows.shape[0]
             if not (by_hand or axes):
                 return rows[ids]
-            found = _rows_or_zero(rows, ids)
+            own_rows = _rows_or_zero(rows, ids)
             if out_spec == rows_spec:
-                return psum_tree(found, (*by_hand, *axes))
-            return psum_tree(scatter_sum(found, axes, 1), by_hand)
+                return psum_tree(own_rows, (*by_hand, *axes))
+            return psum_tree(scatter_sum(own_rows, axes, 1), by_hand)
 
         if not axes and not axes_of(ids_spec):
             # Each device has all ids and all rows of the table, but perhaps a part of each row:
@@ -73,10 +73,10 @@ def make_lookup(rules: Rules, manual: Sequence[str] = ()) -> Lookup:
         # Manual over all remaining axes, even those of one device. The transpose of the region sums
         # the table's gradient over devices with other tokens: in float32, because the table enters
         # in it. XLA removes the conversion of the rows there and back.
-        left = {axis for axis in rules.sizes if axis not in manual}
+        automatic = {axis for axis in rules.sizes if axis not in manual}
         region = jax.shard_map(
             local,
-            axis_names=left,
+            axis_names=automatic,
             in_specs=(table_spec, ids_spec),
             out_specs=out_spec,
             check_vma=False,

@@ -122,8 +122,8 @@ def check_units(
     idle = np.all([units[..., 0] < 0 for units in work.values()], axis=(0, 2))
     if idle.any():
         tick = np.flatnonzero(idle)[0]
-        found = f"none at tick {tick}, stages 0 to {forward.shape[1] - 1}"
-        raise _broken(WORKS, found, fix="leaving the tick out")
+        detail = f"none at tick {tick}, stages 0 to {forward.shape[1] - 1}"
+        raise _broken(WORKS, detail, fix="leaving the tick out")
 
     split = (weight >= 0).any()
     _check_once("forward", forward, microbatches, chunks)
@@ -146,8 +146,8 @@ def unit_name(kind: str, microbatch: int, chunk: int) -> str:
     return f"{LETTERS[kind]}{microbatch}.{chunk}"
 
 
-def _broken(invariant: str, found: str, fix: str = "") -> ConfigError:
-    return ConfigError(f"pipeline schedule refused: {invariant}", found=found, fix=fix)
+def _broken(invariant: str, detail: str, fix: str = "") -> ConfigError:
+    return ConfigError(f"pipeline schedule refused: {invariant}", found=detail, fix=fix)
 
 
 def _check_range(kind: str, units: np.ndarray, microbatches: int, chunks: int) -> None:
@@ -235,8 +235,8 @@ def _replay_access(
     microbatch, chunk = unit
     if microbatch < 0:
         if slot != slots:
-            found = f"{where}: no {access.kind} there, so its slot is the trash, {slots}"
-            raise _broken(SLOT, found)
+            detail = f"{where}: no {access.kind} there, so its slot is the trash, {slots}"
+            raise _broken(SLOT, detail)
         return
 
     name = unit_name(access.kind, microbatch, chunk)

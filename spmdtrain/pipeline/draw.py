@@ -69,16 +69,16 @@ def bubbles(table: Table, times: Times, *, peers: bool) -> str:
 
     `peers`: adds the bubble of other frameworks that run this kind of schedule in their own order.
     """
-    found = [f"{_shares(lockstep_idle(table, times), times)} in lockstep"]
+    shares = [f"{_shares(lockstep_idle(table, times), times)} in lockstep"]
     if peers and table.kind in ("1f1b", "interleaved"):
         orders = megatron_orders(table.stages, table.microbatches, table.chunks)
-        found.append(f"{_shares(order_idle(orders, times), times)} in Megatron-LM's order")
+        shares.append(f"{_shares(order_idle(orders, times), times)} in Megatron-LM's order")
     elif peers and table.kind == "zero_bubble" and table.chunks == 1:
         orders = zb_h1_orders(table.stages, table.microbatches)
-        found.append(f"{_shares(order_idle(orders, times), times)} in ZB-H1's order")
+        shares.append(f"{_shares(order_idle(orders, times), times)} in ZB-H1's order")
     prices = [f"{LETTERS[kind]} {getattr(times, kind):g}" for kind in WORK]
     prices.append(f"hop {times.hop:g}")
-    return f"bubble {', '.join(found)} ({', '.join(prices)})"
+    return f"bubble {', '.join(shares)} ({', '.join(prices)})"
 
 
 def _shares(idle: Idle, times: Times) -> str:
@@ -181,12 +181,12 @@ def _top(stage: int) -> int:
 
 
 def _box(span: Span, chunks: int, scale: float) -> str:
-    left = LEFT + span.start * scale
+    x = LEFT + span.start * scale
     width = (span.stop - span.start) * scale
     top = _top(span.stage)
     fill, ink = _colours(span.kind, span.chunk, chunks)
-    box = f'x="{left:.1f}" y="{top}" width="{width:.1f}" height="{ROW}" fill="{fill}"'
-    text = f'x="{left + width / 2:.1f}" y="{top + 17}" text-anchor="middle" fill="{ink}"'
+    box = f'x="{x:.1f}" y="{top}" width="{width:.1f}" height="{ROW}" fill="{fill}"'
+    text = f'x="{x + width / 2:.1f}" y="{top + 17}" text-anchor="middle" fill="{ink}"'
     return f'<rect {box} stroke="#ffffff"/><text {text}>{span.microbatch}</text>'
 
 

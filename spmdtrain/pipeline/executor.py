@@ -102,8 +102,8 @@ def losses(
 
     Both are sums over all microbatches of this batch shard, the same on every stage. Call it in a
     region that is manual over `pipeline`. Leaves of `stack` are this stage's [v, 1, Lc, ...]: v
-    chunks of Lc layers (layout.py). So are those of `fixed`, by name as in `stack`: arrays of the
-    layers that have no gradient.
+    chunks of Lc layers (stage_layout.py). So are those of `fixed`, by name as in `stack`: arrays of
+    the layers that have no gradient.
     """
     executor = _Executor(program, table, layout, shared, stack, fixed or {})
     carry = executor.scan_table(executor.initial_carry(), executor.evaluation_tick)
@@ -225,7 +225,7 @@ class _Executor:
         With Lc the layers of a chunk and v the chunks:
 
         - cotangent: x, made in the last tick and not yet sent
-        - stash: [n + 1, Lc, ...] for each residual that is kept, or [n + 1, x], the chunk's input
+        - stash: [n + 1, Lc, ...] for each saved residual, or [n + 1, x], the chunk's input
         - cotangents: [slots + 1, x], those waiting for their backward, if any wait
         - deferred: [slots + 1, Lc, ...], what the weight gradient needs, if backward is split
         - shared, stack: gradients; those of the stack are [v, Lc, ...]
@@ -233,10 +233,10 @@ class _Executor:
         table = self.table
         layers = self.layout.per_chunk
         shared_totals, stack_totals = totals
-        kept = [self.zeros(leaf, table.slots + 1, layers) for leaf in self.gradient.kept]
+        saved = [self.zeros(leaf, table.slots + 1, layers) for leaf in self.gradient.saved]
         carry = {
             "cotangent": self.zeros(self.x),
-            "stash": kept if self.keep else self.zeros(self.x, table.slots + 1),
+            "stash": saved if self.keep else self.zeros(self.x, table.slots + 1),
             "shared": shared_totals,
             "stack": jax.tree.map(lambda total: total[:, 0], stack_totals),
         }
@@ -261,8 +261,8 @@ class _Executor:
             columns[name] = jnp.asarray(getattr(self.table, name))[:, self.stage]
         for name in SHARED_COLUMNS:
             columns[name] = jnp.asarray(getattr(self.table, name))
-        for each in rounds(self.table):
-            carry = self.scan_round(each, carry, tick, columns)
+        for repeated in rounds(self.table):
+            carry = self.scan_round(repeated, carry, tick, columns)
         return carry
 
     def scan_round(self, round: RepeatedPhases, carry: Carry, tick: Tick, columns: Cell) -> Carry:
@@ -301,8 +301,8 @@ class _Executor:
         if phase.forward:
             y = self.run_forward(phase, carry, cell)
             if phase.head:
-                found, _ = self.head_losses_of(self.shared, y, cell)
-                carry["losses"] = _accumulate(carry["losses"], found)
+                head_losses, _ = self.head_losses_of(self.shared, y, cell)
+                carry["losses"] = _accumulate(carry["losses"], head_losses)
         self.embed_next(phase, carry, cell)
         return carry
 
@@ -382,8 +382,8 @@ class _Executor:
         leaves = cell["head_microbatch"] >= 0
         # A select: y of other stages belongs to other microbatches, or is stale and perhaps NaN.
         x = self.program.sum_over_stages(jnp.where(self.last & leaves, y, 0))
-        found = self.program.head(shared, x, self.context(cell["head_microbatch"]))
-        share = jax.tree.map(lambda loss: loss / self.table.stages, _mask(leaves, found))
+        head_losses = self.program.head(shared, x, self.context(cell["head_microbatch"]))
+        share = jax.tree.map(lambda loss: loss / self.table.stages, _mask(leaves, head_losses))
         return share, leaves
 
     def run_head(self, carry: Carry, y: jax.Array, cell: Cell) -> jax.Array:
@@ -392,9 +392,9 @@ class _Executor:
         def losses_of(shared, y):
             return self.head_losses_of(shared, y, cell)
 
-        found, pull, leaves = jax.vjp(losses_of, self.shared, y, has_aux=True)
-        dshared, dy = pull(self.cotangents_of(jax.tree.map(jnp.ones_like, found)))
-        carry["losses"] = _accumulate(carry["losses"], found)
+        head_losses, pull, leaves = jax.vjp(losses_of, self.shared, y, has_aux=True)
+        dshared, dy = pull(self.cotangents_of(jax.tree.map(jnp.ones_like, head_losses)))
+        carry["losses"] = _accumulate(carry["losses"], head_losses)
         carry["shared"] = _accumulate(carry["shared"], _mask(leaves, dshared))
         return dy
 
@@ -415,22 +415,22 @@ class _Executor:
         # Side losses are added unscaled: the cotangent of each is that of the sum.
         counts = jax.tree.map(lambda loss: has_work.astype(loss.dtype), self.side_losses)
         dsides = self.cotangents_of(counts)
-        kept = _read(carry["stash"], cell["backward_slot"])
+        saved = _read(carry["stash"], cell["backward_slot"])
         if not self.keep:
-            _, _, kept = self.run_layers("backward", kept, cell, keep=True)
+            _, _, saved = self.run_layers("backward", saved, cell, keep=True)
         weights, fixed, context = self.chunk_inputs("backward", cell)
 
         # The chunk's layers in reverse. The carry is the cotangent between two layers; what is
         # stacked up is, for each layer, its weights' gradient or what is deferred.
         def layer_backward(dy, layer):
-            weights, fixed, number, kept = layer
+            weights, fixed, number, saved = layer
             rest = (number, fixed, context)
             if self.table.split:
-                return self.gradient.input_gradient(weights, rest, kept, dy, dsides)
-            dweights, dx = self.gradient.backward(weights, rest, kept, dy, dsides)
+                return self.gradient.input_gradient(weights, rest, saved, dy, dsides)
+            dweights, dx = self.gradient.backward(weights, rest, saved, dy, dsides)
             return dx, dweights
 
-        layers = (weights, fixed, self.layer_numbers(cell["backward_chunk"]), kept)
+        layers = (weights, fixed, self.layer_numbers(cell["backward_chunk"]), saved)
         dx, made = jax.lax.scan(layer_backward, dy, layers, reverse=True)
         if self.table.split:
             # A stage without work writes garbage to the trash slot, so no mask is needed.
@@ -443,15 +443,15 @@ class _Executor:
     def run_weight(self, carry: Carry, cell: Cell) -> None:
         """Adds the weight gradients that one chunk's split backward has put off."""
         weights, fixed, context = self.chunk_inputs("weight", cell)
-        kept = _read(carry["stash"], cell["weight_slot"])
+        saved = _read(carry["stash"], cell["weight_slot"])
         deferred = _read(carry["deferred"], cell["resume_slot"])
 
         def layer_weight(_, layer):
-            weights, fixed, number, kept, deferred = layer
+            weights, fixed, number, saved, deferred = layer
             rest = (number, fixed, context)
-            return None, self.gradient.weight_gradient(weights, rest, kept, deferred)
+            return None, self.gradient.weight_gradient(weights, rest, saved, deferred)
 
-        layers = (weights, fixed, self.layer_numbers(cell["weight_chunk"]), kept, deferred)
+        layers = (weights, fixed, self.layer_numbers(cell["weight_chunk"]), saved, deferred)
         _, made = jax.lax.scan(layer_weight, None, layers)
         made = _mask(self.learning(cell["weight_microbatch"] >= 0, cell["weight_chunk"]), made)
         carry["stack"] = _accumulate_at(carry["stack"], cell["weight_chunk"], made)
@@ -492,14 +492,14 @@ class _Executor:
             weights, fixed, number = layer
             rest = (number, fixed, context)
             if keep:
-                y, side_losses, kept = self.gradient.forward(weights, x, rest)
-                return y, (side_losses, kept)
+                y, side_losses, saved = self.gradient.forward(weights, x, rest)
+                return y, (side_losses, saved)
             y, side_losses = self.masked_layer(weights, x, rest)
             return y, (side_losses, None)
 
         layers = (weights, fixed, self.layer_numbers(cell[f"{kind}_chunk"]))
-        y, (side_losses, kept) = jax.lax.scan(run_layer, x, layers)
-        return y, jax.tree.map(jnp.sum, side_losses), kept
+        y, (side_losses, saved) = jax.lax.scan(run_layer, x, layers)
+        return y, jax.tree.map(jnp.sum, side_losses), saved
 
     def chunk_inputs(self, kind: str, cell: Cell) -> tuple[Tree, Tree, Tree]:
         """Returns the inputs of a kind of work.

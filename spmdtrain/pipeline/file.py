@@ -165,8 +165,8 @@ def _no_units(ticks: int, stages: int) -> dict[str, np.ndarray]:
 def _check_rectangular(rows: list[list[Any]], stages: int, path: Path) -> None:
     for tick, row in enumerate(rows):
         if len(row) != stages:
-            found = f"{len(row)} at tick {tick}, {stages} stages"
-            raise ConfigError("a tick has a cell for every stage", asked=str(path), found=found)
+            cells = f"{len(row)} at tick {tick}, {stages} stages"
+            raise ConfigError("a tick has a cell for every stage", asked=str(path), found=cells)
     if not rows:
         raise _not_a_schedule(path, "no ticks")
 
@@ -184,13 +184,13 @@ def _make_table(
     missing = np.argwhere((stash < 0) & (units["forward"][..., 0] >= 0))
     if by_hand and len(missing):
         tick, stage = missing[0]
-        found = f"none for the forward at tick {tick}, stage {stage}"
-        raise ConfigError("stash slots are given for all forwards or for none", found=found)
+        unset = f"none for the forward at tick {tick}, stage {stage}"
+        raise ConfigError("stash slots are given for all forwards or for none", found=unset)
     slots_by_hand = stash if by_hand else None
     table = assign_slots(kind, microbatches, chunks, *units.values(), stash=slots_by_hand)
     check(table)
     return table
 
 
-def _not_a_schedule(path: Path, found: str, fix: str = "") -> ConfigError:
-    return ConfigError("not a pipeline schedule", asked=str(path), found=found, fix=fix)
+def _not_a_schedule(path: Path, detail: str, fix: str = "") -> ConfigError:
+    return ConfigError("not a pipeline schedule", asked=str(path), found=detail, fix=fix)

@@ -15,14 +15,14 @@ def choose_table(kind: str, stages: int, chunks: int, microbatches: int) -> Tabl
     if kind in schedule.SCHEDULE_KINDS:
         return schedule.build(kind, stages, microbatches, chunks)
     table = file.read(kind)
-    asked = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
-    for name, value in asked.items():
-        found = getattr(table, name)
-        if found != value:
+    sizes = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
+    for name, value in sizes.items():
+        of_table = getattr(table, name)
+        if of_table != value:
             raise ConfigError(
                 f"pipeline.schedule={kind!r} has other {name}",
                 asked=f"{name}={value} of the run",
-                found=f"{name}={found}",
+                found=f"{name}={of_table}",
                 fix="mesh.pipeline, pipeline.chunks and "
                 "train.global_batch / train.microbatch as in the file",
             )
@@ -32,18 +32,18 @@ def choose_table(kind: str, stages: int, chunks: int, microbatches: int) -> Tabl
 def pipeline_schedule(
     config: RunConfig, layout: StageLayout, accumulation: int, frozen: int
 ) -> Table | None:
-    """Returns the schedule that the run asks for, of `accumulation` microbatches; None: it has one
-    stage.
+    """Returns the schedule that the run asks for, or None with one stage.
 
-    Chunks that lie wholly among the first `frozen` layers have no backward.
+    `accumulation`: its microbatches. Chunks that lie wholly among the first `frozen` layers have no
+    backward.
     """
     if layout.stages == 1:
         return None
-    asked = config.pipeline
-    table = choose_table(asked.schedule, layout.stages, asked.chunks, accumulation)
+    settings = config.pipeline
+    table = choose_table(settings.schedule, layout.stages, settings.chunks, accumulation)
     if table.split and config.train.remat != "none":
         raise ConfigError(
-            f"train.remat={config.train.remat!r}: {asked.schedule!r} splits a layer's backward "
+            f"train.remat={config.train.remat!r}: {settings.schedule!r} splits a layer's backward "
             "in two",
             fix="--set train.remat=none",
         )

@@ -1,12 +1,12 @@
-"""Splits the gradient of one layer into what to keep and a part for each gradient.
+"""Splits the gradient of one layer into what forward saves and a part for each gradient.
 
-The residuals of `jax.vjp` are of two kinds. Those that depend on the layer's input are *kept* from
+The residuals of `jax.vjp` are of two kinds. Those that depend on the layer's input are *saved* from
 forward to backward. The others (weights, and whatever follows from weights, positions, segments and
 noise alone) are recomputed when backward needs them.
 
 The split backward of zero-bubble schedules (Qi et al., arXiv 2401.10241) first runs what the
 gradient of the input needs. The results that the weight gradient reads are *deferred*: they wait,
-with what was kept, for the tick of the weight gradient.
+with what was saved, for the tick of the weight gradient.
 
 This is the only file that cuts jaxprs up. `_evaluate` runs those equations of a jaxpr that lead
 from known variables to wanted ones.
@@ -31,8 +31,8 @@ class LayerGradient:
     Side losses are a tree of scalars, which may be empty. The layer is traced once; only the shapes
     of the given arguments count.
 
-    `kept` has the shapes of what waits from forward to backward. With `split`, `deferred` has those
-    of what waits from backward to the weight gradient.
+    `saved` has the shapes of what waits from forward to backward. With `split`, `deferred` has
+    those of what waits from backward to the weight gradient.
 
     Two jaxprs are cut up: `_forward`, (weights, x, rest) -> (y, side losses, residuals), and with
     `split` `_backward`, (residuals, dy, dsides) -> (dx, dweights). Attributes that end in `_in`
@@ -66,45 +66,45 @@ class LayerGradient:
         self._sides = jaxpr.outvars[1 : 1 + sides]
         self._residuals = jaxpr.outvars[1 + sides :]
 
-        # One residual may be several leaves of the pull function: keep it once.
+        # One residual may be several leaves of the pull function: save it once.
         depends_on_x = _followers(jaxpr, self._x_in)
-        self._kept = _distinct(var for var in _variables(self._residuals) if var in depends_on_x)
-        self.kept = tuple(_shape(var) for var in self._kept)
+        self._saved = _distinct(var for var in _variables(self._residuals) if var in depends_on_x)
+        self.saved = tuple(_shape(var) for var in self._saved)
         if split:
             self._split_backward()
             self.deferred = tuple(_shape(var) for var in self._deferred)
 
     def forward(self, weights: Tree, x: jax.Array, rest: Tree) -> tuple[jax.Array, Tree, Arrays]:
-        """Returns (y, side losses, what to keep for `backward`)."""
+        """Returns (y, side losses, what to save for `backward`)."""
         known = self._bind_inputs(weights, rest)
         known[self._x_in] = x
-        wanted = [self._y, *self._sides, *self._kept]
-        y, *found = _evaluate(self._forward.jaxpr, known, wanted)
+        wanted = [self._y, *self._sides, *self._saved]
+        y, *others = _evaluate(self._forward.jaxpr, known, wanted)
         count = len(self._sides)
-        sides = jax.tree.unflatten(self._sides_structure, found[:count])
-        return y, sides, found[count:]
+        sides = jax.tree.unflatten(self._sides_structure, others[:count])
+        return y, sides, others[count:]
 
     def backward(
-        self, weights: Tree, rest: Tree, kept: Arrays, dy: jax.Array, dsides: Tree
+        self, weights: Tree, rest: Tree, saved: Arrays, dy: jax.Array, dsides: Tree
     ) -> tuple[Tree, jax.Array]:
         """Returns (gradient by the weights, gradient by x)."""
-        residuals = self._recompute_residuals(weights, rest, kept)
+        residuals = self._recompute_residuals(weights, rest, saved)
         pull = jax.tree.unflatten(self._pull_structure, residuals)
         return pull((dy, dsides))
 
     def input_gradient(
-        self, weights: Tree, rest: Tree, kept: Arrays, dy: jax.Array, dsides: Tree
+        self, weights: Tree, rest: Tree, saved: Arrays, dy: jax.Array, dsides: Tree
     ) -> tuple[jax.Array, Arrays]:
         """Returns (gradient by x, what to defer for `weight_gradient`). Needs `split`."""
-        known = self._bind_residuals(weights, rest, kept)
+        known = self._bind_residuals(weights, rest, saved)
         cotangents = (dy, *jax.tree.leaves(dsides))
         known |= dict(zip(self._cotangents_in, cotangents, strict=True))
         dx, *deferred = _evaluate(self._backward.jaxpr, known, [self._dx, *self._deferred])
         return dx, deferred
 
-    def weight_gradient(self, weights: Tree, rest: Tree, kept: Arrays, deferred: Arrays) -> Tree:
+    def weight_gradient(self, weights: Tree, rest: Tree, saved: Arrays, deferred: Arrays) -> Tree:
         """Returns the gradient by the weights, from what `input_gradient` deferred."""
-        known = self._bind_residuals(weights, rest, kept)
+        known = self._bind_residuals(weights, rest, saved)
         known |= dict(zip(self._deferred, deferred, strict=True))
         leaves = _evaluate(self._backward.jaxpr, known, self._dweights)
         return jax.tree.unflatten(self._weights_structure, leaves)
@@ -146,15 +146,15 @@ class LayerGradient:
         known |= dict(zip(self._rest_in, jax.tree.leaves(rest), strict=True))
         return known | _bind_constants(self._forward)
 
-    def _recompute_residuals(self, weights: Tree, rest: Tree, kept: Arrays) -> Arrays:
-        """Returns all residuals: those that were kept, and the others recomputed."""
+    def _recompute_residuals(self, weights: Tree, rest: Tree, saved: Arrays) -> Arrays:
+        """Returns all residuals: those that were saved, and the others recomputed."""
         known = self._bind_inputs(weights, rest)
-        known |= dict(zip(self._kept, kept, strict=True))
+        known |= dict(zip(self._saved, saved, strict=True))
         return _evaluate(self._forward.jaxpr, known, self._residuals)
 
-    def _bind_residuals(self, weights: Tree, rest: Tree, kept: Arrays) -> Values:
+    def _bind_residuals(self, weights: Tree, rest: Tree, saved: Arrays) -> Values:
         """Binds the inputs of `_backward`, all but the cotangents."""
-        residuals = self._recompute_residuals(weights, rest, kept)
+        residuals = self._recompute_residuals(weights, rest, saved)
         known = _bind_constants(self._backward)
         return known | dict(zip(self._residuals_in, residuals, strict=True))
 
@@ -189,11 +189,11 @@ def _equations_to(
 
 def _followers(jaxpr: jex.Jaxpr, start: jex.Var) -> set[jex.Var]:
     """Returns `start` and all variables that depend on it."""
-    found = {start}
+    followers = {start}
     for eqn in jaxpr.eqns:
-        if any(var in found for var in _variables(eqn.invars)):
-            found.update(eqn.outvars)
-    return found
+        if any(var in followers for var in _variables(eqn.invars)):
+            followers.update(eqn.outvars)
+    return followers
 
 
 def _inline_calls(closed: ClosedJaxpr) -> Callable[..., Arrays]:

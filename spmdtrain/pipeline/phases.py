@@ -72,7 +72,7 @@ def rounds(table: Table) -> tuple[RepeatedPhases, ...]:
     head = table.head_microbatch[:, None] >= 0
     runs = _split_runs(table, np.concatenate([_kinds_of_work(table), head], axis=1))
     folded = tuple(_fold(runs))
-    if sum(len(each.phases) for each in folded) <= MOST_PHASES:
+    if sum(len(repeated.phases) for repeated in folded) <= MOST_PHASES:
         return folded
     # Cells without work are masked, so a tick may do every kind of work; it only takes longer.
     whole = Phase(0, table.ticks, *_any_flags(runs))

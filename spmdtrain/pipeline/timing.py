@@ -183,10 +183,10 @@ def order_spans(orders: Orders, times: Times) -> list[Span]:
 
     spans: dict[tuple[int, Operation], Span] = {}
     free_at = [0.0] * stages
-    left = [list(reversed(order)) for order in orders]  # the next one last, to be popped
-    while any(left):
+    remaining = [list(reversed(order)) for order in orders]  # the next one last, to be popped
+    while any(remaining):
         moved = False
-        for stage, order in enumerate(left):
+        for stage, order in enumerate(remaining):
             while order:
                 ready_at = _ready_at(stage, order[-1], spans, stages, chunks, times.hop)
                 if ready_at is None:
@@ -197,9 +197,11 @@ def order_spans(orders: Orders, times: Times) -> list[Span]:
                 spans[stage, operation] = Span(stage, *operation, start, free_at[stage])
                 moved = True
         if not moved:
-            stage, operation = next((stage, order[-1]) for stage, order in enumerate(left) if order)
-            found = f"stage {stage} before {operation}"
-            raise ConfigError("the stages wait for each other", found=found)
+            stage, operation = next(
+                (stage, order[-1]) for stage, order in enumerate(remaining) if order
+            )
+            blocked = f"stage {stage} before {operation}"
+            raise ConfigError("the stages wait for each other", found=blocked)
     return list(spans.values())
 
 
@@ -280,8 +282,8 @@ def zb_h1_orders(stages: int, microbatches: int) -> Orders:
     orders = []
     for stage, one_f_one_b in enumerate(megatron_orders(stages, microbatches)):
         order = list(_with_weight_gradients(one_f_one_b, put_off=stage))
-        left = range(max(0, microbatches - stage), microbatches)
-        orders.append(order + [Operation("weight", microbatch, 0) for microbatch in left])
+        put_off = range(max(0, microbatches - stage), microbatches)
+        orders.append(order + [Operation("weight", microbatch, 0) for microbatch in put_off])
     return orders
 
 

@@ -216,7 +216,7 @@ def resting_bytes(abstract: TrainState) -> tuple[int, int]:
 
 def bytes_per_device(tree: Any) -> int:
     """Returns the bytes of abstract arrays on one device; the host's do not count."""
-    held = (x for x in jax.tree.leaves(tree) if not host.rests_there(x))
+    held = (x for x in jax.tree.leaves(tree) if not host.rests_on_host(x))
     shards = ((x.sharding.shard_shape(x.shape), x.dtype.itemsize) for x in held)
     return sum(math.prod(shape) * itemsize for shape, itemsize in shards)
 

@@ -255,8 +255,8 @@ BREAKAGES = [
     Breakage(
         "each stage counts the whole loss",
         "pipeline/executor.py",
-        "share = jax.tree.map(lambda loss: loss / self.table.stages, _mask(leaves, found))",
-        "share = _mask(leaves, found)",
+        "share = jax.tree.map(lambda loss: loss / self.table.stages, _mask(leaves, head_losses))",
+        "share = _mask(leaves, head_losses)",
         ONE_F_ONE_B,
     ),
     Breakage(
@@ -825,15 +825,15 @@ BREAKAGES = [
     Breakage(
         "the owner of a sum keeps nothing of what it leaves out",
         "parallel/feedback/largest.py",
-        "left_ncb = left_ncb.at[jax.lax.axis_index(axis)].add(own_cb - decode(chosen, block))",
-        "left_ncb = left_ncb + 0.0",
+        "unsent_ncb = unsent_ncb.at[jax.lax.axis_index(axis)].add(own_cb - decode(chosen, block))",
+        "unsent_ncb = unsent_ncb + 0.0",
         "tests/parallel/test_feedback.py -k add_up",
     ),
     Breakage(
         "each device keeps what the whole sum lacks of its own part",
         "parallel/feedback/low_rank.py",
-        "left_amp = m_amp - sum_amp / jax.lax.axis_size(axis)",
-        "left_amp = m_amp - sum_amp",
+        "unsent_amp = m_amp - sum_amp / jax.lax.axis_size(axis)",
+        "unsent_amp = m_amp - sum_amp",
         "tests/parallel/test_feedback.py -k add_up",
     ),
     Breakage(
@@ -1244,8 +1244,8 @@ BREAKAGES = [
     Breakage(
         "lets the keys of a window stop a device too early",
         "parallel/context/ring.py",
-        "(most - 1) // chunk + 1",
-        "(most - 1) // chunk",
+        "(widest - 1) // chunk + 1",
+        "(widest - 1) // chunk",
         "tests/parallel/test_ring.py",
     ),
     Breakage(

@@ -46,7 +46,7 @@ def test_the_dim_of_the_copies_stands_behind_the_dims_of_the_layers():
     assert FOUR.spec(P("pipeline", "data", "tensor")) == P("pipeline", "context", "data", "tensor")
     scatter = Reduction(("data",), (("fsdp", 0), ("fsdp", 1), ("fsdp", 2)))
     assert FOUR.reduction(scatter) == Reduction(("data",), (("fsdp", 0), ("fsdp", 2), ("fsdp", 3)))
-    doubled = FOUR.each(lambda x: jnp.pad(x, [(0, 0), (0, 2)]), jnp.ones((2, 4, 3)))
+    doubled = FOUR.map(lambda x: jnp.pad(x, [(0, 0), (0, 2)]), jnp.ones((2, 4, 3)))
     assert doubled.shape == (2, 4, 5)
 
 

@@ -58,7 +58,7 @@ def test_whole_and_split_backward_equal_jax_vjp(function, given):
     (y, side), pull = jax.vjp(lambda weights, x: function(weights, x, rest), weights, x)
     got_y, got_side, kept = jax.jit(gradient.forward)(weights, x, rest)
     assert [(leaf.shape, leaf.dtype) for leaf in kept] == [
-        (leaf.shape, leaf.dtype) for leaf in gradient.kept
+        (leaf.shape, leaf.dtype) for leaf in gradient.saved
     ]
     dweights, dx = pull((dy, dside))
     close((got_y, got_side), (y, side))
@@ -73,12 +73,12 @@ def test_whole_and_split_backward_equal_jax_vjp(function, given):
 def test_what_does_not_follow_from_x_is_not_kept(given):
     """Neither weights, nor what is made of them, nor the dropout and segment masks."""
     weights, x, rest, _, _ = given
-    kept = LayerGradient(layer, weights, x, rest).kept
+    kept = LayerGradient(layer, weights, x, rest).saved
     shapes = [leaf.shape for leaf in kept]
     assert (WIDTH, 16) not in shapes
     assert (16, WIDTH) not in shapes
     assert not any(leaf.dtype == bool for leaf in kept)
-    small = sum(np.prod(leaf.shape) for leaf in LayerGradient(dots, weights, x, rest).kept)
+    small = sum(np.prod(leaf.shape) for leaf in LayerGradient(dots, weights, x, rest).saved)
     assert small < sum(np.prod(shape) for shape in shapes)
 
 

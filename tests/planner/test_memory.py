@@ -205,7 +205,7 @@ def test_a_check_that_takes_a_step_again_holds_two_more_states():
 
 
 def _kept_and_deferred(config) -> tuple[int, int]:
-    """Bytes of (LayerGradient.kept, LayerGradient.deferred) for two sequences.
+    """Bytes of (LayerGradient.saved, LayerGradient.deferred) for two sequences.
 
     The second is 0 where the backward is not split.
     """
@@ -227,7 +227,7 @@ def _kept_and_deferred(config) -> tuple[int, int]:
     layer = rematerialised(layer, config.train.remat)
     split = config.train.remat == "none"
     found = LayerGradient(layer, weights, x, jax.ShapeDtypeStruct((), jnp.int32), split=split)
-    return _bytes(found.kept), _bytes(found.deferred) if split else 0
+    return _bytes(found.saved), _bytes(found.deferred) if split else 0
 
 
 def _bytes(leaves) -> int:

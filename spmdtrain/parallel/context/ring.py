@@ -16,9 +16,9 @@ forbid.
 With a window, positions decide the masks, and keys travel only as far as some query sees: as many
 hops in one direction as in the other. Packed documents mask by the segment ids of both sides.
 
-Softmax is joined by its lse. The backward pass is a second ring, with the lse of all keys. The
-gradients of keys travel with them, in float32, and end on the keys' own device. A hop is the body
-of a scan: program and memory do not grow with n.
+Parts of a softmax are joined by their lse. The backward pass is a second ring, with the lse of all
+keys. The gradients of keys travel with them, in float32, and end on the keys' own device. A hop is
+the body of a scan: program and memory do not grow with n.
 
 b: sequences, t: tokens of a device, h: query heads, k: key-value heads, d, e: head dims.
 """
@@ -91,8 +91,8 @@ def legs(ring: ContextRing, tokens: int) -> list[tuple[int, int]]:
     farthest = n
     if None not in ring.windows:
         chunk = tokens // 2
-        most = max(window for window in ring.windows if window is not None)
-        farthest = (most - 1) // chunk + 1 if most else 0
+        widest = max(window for window in ring.windows if window is not None)
+        farthest = (widest - 1) // chunk + 1 if widest else 0
     if 2 * farthest >= n - 1:
         return [(1, n - 1)]
     return [(1, farthest), (-1, farthest)] if farthest else []
@@ -144,8 +144,8 @@ def _leg_forward(ring, sides, leg, arrays, state):
     return _hop_forward(ring, sides, step * count, (q, packed), state)
 
 
-def _ring_backward(ring, kept, gradients):
-    q, k, v, segment_ids, kind, out, lse = kept
+def _ring_backward(ring, residuals, gradients):
+    q, k, v, segment_ids, kind, out, lse = residuals
     queries = OfQueries(q, gradients[0], lse, delta_of((out, lse), gradients))
     sides = Sides(kind, _gathered(ring, segment_ids))
     dq, *of_keys = map(_wide, _own_backward(ring, sides, queries, (k, v)))
@@ -218,13 +218,13 @@ def _hop_forward(ring: ContextRing, sides: Sides, i, arrays, state: Attended) ->
             return join(state, attention_forward(q, *kv, **masks, **ring.options))
         joined = state
         for of_queries, of_keys in _pairs(ring, i, q.shape[TIME]):
-            found = attention_forward(
+            attended = attention_forward(
                 _half(q, of_queries),
                 *_unpacked(_half(packed, of_keys, PACKED_TIME)),
                 segment_ids=_half_segments(ring, sides, i, (of_queries, of_keys)),
                 **ring.options,
             )
-            joined = _put(joined, join(_half(joined, of_queries), found), of_queries)
+            joined = _put(joined, join(_half(joined, of_queries), attended), of_queries)
         return joined
 
     return _by_window(ring, sides, attend)
@@ -245,8 +245,8 @@ def _hop_backward(ring: ContextRing, sides: Sides, i, arrays, sums):
             of_queries, dq = jax.lax.optimization_barrier((of_queries, dq))
             masks = {"segment_ids": _half_segments(ring, sides, i, (of_queries, of_keys))}
             kv = _unpacked(_half(packed, of_keys, PACKED_TIME))
-            found = _backward(ring, _half(queries, of_queries), kv, masks)
-            more, *more_kv = map(_wide, found)
+            parts = _backward(ring, _half(queries, of_queries), kv, masks)
+            more, *more_kv = map(_wide, parts)
             dq = _put(dq, _half(dq, of_queries) + more, of_queries)
             total = _sum(_half(dkv, of_keys, PACKED_TIME), _packed(more_kv))
             dkv = _put(dkv, total, of_keys, PACKED_TIME)
@@ -355,12 +355,12 @@ def _sum(trees: Any, more: Any) -> Any:
     return jax.tree.map(jnp.add, trees, more)
 
 
-def join(found: Attended, more: Attended) -> Attended:
+def join(attended: Attended, more: Attended) -> Attended:
     """Returns attention to two sets of keys, given attention to each; the first is float32.
 
     An lse of -inf stands for no keys.
     """
-    out, lse = found
+    out, lse = attended
     more_out, more_lse = more
     both = jnp.logaddexp(lse, more_lse)
     safe = jnp.where(jnp.isneginf(both), 0, both)
@@ -382,7 +382,7 @@ def _packed(kv: Sequence[jax.Array]) -> Packed:
 
 
 def _unpacked(packed: Packed) -> KeyValues:
-    k, v = [each for x in packed for each in x]
+    k, v = [array for x in packed for array in x]
     return k, v
 
 

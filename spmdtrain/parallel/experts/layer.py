@@ -42,8 +42,8 @@ def make_experts(
     """Returns `experts(x_bte, gates_btk, ids_btk, weights, activation=...) -> y_bte`.
 
     y is the sum over a token's choices of the gate times the expert's output for x. Gates travel in
-    float32. An id is the number of an expert among all, or -1 for a choice that is not made; those
-    of a token are distinct. Weights are those of the experts that the device has, or copies of
+    float32. An id is the number of an expert among all, or -1 for a choice that is not made; the
+    ids of a token are distinct. Weights are those of the experts that the device has, or copies of
     them, with one more leading dim (`copies.py`).
 
     rules: None for one device.
@@ -65,8 +65,8 @@ def make_experts(
         if rules is not None:
             places = find_places(rules, manual, x_bte.shape, weights, places.exchange)
         # Named, so that a backward pass that keeps matmuls does not repeat the exchange.
-        given = (x_bte, gates_btk.astype(jnp.float32), ids_btk, weights)
-        y_bte = checkpoint_name(_run(*given, places), SAVED)
+        arguments = (x_bte, gates_btk.astype(jnp.float32), ids_btk, weights)
+        y_bte = checkpoint_name(_run(*arguments, places), SAVED)
         if places.results == places.stream:
             return y_bte
         return jax.lax.with_sharding_constraint(y_bte, places.stream)
@@ -92,16 +92,16 @@ def _run(x_bte, gates_btk, ids_btk, weights: ExpertWeights, places: Places) -> j
         y_ne = forward(places.exchange, x_ne, gates_nk, ids_nk, places.own_weights(weights))
         return places.sum_results(places.join_tokens(y_ne.astype(x_bte.dtype), x_bte.shape))
 
-    given = (places.tokens, places.tokens, places.tokens, places.weight_specs)
-    return locally(local, given, places.results)(x_bte, gates_btk, ids_btk, weights)
+    in_specs = (places.tokens, places.tokens, places.tokens, places.weight_specs)
+    return locally(local, in_specs, places.results)(x_bte, gates_btk, ids_btk, weights)
 
 
 def _run_forward(x_bte, gates_btk, ids_btk, weights, places: Places):
-    kept = (x_bte, gates_btk, ids_btk, weights)
-    return _run(*kept, places), kept
+    arguments = (x_bte, gates_btk, ids_btk, weights)
+    return _run(*arguments, places), arguments
 
 
-def _run_backward(places: Places, kept, dy_bte: jax.Array):
+def _run_backward(places: Places, arguments, dy_bte: jax.Array):
     def local(x_bte, gates_btk, ids_btk, weights, dy_bte):
         x_ne, gates_nk = places.own_tokens(x_bte), places.own_tokens(gates_btk)
         ids_nk = places.own_tokens(ids_btk, -1)
@@ -121,9 +121,9 @@ def _run_backward(places: Places, kept, dy_bte: jax.Array):
             places.sum_weights(dweights, weights),
         )
 
-    given = (places.tokens, places.tokens, places.tokens, places.weight_specs, places.tokens)
-    found = (places.results, places.tokens, places.weight_specs)
-    dx_bte, dgates_btk, dweights = locally(local, given, found)(*kept, dy_bte)
+    in_specs = (places.tokens, places.tokens, places.tokens, places.weight_specs, places.tokens)
+    out_specs = (places.results, places.tokens, places.weight_specs)
+    dx_bte, dgates_btk, dweights = locally(local, in_specs, out_specs)(*arguments, dy_bte)
     return dx_bte, dgates_btk, None, dweights
 
 

@@ -1,6 +1,6 @@
 """Finds where the tokens and experts of a layer are on a mesh, and what is summed over which axes.
 
-b: sequences, t: tokens, e: width of the stream, x: experts, u, f: as in weights.py.
+b: sequences, t: tokens, e: width of the stream, x: experts, u, f: as in expert_weights.py.
 """
 
 import math
@@ -66,7 +66,7 @@ class Places:
     @property
     def weight_specs(self) -> ExpertWeights:
         """The spec of each weight."""
-        specs: Any = [each and each.spec for each in self.weights]
+        specs: Any = [place and place.spec for place in self.weights]
         return ExpertWeights(*specs)
 
     def own_tokens(self, x_bte: jax.Array, padding: int = 0) -> jax.Array:
@@ -106,8 +106,8 @@ class Places:
                 weight = self._once(weight)
             return weight[0] if place.is_copied else weight
 
-        found: Any = map(own, weights, self.weights)
-        return ExpertWeights(*found)
+        own_parts: Any = map(own, weights, self.weights)
+        return ExpertWeights(*own_parts)
 
     def sum_weights(self, dweights: ExpertWeights, weights: ExpertWeights) -> ExpertWeights:
         """Returns the gradients of `weights`, given those of `own_weights`."""
@@ -126,8 +126,8 @@ class Places:
                 dweight = wide
             return jnp.asarray(dweight, weight.dtype).reshape(weight.shape)
 
-        found: Any = map(summed, dweights, weights, self.weights)
-        return ExpertWeights(*found)
+        gradients: Any = map(summed, dweights, weights, self.weights)
+        return ExpertWeights(*gradients)
 
     def _once(self, bias: jax.Array) -> jax.Array:
         return jnp.where(jax.lax.axis_index(self.ffn) == 0, bias, 0)
@@ -189,8 +189,8 @@ def _weight_places(
     is_gated = weights.up.shape[-2] != width
     x, f = experts or None, places.ffn or None
     u = (None, f) if is_gated else (f,)
-    each: Any = P(x, None, *u), P(x, f, None), P(x, *u), P(x, None)
-    specs = ExpertWeights(*each)
+    fields: Any = P(x, None, *u), P(x, f, None), P(x, *u), P(x, None)
+    specs = ExpertWeights(*fields)
     shared = axes_of(places.tokens) - set(experts)
 
     def of_weight(name: str) -> WeightPlace | None:

@@ -15,7 +15,7 @@ class Arrived(NamedTuple):
     message_p: jax.Array  # the message of each padded row, among d m; NOWHERE for padding
     gate_p: jax.Array  # float32; 0 for padding
     expert_of_tile_t: jax.Array  # -1 for a tile that nobody uses
-    places_mk: jax.Array  # the padded places of a message's rows [d m, most]; NOWHERE for none
+    places_mk: jax.Array  # the padded places of a message's rows; NOWHERE for none
     place_q: jax.Array  # the padded place of each row
 
 
@@ -26,14 +26,14 @@ def lay_out(
     bucket: Bucket,
     own: int,
     *,
-    most: int,
+    message_rows: int,
     tile: int,
 ) -> Arrived:
     """Sorts the rows of a round by expert, and pads each expert's to whole tiles.
 
     message_dc: the place of a row's message in the bucket of its sender; m for none.
     expert_dc: the number of its expert among the `own`; any other for none.
-    most: the largest number of rows of a message.
+    message_rows: the largest number of rows of a message.
     tile: rows of a tile.
     """
     devices, rows = message_dc.shape[0], message_dc.size
@@ -56,13 +56,13 @@ def lay_out(
     column_c = jnp.arange(message_dc.shape[1], dtype=jnp.int32)
     is_first_dc = jnp.diff(message_dc, axis=1, prepend=-1) != 0
     first_dc = jax.lax.cummax(jnp.where(is_first_dc, column_c, 0), axis=1)
-    at_dc = jnp.where(is_row_dc, message_dc * most + column_c - first_dc, NOWHERE)
+    at_dc = jnp.where(is_row_dc, message_dc * message_rows + column_c - first_dc, NOWHERE)
     at_q = jnp.where(is_row_dc.reshape(-1), at_dc.reshape(-1), NOWHERE + row_q)
     messages = devices * bucket.messages
     return Arrived(
         message_p=look_up(message_dc.reshape(-1), row_p, NOWHERE),
         gate_p=look_up(gate_dc.reshape(-1), row_p, 0.0),
         expert_of_tile_t=tiles.expert_of_tile_t,
-        places_mk=inverse(at_q, messages * most, place_q).reshape(messages, most),
+        places_mk=inverse(at_q, messages * message_rows, place_q).reshape(messages, message_rows),
         place_q=place_q,
     )

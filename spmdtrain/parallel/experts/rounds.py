@@ -54,7 +54,7 @@ class _Shape:
     is_one_round: bool
 
     @property
-    def most(self) -> int:
+    def message_rows(self) -> int:
         """The largest number of rows of a message: its choices are distinct experts."""
         return min(self.choices, self.own)
 
@@ -164,14 +164,14 @@ def _send_rows(
     expert_dc = look_up(ids_nk.reshape(-1), cut.row_dc, shape.own) % shape.own
     gate_dc = look_up(gates_nk.reshape(-1), cut.row_dc, 0.0)
     bits_dc = jax.lax.bitcast_convert_type(gate_dc, jnp.int32)
-    told = _swap(how, jnp.stack([cut.message_dc, expert_dc, bits_dc], -1))
+    received = _swap(how, jnp.stack([cut.message_dc, expert_dc, bits_dc], -1))
     return lay_out(
-        told[..., 0],
-        told[..., 1],
-        jax.lax.bitcast_convert_type(told[..., 2], jnp.float32),
+        received[..., 0],
+        received[..., 1],
+        jax.lax.bitcast_convert_type(received[..., 2], jnp.float32),
         shape.bucket,
         shape.own,
-        most=shape.most,
+        message_rows=shape.message_rows,
         tile=shape.tile,
     )
 
@@ -194,8 +194,8 @@ def _return_messages(how: Exchange, y_pe: jax.Array, arrived: Arrived, cut: Ship
 def _sum_of(rows: jax.Array, places: jax.Array) -> jax.Array:
     """Returns the sum of the rows at `places` [..., k], one after another, in float32."""
     add = partial(look_up, rows, otherwise=0)
-    each = [add(places[..., k]).astype(jnp.float32) for k in range(places.shape[-1])]
-    return sum(each[1:], each[0])
+    terms = [add(places[..., k]).astype(jnp.float32) for k in range(places.shape[-1])]
+    return sum(terms[1:], terms[0])
 
 
 def _swap(how: Exchange, x: jax.Array) -> jax.Array:

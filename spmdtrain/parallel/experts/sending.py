@@ -30,8 +30,8 @@ def bucket_of(tokens: int, choices: int, devices: int, own: int, factor: float) 
     """
     experts = own * devices
     absent = math.comb(experts - own, choices) / math.comb(experts, choices)
-    most = tokens * min(choices, own)
-    rows = min(math.ceil(factor * tokens * choices / devices), most)
+    all_rows = tokens * min(choices, own)
+    rows = min(math.ceil(factor * tokens * choices / devices), all_rows)
     messages = min(math.ceil(factor * tokens * (1 - absent)), tokens, rows)
     return Bucket(max(rows, 1), max(messages, 1))
 

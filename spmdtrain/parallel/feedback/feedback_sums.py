@@ -1,8 +1,8 @@
 """Sums gradients over `data` by codecs with error feedback, once a step.
 
-Each has a state by dotted path of parameters: `errors`, what a data shard has not sent yet, float32
-[1, *shape] in the region of the step, and `factors`, the right factors of the low-rank codec, which
-are the same on all data shards.
+Their state, by dotted path of parameters, has two parts: `errors`, what a data shard has not sent
+yet, float32 [1, *shape] in the region of the step, and `factors`, the right factors of the low-rank
+codec, the same on all data shards.
 """
 
 from collections.abc import Mapping
@@ -28,33 +28,33 @@ class Feedback(NamedTuple):
 
 def feedback_sums(
     gradients: Mapping[str, jax.Array],
-    kept: Feedback,
+    feedback: Feedback,
     codecs: Codecs,
     specs: Mapping[str, P],
     manual: tuple[str, ...],
 ) -> tuple[dict[str, jax.Array], Feedback]:
-    """Returns the sums of gradients over `data`, and the state after it.
+    """Returns the sums of gradients over `data`, and the new state of the codecs.
 
-    The region around is manual over the mesh axes `manual`, among them `data`. `specs` say how mesh
-    axes split each gradient. Those that the region leaves to XLA are made manual here as well, so
-    that a device encodes its own part.
+    The surrounding region is manual over the mesh axes `manual`, among them `data`. `specs` say how
+    mesh axes split each gradient. The axes that the region leaves to XLA are made manual here as
+    well, so that a device encodes its own part.
     """
     full = {
         path: P(*specs[path], *[None] * (x.ndim - len(specs[path])))
         for path, x in gradients.items()
     }
 
-    def local(gradients: dict[str, jax.Array], kept: Feedback):
-        return _sums(gradients, kept, codecs, full)
+    def local(gradients: dict[str, jax.Array], feedback: Feedback):
+        return _sums(gradients, feedback, codecs, full)
 
     automatic = {path: drop_axes(manual, spec) for path, spec in full.items()}
     axes = {axis for spec in automatic.values() for part in spec for axis in axes_of_dim(part)}
-    given = (dict(gradients), kept)
+    arguments = (dict(gradients), feedback)
     if not axes:
-        return local(*given)
-    of_errors = {path: P(None, *automatic[path]) for path in kept.errors}
+        return local(*arguments)
+    of_errors = {path: P(None, *automatic[path]) for path in feedback.errors}
     of_factors = {}
-    for path in kept.factors:
+    for path in feedback.factors:
         codec = codecs[path]
         assert isinstance(codec, LowRank), "only it has factors"
         of_factors[path] = codec.factor_spec(automatic[path])
@@ -62,22 +62,24 @@ def feedback_sums(
     region = jax.shard_map(
         local, axis_names=axes, in_specs=in_specs, out_specs=in_specs, check_vma=False
     )
-    return region(*given)
+    return region(*arguments)
 
 
 def _sums(
     gradients: Mapping[str, jax.Array],
-    kept: Feedback,
+    feedback: Feedback,
     codecs: Codecs,
     specs: Mapping[str, P],
 ) -> tuple[dict[str, jax.Array], Feedback]:
     """Computes `feedback_sums` where all mesh axes that split a gradient are manual."""
     sums, errors, factors = {}, {}, {}
     for path, gradient in gradients.items():
-        codec, error = codecs[path], kept.errors[path][0]
+        codec, error = codecs[path], feedback.errors[path][0]
         if isinstance(codec, LowRank):
-            found = codec.sum(gradient, error, kept.factors[path], "data", specs[path])
-            sums[path], error, factors[path] = found
+            factor = feedback.factors[path]
+            sums[path], error, factors[path] = codec.sum(
+                gradient, error, factor, "data", specs[path]
+            )
         else:
             sums[path], error = codec.sum(gradient, error, "data")
         errors[path] = error[None]

@@ -5,13 +5,14 @@ their rows, it adds them up, and all gather the largest numbers of the sums. So 
 device sends do not grow with the number of devices, as they do where each gathers the numbers of
 all others.
 
-What is left out twice is kept by two devices: what a device does not send, by itself, and what the
-sum loses, by its owner, in its own row. Together with what was sent it adds up to the true sum.
+Numbers are left out twice, and each time a device keeps them as its error: the sender those that it
+does not send, the owner those that its sum loses, in its own row. Together with what was sent the
+errors add up to the true sum.
 
 A number is a bfloat16, with its place among `block` consecutive ones in 16 bits: 4 bytes, of which
 a share `keep` of all numbers is sent. If a number is not finite, it is larger than any other.
 
-n: devices along the axis, c: numbers in a row, b: numbers in a block, k: of these the largest.
+n: devices along the axis, c: numbers in a row, b: numbers in a block, k: those sent.
 """
 
 from dataclasses import dataclass
@@ -19,13 +20,13 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-# Numbers among which the largest are chosen: more choose better, and take longer to sort.
+# The largest are chosen among this many numbers: more choose better, and take longer to sort.
 BLOCK = 4096
 
 
 @dataclass(frozen=True)
 class Largest:
-    """The sum of arrays by the share `keep` of their numbers, in size from above."""
+    """A sum of arrays of which only the largest numbers are sent: the share `keep` of all."""
 
     keep: float
 
@@ -40,18 +41,18 @@ class Largest:
         rows_ncb = jnp.pad(total, (0, -x.size % (ways * block))).reshape(ways, -1, block)
 
         sent = self.encode(rows_ncb)
-        left_ncb = rows_ncb - decode(sent, block)
+        unsent_ncb = rows_ncb - decode(sent, block)
         arrived = jax.lax.all_to_all(sent, axis, split_axis=0, concat_axis=0)
         own_cb = decode(arrived, block).sum(axis=0)
         chosen = self.encode(own_cb)
-        left_ncb = left_ncb.at[jax.lax.axis_index(axis)].add(own_cb - decode(chosen, block))
-        # The owner too uses what it sends, else its weights would drift away from the others'.
+        unsent_ncb = unsent_ncb.at[jax.lax.axis_index(axis)].add(own_cb - decode(chosen, block))
+        # The owner also uses what it sends, or its weights would drift away from the others'.
         sums = decode(jax.lax.all_gather(chosen, axis, axis=0), block)
 
         def back(rows: jax.Array) -> jax.Array:
             return rows.reshape(-1)[: x.size].reshape(x.shape)
 
-        return back(sums), back(left_ncb)
+        return back(sums), back(unsent_ncb)
 
     def encode(self, blocks: jax.Array) -> jax.Array:
         """Returns the largest numbers of blocks [..., b] with their places, uint16 [..., k, 2].

@@ -5,16 +5,16 @@ With M = the sum over the devices of gradient and error, and Q the right factor 
     P = orthonormal(M Q),  Q = M^T P,  sum = P Q^T = P P^T M
 
 A device knows only its own part of M, but both products are linear in M: their parts are summed in
-two all-reduces. Each device keeps its part of M without its share, 1/n, of the sum. So what is sent
-and what is kept add up to M, and the sum depends on M alone: not on how many devices it is spread
+two all-reduces. The new error of a device is its part of M minus its share, 1/n, of the sum. So the
+sum and the errors add up to M, and the sum depends on M alone: not on how many devices it is spread
 over. Where mesh axes split the matrix itself, the products are also summed over the axes that split
-what they contract; the result is that of the whole matrix.
+their contracted dim; the result is that of the whole matrix.
 
-A column of M Q that is nearly in the span of those before it says nothing: it is zero, and the old
-column of Q stays for the next step. Otherwise rounding would choose a direction in its place, or
-a gradient of zeros would end the column for good.
+A column of M Q that is nearly in the span of those before it holds no information: it becomes zero,
+and the old column of Q stays for the next step. Otherwise rounding would choose its direction, or a
+gradient of zeros would kill the column for good.
 
-m: rows, p: columns, r: rank, a dims: the matrices that stand apart (layers, experts).
+m: rows, p: columns, r: rank, a: dims that count separate matrices (layers, experts).
 """
 
 import math
@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmdtrain.parallel.axes import axes_of_dim
 
-# The part of a column outside the span of those before it, below which it counts as inside.
+# A column counts as inside the span of those before it if a smaller part of it is outside.
 LEAST_NEW = 1e-4
 
 _dot = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
@@ -53,7 +53,7 @@ class LowRank:
         return (*shape[: self.apart], *rest[: self.row], *rest[self.row + 1 :], self.rank)
 
     def numbers(self, shape: Sequence[int]) -> int:
-        """Returns the numbers of both factors of an array."""
+        """Returns how many numbers both factors of an array hold."""
         rows = self.rank * math.prod(shape[: self.apart]) * shape[self.apart + self.row]
         return rows + math.prod(self.factor_shape(shape))
 
@@ -90,14 +90,14 @@ class LowRank:
         p_amr = orthonormal(mq, row_axes)
         new_apr = _psum(_dot("...mp,...mr->...pr", m_amp, p_amr), (axis, *row_axes))
         sum_amp = _dot("...mr,...pr->...mp", p_amr, new_apr)
-        left_amp = m_amp - sum_amp / jax.lax.axis_size(axis)
+        unsent_amp = m_amp - sum_amp / jax.lax.axis_size(axis)
 
         # Columns of length 1: the products of later steps neither grow nor fade.
         length = _lengths(new_apr, column_axes)
         is_usable = jnp.isfinite(length) & (length > 0)
         next_apr = jnp.where(is_usable, new_apr / jnp.where(is_usable, length, 1), q_apr)
         back = partial(self._from_matrices, shape=x.shape)
-        return back(sum_amp), back(left_amp), next_apr.reshape(factor.shape)
+        return back(sum_amp), back(unsent_amp), next_apr.reshape(factor.shape)
 
     def _axes(self, spec: P) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Returns the mesh axes that split the rows, and those that split the columns."""
@@ -121,8 +121,8 @@ class LowRank:
 def orthonormal(x_amr: jax.Array, row_axes: tuple[str, ...] = ()) -> jax.Array:
     """Returns an orthonormal base of the columns; a column inside the span of others becomes 0.
 
-    Gram-Schmidt, unrolled over the few columns, and each column twice, because once leaves what
-    rounding made of it. `row_axes`: manual mesh axes that split the rows.
+    Gram-Schmidt, unrolled over the few columns, and each column twice, because one pass leaves
+    rounding errors. `row_axes`: manual mesh axes that split the rows.
     """
     columns: list[jax.Array] = []
     for at in range(x_amr.shape[-1]):
@@ -149,12 +149,12 @@ def _psum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def _of_several(axes: Sequence[str]) -> tuple[str, ...]:
-    """Returns those of the axes that have several devices: XLA refuses a sum over one."""
+    """Returns the axes with several devices: XLA refuses a sum over one."""
     return tuple(axis for axis in axes if jax.lax.axis_size(axis) > 1)
 
 
 def pays(shape: Sequence[int], row: int, rank: int) -> bool:
-    """Returns True if the factors of a matrix, rows along dim `row`, have fewer numbers than it."""
+    """Returns True if both factors hold fewer numbers than the matrix, whose rows are dim `row`."""
     size = math.prod(shape)
     rows = shape[row]
     return rank * (rows + size // max(rows, 1)) < size

@@ -8,8 +8,9 @@ the matmuls.
 
 A weight comes as copies, one for each part of the tokens that another axis splits (`copies.py`).
 
-b: sequences, t: tokens of this device when it has them all, e: width of the residual stream, f: the
-other dims of the weight (heads, ffn), of which a device has its own part, c: copies of a weight.
+b: sequences, t: tokens of a device that has gathered them all, e: width of the residual stream, f:
+the other dims of the weight (heads, ffn), of which a device has its own part, c: copies of a
+weight.
 """
 
 import math
@@ -75,14 +76,14 @@ def _gather_and_multiply_forward(x: jax.Array, weight: jax.Array, ring: Ring):
     return _gather_and_multiply(x, weight, ring), (x, weight)
 
 
-def _gather_and_multiply_backward(ring: Ring, kept, dy: jax.Array):
+def _gather_and_multiply_backward(ring: Ring, residuals, dy: jax.Array):
     def local(x: jax.Array, weight: jax.Array, dy: jax.Array):
         dy = _as_matrices(dy)
         dx, whole = _scatter_and_gather_pieces(dy, _as_matrix(weight, 1).T, x, ring)
         return dx, _weight_gradient(whole, dy, weight, ring)
 
     specs = (ring.stream, ring.column, ring.wide)
-    return locally(local, specs, (ring.stream, ring.column))(*kept, dy)
+    return locally(local, specs, (ring.stream, ring.column))(*residuals, dy)
 
 
 _gather_and_multiply.defvjp(_gather_and_multiply_forward, _gather_and_multiply_backward)
@@ -103,14 +104,14 @@ def _multiply_and_scatter_forward(h: jax.Array, weight: jax.Array, ring: Ring):
     return _multiply_and_scatter(h, weight, ring), (h, weight)
 
 
-def _multiply_and_scatter_backward(ring: Ring, kept, dy: jax.Array):
+def _multiply_and_scatter_backward(ring: Ring, residuals, dy: jax.Array):
     def local(h: jax.Array, weight: jax.Array, dy: jax.Array):
         matrix = _as_matrix(weight, weight.ndim - 2)
         dh, whole = _gather_pieces(dy, matrix.T, ring, float8.GRADIENTS)
         return dh.reshape(h.shape), _weight_gradient(_as_matrices(h), whole, weight, ring)
 
     specs = (ring.wide, ring.row, ring.stream)
-    return locally(local, specs, (ring.wide, ring.row))(*kept, dy)
+    return locally(local, specs, (ring.wide, ring.row))(*residuals, dy)
 
 
 _multiply_and_scatter.defvjp(_multiply_and_scatter_forward, _multiply_and_scatter_backward)

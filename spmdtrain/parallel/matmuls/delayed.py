@@ -1,13 +1,13 @@
-"""Multiplies 8-bit floats by scales that earlier steps have found ("delayed scaling").
+"""Multiplies 8-bit floats with scales from earlier steps ("delayed scaling").
 
 With current scaling (`float8.py`) an array is read twice: for its largest magnitude, and then to be
-rounded. Here its scale is known beforehand. A matmul gives the largest magnitudes that it sees as
-the gradient of `slots`, an argument that nothing reads, and the next steps scale by them. What is
-beyond a scale saturates.
+rounded. Here its scale is known beforehand. A matmul returns the largest magnitudes that it sees as
+the gradient of `slots`, an argument that nothing reads, and the next steps scale by them. Numbers
+beyond the scale saturate.
 
-Gradients are summed wherever they join, and a sum of magnitudes would be none. So each layer and
-each device has slots of its own, and what adds up gradients takes the largest of magnitudes. Only a
-weight that a model multiplies several times in one pass has their sum, as a bound.
+Gradients are summed wherever they join, but the sum of two magnitudes is not one. So each layer and
+each device has its own slots, and where gradients are accumulated the larger magnitude is taken.
+Only a weight that a model multiplies several times in one pass gets the sum, as a bound.
 
 Formats and products are those of `float8.py`. A number that is not finite becomes NaN where it is,
 and is no magnitude.
@@ -32,11 +32,11 @@ from spmdtrain.parallel.matmuls.local_matmul import Parts
 
 
 class Operand(NamedTuple):
-    """A weight, and what scales its matmul.
+    """A weight, with the scales of its matmul.
 
     `scales`: float32 [3], of the values, of the weight and of the product's gradient. `slots`:
-    float32 [c, p, 2]; their gradient has the largest magnitudes, in each part of the values and of
-    the product's gradient.
+    float32 [c, p, 2]; their gradient is the largest magnitude in each part of the values and of the
+    product's gradient.
     """
 
     weight: jax.Array
@@ -50,7 +50,7 @@ class Operand(NamedTuple):
         return Operand(self.weight, scales, jnp.expand_dims(self.slots, 1))
 
 
-Counts = tuple[int, ...]  # of the parts of each dim that different devices hold; dims after: 1
+Counts = tuple[int, ...]  # the parts into which devices split each dim; further dims: 1
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def tensordot(x: jax.Array, operand: Operand, contracted: int, cut: Cut) -> jax.
     """Returns `jnp.tensordot(x, operand.weight, contracted)` in the dtype of x, and so both
     gradients, multiplied in 8 bits.
 
-    Without a backward pass nothing is remembered, and arrays are scaled by themselves.
+    Without a backward pass no magnitudes are recorded, and each array is scaled by its own.
     """
     return float8.tensordot(x, operand.weight, contracted)
 
@@ -88,13 +88,13 @@ def _forward(x: jax.Array, operand: Operand, contracted: int, cut: Cut):
     return y, (float8.bits(x8), float8.bits(w8), of_gradients, largest, dtypes)
 
 
-def _backward(contracted: int, cut: Cut, kept, dy: jax.Array):
-    x_bits, w_bits, of_gradients, of_x, (like_x, like_w) = kept
+def _backward(contracted: int, cut: Cut, residuals, dy: jax.Array):
+    x_bits, w_bits, of_gradients, of_x, (like_x, like_w) = residuals
     dy8 = by_scale(dy, of_gradients, GRADIENTS)
     x8, w8 = float8.values(x_bits), float8.values(w_bits)
     dx, dw = float8.gradients(x8, w8, dy8, contracted, dy.dtype)
-    seen = jnp.stack([of_x, largest_of_parts(dy, cut.y, of_x.shape)], -1)
-    of_operand = Operand(dw.astype(like_w.dtype), jnp.zeros(3), seen)
+    magnitudes = jnp.stack([of_x, largest_of_parts(dy, cut.y, of_x.shape)], -1)
+    of_operand = Operand(dw.astype(like_w.dtype), jnp.zeros(3), magnitudes)
     return dx.astype(like_x.dtype), of_operand
 
 

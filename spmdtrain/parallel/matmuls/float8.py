@@ -49,7 +49,7 @@ def scale_of(largest: jax.Array, dtype: Any) -> jax.Array:
 
 def scaled(x: jax.Array, dtype: Any) -> Scaled:
     """Returns x in one of the two formats."""
-    # XLA's maximum on CPU may lose a NaN, which then is one among the numbers.
+    # XLA's maximum on CPU may drop a NaN, but it is still among the numbers.
     largest = jnp.max(jnp.abs(x)).astype(jnp.float32)
     return by_scale(x, scale_of(largest, dtype), dtype)
 
@@ -60,8 +60,8 @@ def by_scale(x: jax.Array, scale: jax.Array, dtype: Any) -> Scaled:
     x = x.astype(jnp.float32)
     # e4m3 has no infinity: a number rounded beyond `top` would become NaN.
     numbers = jnp.clip(x / scale, -top, top)
-    # The difference is 0, or NaN. A loop over layers would hold, and read, what a selection selects
-    # instead: a constant of the shape of x.
+    # The difference is 0, or NaN. For a select, a loop over layers would hold and read a constant
+    # of the shape of x.
     return Scaled((numbers + (x - x)).astype(dtype), scale)
 
 
@@ -107,8 +107,8 @@ def _forward(x: jax.Array, w: jax.Array, contracted: int):
     return y, (bits(x8), bits(w8), dtypes)
 
 
-def _backward(contracted: int, kept, dy: jax.Array):
-    x_bits, w_bits, (like_x, like_w) = kept
+def _backward(contracted: int, residuals, dy: jax.Array):
+    x_bits, w_bits, (like_x, like_w) = residuals
     dy8 = scaled(dy, GRADIENTS)
     dx, dw = gradients(values(x_bits), values(w_bits), dy8, contracted, dy.dtype)
     return dx.astype(like_x.dtype), dw.astype(like_w.dtype)
@@ -124,7 +124,7 @@ def bits(x: Scaled) -> Scaled:
 
 
 def values(x: Scaled) -> Scaled:
-    """Returns the values that `bits` made these bits from."""
+    """Inverts `bits`."""
     return Scaled(jax.lax.bitcast_convert_type(x.numbers, VALUES), x.scale)
 
 

@@ -1,8 +1,8 @@
 """Runs a matmul on each device's own parts of its arrays, where XLA cannot partition it.
 
-Each array gets a dim for the axes that do not split it, so that every device along them has a copy
-of its own, and what it computes is a part of its own: of the product back to the stream, or of a
-gradient. XLA then sums the parts outside, as it does those of its own matmuls.
+Each array gets a dim for the axes that do not split it. Every device along them then has its own
+copy, and computes its own part of the product back to the stream, or of a gradient. XLA sums the
+parts outside, as it does for its own matmuls.
 
 b: sequences, t: tokens, e: width of the stream, f: the dims of heads or ffn, c: copies of a weight,
 p: devices among which f is split.

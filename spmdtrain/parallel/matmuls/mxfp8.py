@@ -118,7 +118,7 @@ def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
 
 def weight_gradient(x: jax.Array, dy: jax.Array) -> jax.Array:
     """Returns the gradient [i, o] of `x @ w` for x [..., i] and dy [..., o], in the dtype of dy."""
-    x, dy = (each.reshape(-1, each.shape[-1]) for each in (x, dy))
+    x, dy = (array.reshape(-1, array.shape[-1]) for array in (x, dy))
     return product(in_blocks(x.T), in_blocks(dy.T), dy.dtype)
 
 
@@ -143,8 +143,8 @@ def _forward(x: jax.Array, w: jax.Array):
     return matmul(x, w), (in_blocks(x.T), in_blocks(w))
 
 
-def _backward(kept, dy: jax.Array):
-    x, w = kept
+def _backward(residuals, dy: jax.Array):
+    x, w = residuals
     dx = product(in_blocks(dy), w, dy.dtype)
     return dx, product(x, in_blocks(dy.T), dy.dtype)
 

@@ -46,9 +46,9 @@ def whole(*_: Any) -> Parts:
 
 
 class TensorMatmul(Protocol):
-    """A matmul between the residual stream and f. `narrow`: its 8-bit floats, if it has them.
+    """A matmul between the residual stream and f. `narrow`: its 8-bit format, if it has one.
 
-    An `Operand` brings the scales of `float8`.
+    An `Operand` comes with the scales of delayed scaling.
     """
 
     def __call__(
@@ -73,11 +73,12 @@ def make_column_parallel(
 ) -> TensorMatmul:
     """Returns `column_parallel(x [b, t, e], weight [e, *f], names of f) -> [b, t, *f]`.
 
-    `find_parts(shape of h [b, t, *f], names of f)`: see `Parts`; asked for blocks only.
+    `find_parts(shape of h [b, t, *f], names of f)`: see `Parts`; called only for MXFP8 and for
+    delayed scales.
     `gathers_again`: when tokens are gathered, a device keeps only its own for the backward pass,
     and gathers again there (arXiv:2205.05198, section 4.2.2).
     `copies`: the weight may also have that many copies, [copies, e, *f].
-    `local`: no mesh axis that is left to XLA splits an array of the matmul.
+    `local`: no automatic mesh axis splits an array of the matmul.
     """
 
     def multiply(x: jax.Array, weight: Any, dot: Dot) -> jax.Array:
@@ -91,16 +92,16 @@ def make_column_parallel(
         multiply_each = jax.checkpoint(multiply_each, prevent_cse=False, static_argnums=2)
 
     def column_parallel(
-        x: jax.Array, given: jax.Array | Operand, names: Names, *, narrow: Narrow | None = None
+        x: jax.Array, factor: jax.Array | Operand, names: Names, *, narrow: Narrow | None = None
     ) -> jax.Array:
-        weight = given.weight if isinstance(given, Operand) else given
+        weight = factor.weight if isinstance(factor, Operand) else factor
         has_copies = _has_copies(weight, names, copies)
         width = weight.shape[2:] if has_copies else weight.shape[1:]
         wide_shape = (*x.shape[:2], *width)
-        if isinstance(given, Operand):
+        if isinstance(factor, Operand):
             of_stream, of_wide = counts(find_parts(wide_shape, names))
             dot = partial(delayed.tensordot, cut=Cut(x=of_stream, y=of_wide))
-            run, operand = (multiply_each, given.of_copies()) if has_copies else (multiply, given)
+            run, operand = (multiply_each, factor.of_copies()) if has_copies else (multiply, factor)
             return checkpoint_name(run(x, operand, dot), SAVED)
         ring = find_ring(x.shape, wide_shape, names)
         if ring is not None:
@@ -130,23 +131,24 @@ def make_row_parallel(
 ) -> TensorMatmul:
     """Returns `row_parallel(h [b, t, *f], weight [*f, e], names of f) -> [b, t, e]`.
 
-    `find_parts(shape of h [b, t, *f], names of f)`: see `Parts`; asked for blocks only.
+    `find_parts(shape of h [b, t, *f], names of f)`: see `Parts`; called only for MXFP8 and for
+    delayed scales.
     `copies`: the weight may also have that many copies, [copies, *f, e].
-    `local`: no mesh axis that is left to XLA splits an array of the matmul.
+    `local`: no automatic mesh axis splits an array of the matmul.
     """
 
     def row_parallel(
-        h: jax.Array, given: jax.Array | Operand, names: Names, *, narrow: Narrow | None = None
+        h: jax.Array, factor: jax.Array | Operand, names: Names, *, narrow: Narrow | None = None
     ) -> jax.Array:
-        weight = given.weight if isinstance(given, Operand) else given
+        weight = factor.weight if isinstance(factor, Operand) else factor
         has_copies = _has_copies(weight, names, copies)
-        if isinstance(given, Operand):
+        if isinstance(factor, Operand):
             of_stream, of_wide = counts(find_parts(h.shape, names))
             dot = partial(delayed.tensordot, cut=Cut(x=of_wide, y=of_stream))
             if has_copies:
-                y = multiply_copies(h, given.of_copies(), weight.ndim - 2, dot)
+                y = multiply_copies(h, factor.of_copies(), weight.ndim - 2, dot)
             else:
-                y = dot(h, given, weight.ndim - 1)
+                y = dot(h, factor, weight.ndim - 1)
             return checkpoint_name(constrain(y, *STREAM), SAVED)
         ring = find_ring((*h.shape[:2], weight.shape[-1]), h.shape, names)
         if ring is not None:

@@ -238,7 +238,7 @@ def _outside_elements(workload: Workload) -> float:
 def kept_bytes(workload: Workload, remat: str | None = None) -> int:
     """Returns the bytes that one layer keeps of one microbatch for its backward.
 
-    A test holds it equal to `LayerGradient.kept`.
+    A test holds it equal to `LayerGradient.saved`.
     """
     policy = remat or workload.remat
     kept = workload.model.mean_of_layers(

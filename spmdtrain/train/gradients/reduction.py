@@ -117,7 +117,7 @@ def _reduce(
     padded, reductions, automatic = {}, {}, {}
     for path, gradient in gradients.items():
         copies = setup.copies[path]
-        padded[path] = copies.each(partial(setup.padding.use_to_rest, path), gradient)
+        padded[path] = copies.map(partial(setup.padding.use_to_rest, path), gradient)
         reduction = setup.reductions[path]
         if path in but_for_data:
             others = tuple(axis for axis in reduction.sum if axis != "data")

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain.compiled.step_parts import part
-from spmdtrain.parallel.host import on_device, on_host, rests_there
+from spmdtrain.parallel.host import on_device, on_host, rests_on_host
 from spmdtrain.parallel.regions import manual_region
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.updates.whole_tree import over_stack
@@ -25,7 +25,7 @@ Layers = Callable[[jax.Array, Any, jax.Array], tuple[jax.Array, Any]]
 def streamed_paths(setup: Setup) -> list[str]:
     """Returns the parameters some of whose optimizer state rests on the host."""
     trees = setup.state.opt_state.items()
-    return [path for path, tree in trees if any(map(rests_there, jax.tree.leaves(tree)))]
+    return [path for path, tree in trees if any(map(rests_on_host, jax.tree.leaves(tree)))]
 
 
 @part("optimizer")
@@ -42,7 +42,7 @@ def streamed_updates(
     """
     updates, after = {}, {}
     for path in streamed_paths(setup):
-        kinds = jax.tree.map(rests_there, setup.state.opt_state[path])
+        kinds = jax.tree.map(rests_on_host, setup.state.opt_state[path])
         specs = jax.tree.map(lambda x: x.sharding.spec, setup.state.opt_state[path])
         spec = setup.specs[path]
         run = manual_region(
