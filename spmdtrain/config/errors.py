@@ -30,18 +30,20 @@ class UserError(ValueError):
         super().__init__("; ".join(_one_line(part) for part in parts))
 
     def propose(self, fix: str) -> None:
-        """Replaces what the error tells a person to try."""
+        """Replaces the remedy that the error suggests."""
         line = str(self)
-        kept = line.removesuffix(f"; {_one_line(f'try {self.fix}')}") if self.fix else line
+        without_fix = line.removesuffix(f"; {_one_line(f'try {self.fix}')}") if self.fix else line
         self.fix = fix
-        self.args = (f"{kept}; {_one_line(f'try {fix}')}",)
+        self.args = (f"{without_fix}; {_one_line(f'try {fix}')}",)
 
 
 def _one_line(part: str) -> str:
-    """Returns a single line of readable length: a user may have typed a megabyte."""
+    """Returns the text as one line of readable length: a user may have typed a megabyte."""
     line = " ".join(part.split())
     if not line.isprintable():  # it would move a terminal's cursor, or write backwards
-        line = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)
+        line = "".join(
+            character if character.isprintable() else ascii(character)[1:-1] for character in line
+        )
     if len(line) <= LONGEST_PART:
         return line
     return f"{line[: LONGEST_PART - 200]} ... {line[-195:]}"
@@ -109,7 +111,7 @@ class StorageError(UserError):
 
 
 class CorruptedError(UserError):
-    """A device's copy of an array differs in its bits from those of other devices."""
+    """A device's copy of an array differs, bit for bit, from the other devices' copies."""
 
     exit_code = 11
 
@@ -117,9 +119,8 @@ class CorruptedError(UserError):
 DONE = 0
 # Not an error: the run was asked to stop, saved, and can be resumed.
 PREEMPTED = 3
-# Not an error either: a replay differs from the run that it repeats, or a run from the one that it
-# is compared with.
+# Not an error either: a replay differs from the run that it repeats, or two compared runs differ.
 UNEQUAL = 12
-# Nor is this: a certificate was refused, because a layout trains something else, or because two
+# Nor is this: a certificate was refused, because a layout trains a different model, or because two
 # widths do not train alike.
 REFUSED = 13

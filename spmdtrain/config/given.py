@@ -19,7 +19,7 @@ LARGEST = 2**63 - 1  # of a number stored in 64 bits
 
 
 def shown(value: Any) -> str:
-    """Returns the value as messages show it: shortened, and an array as dtype and shape."""
+    """Returns a value for a message: shortened, and an array as its dtype and shape."""
     if hasattr(value, "dtype") and getattr(value, "shape", ()) != ():
         return f"{value.dtype}{list(value.shape)}"
     try:
@@ -48,7 +48,8 @@ def as_path(value: Any, name: str) -> Path:
 def refuse_address(text: str, named: str = "") -> None:
     """Raises ConfigError for an address such as gs://bucket/run, where a file or folder belongs.
 
-    It would become a folder called `gs:` in the working directory. `named` stands before it.
+    It would become a folder called `gs:` in the working directory. `named` is put before the
+    address in the message.
     """
     if ADDRESS.match(text):
         raise ConfigError(
@@ -64,9 +65,9 @@ def as_run(value: Any, name: str) -> Path:
 
 
 def as_texts(value: Any, name: str, example: str) -> tuple[str, ...]:
-    """Returns a list of texts or paths as texts. Raises ConfigError if it is not such a list.
+    """Returns a list of strings or paths as strings. Raises ConfigError for anything else.
 
-    A single text is refused: its letters would be taken one by one.
+    A single string is refused: it would be read letter by letter.
     """
     fix = f"{name}=[{example!r}]"
     if isinstance(value, str | bytes | os.PathLike):
@@ -83,8 +84,8 @@ def as_texts(value: Any, name: str, example: str) -> tuple[str, ...]:
     return tuple(os.fspath(item) for item in items)
 
 
-def as_whole(value: Any, name: str, least: int, most: int = LARGEST) -> int:
-    """Returns a whole number from `least` to `most` as an int.
+def as_whole(value: Any, name: str, least: int, largest: int = LARGEST) -> int:
+    """Returns a whole number from `least` to `largest` as an int.
 
     It may be a numpy or jax scalar. Raises ConfigError for anything else, including a bool.
     """
@@ -92,9 +93,9 @@ def as_whole(value: Any, name: str, least: int, most: int = LARGEST) -> int:
         number = None if _is_bool(value) else operator.index(value)
     except TypeError:
         number = None
-    if number is None or not least <= number <= most:
+    if number is None or not least <= number <= largest:
         raise ConfigError(
-            f"{name}={shown(value)} is not a whole number from {least} to {most}",
+            f"{name}={shown(value)} is not a whole number from {least} to {largest}",
             fix=f"{name}={least}",
         )
     return number
@@ -145,7 +146,7 @@ def check_kind(value: Any, kind: type[T] | tuple[type, ...], name: str, fix: str
     """Raises ConfigError if a value is not an instance of `kind`. `fix` says how to get one."""
     if not isinstance(value, kind):
         kinds = kind if isinstance(kind, tuple) else (kind,)
-        wanted = " or ".join(each.__name__ for each in kinds)
+        wanted = " or ".join(one.__name__ for one in kinds)
         raise ConfigError(f"{name}= takes a {wanted}", found=type(value).__name__, fix=fix)
 
 

@@ -1,6 +1,6 @@
 """Makes a RunConfig from TOML files and `--set` strings, and writes it as TOML or JSON.
 
-Words. A *source* is one file, or all `--set` strings; a later source wins over an earlier one. A
+Terms. A *source* is one file, or all `--set` strings; a later source wins over an earlier one. A
 *table* is a TOML table: a dict whose values may be dicts. A *path* is a key as a tuple, e.g.
 `("train", "steps")`; the same as a dotted key is "train.steps". The *origin* of a dotted key is the
 file that it came from, or `--set`. A key without one has its default, or is *derived*: it follows
@@ -87,9 +87,9 @@ def from_resolved(values: dict[str, Any], overrides: Sequence[str] = ()) -> RunC
     """
     is_table = isinstance(values, dict)
     if not is_table or not all(isinstance(values.get(part), dict) for part in ("config", "origin")):
-        found = ", ".join(values) if is_table else f"{values!r:.80}"
+        keys = ", ".join(values) if is_table else f"{values!r:.80}"
         raise ConfigError(
-            "config.json is not a resolved config", found=found, fix="a new run directory"
+            "config.json is not a resolved config", found=keys, fix="a new run directory"
         )
     table = given_in(values)
     origin = {k: where for k, where in values["origin"].items() if where not in (DEFAULT, DERIVED)}
@@ -116,9 +116,9 @@ def typed_extra(config: RunConfig, kind: type) -> tuple[Any, dict[str, Any]]:
             where = config.origin.get(f"model.extra.{name}", DEFAULT)
             close = nearest(name, fields)
             hint = f", did you mean model.extra.{close}?" if close else ""
-            found = f"[model.extra]: {', '.join(fields)}"
+            known = f"[model.extra]: {', '.join(fields)}"
             what = f"unknown key model.extra.{name} (from {where}){hint}"
-            raise ConfigError(what, found=found)
+            raise ConfigError(what, found=known)
     try:
         settings = adapter.validate_python(table)
     except ValidationError as error:
@@ -252,7 +252,7 @@ def _put_model_below(table: TomlTable, source: TomlTable, origin: Origin, where:
     name = model[FROM]
     if not isinstance(name, str) or not name:
         raise _refused(f"model.{FROM}", name, where, "a run, or a folder of Hugging Face")
-    found, settings = settings_of_model(as_path(name, f"model.{FROM}"))
+    file, settings = settings_of_model(as_path(name, f"model.{FROM}"))
     rest = {key: value for key, value in model.items() if key != FROM}
     own = rest.get("name", settings["name"])
     if own != settings["name"]:
@@ -264,21 +264,21 @@ def _put_model_below(table: TomlTable, source: TomlTable, origin: Origin, where:
     table["model"] = {}
     for key in [key for key in origin if key.startswith("model.")]:
         del origin[key]
-    _merge(table, {"model": settings}, origin, f"{found}, model.{FROM}")
+    _merge(table, {"model": settings}, origin, f"{file}, model.{FROM}")
     return source | {"model": rest}
 
 
 def _take_one_length(table: TomlTable, source: TomlTable, origin: Origin, where: str) -> None:
     """Drops train.steps if a later source sets train.epochs, and vice versa.
 
-    If one source sets both, both stay and are refused later.
+    If one source sets both, both are left in the table and refused later.
     """
     earlier, later = table.get("train"), source.get("train")
     if not isinstance(earlier, dict) or not isinstance(later, dict):
         return
     for name, other in (("steps", "epochs"), ("epochs", "steps")):
-        given = later.get(name) not in (None, NONE)
-        if given and other in earlier and origin.get(f"train.{other}") != where:
+        is_set = later.get(name) not in (None, NONE)
+        if is_set and other in earlier and origin.get(f"train.{other}") != where:
             del earlier[other]
             origin.pop(f"train.{other}", None)
 
@@ -380,7 +380,7 @@ def _parse(annotation: Any, text: str) -> Any:
 
 @functools.cache
 def _adapter(annotation: Any) -> TypeAdapter[Any]:
-    """Returns what checks values of a type; building it takes longer than checking one."""
+    """Returns the validator of a type; building one takes longer than checking a value."""
     return TypeAdapter(annotation)
 
 
@@ -422,7 +422,7 @@ def _section_class(section: str, table: TomlTable, origin: Origin) -> type[Setti
 def _find_type(path: KeyPath, table: TomlTable, origin: Origin) -> Any:
     """Returns the type of the setting or section at a path.
 
-    Raises ConfigError if there is none, listing what there is instead.
+    Raises ConfigError if there is none, and lists the names that exist.
     """
     where = origin[".".join(path)]
     section, *inner = path
@@ -501,7 +501,7 @@ def _strings_in(value: Any) -> Iterator[str]:
             yield from _strings_in(item)
 
 
-# --- validation and its words -----------------------------------------------------------------
+# --- validation and its messages --------------------------------------------------------------
 
 
 def _build(table: TomlTable, origin: Origin) -> RunConfig:
@@ -540,9 +540,9 @@ def _build(table: TomlTable, origin: Origin) -> RunConfig:
 
 
 def _shorten_warmup(table: TomlTable, origin: Origin) -> str:
-    """Cuts a file's warm-up to the typed steps, for trials of a few steps.
+    """Shortens the warm-up of a file to the steps that were typed, for trials of a few steps.
 
-    Returns a note that says so.
+    Returns a note about it, or "".
     """
     optimizer = table.get("optimizer")
     if origin.get("train.steps") != COMMAND_LINE or not isinstance(optimizer, dict):
@@ -627,9 +627,9 @@ def _refused(key: str, value: Any, where: str, *expected: str, inside: str = "")
 
 
 def _unknown(path: KeyPath, names: Collection[str], where: str) -> ConfigError:
-    """Returns the error for an unknown key, with the one that may have been meant.
+    """Returns the error for an unknown key, with a suggestion.
 
-    This is the key in another class of the section, or else the nearest of `names`, or else the
+    It suggests the key of another class of the section, or else the nearest of `names`, or else the
     same name in other sections: `--set steps=3` means train.steps.
     """
     *section, name = path
@@ -639,7 +639,7 @@ def _unknown(path: KeyPath, names: Collection[str], where: str) -> ConfigError:
         for choice in _alternatives(field.annotation):
             if known in choice.model_fields:
                 owners.append((other, choice.model_fields.get("name")))
-    owners = [each for each in owners if each[0] != OWN] or owners
+    owners = [owner for owner in owners if owner[0] != OWN] or owners
     mine = [field for other, field in owners if field and [other] == section and name == known]
     classes = [repr(field.default) for field in mine]
     close = nearest(name, names)
@@ -654,11 +654,11 @@ def _unknown(path: KeyPath, names: Collection[str], where: str) -> ConfigError:
     elif owners:
         meant = dict.fromkeys(f"{other}.{known}" for other, _ in owners)
         hint = f", did you mean {' or '.join(meant)}?"
-    there = f"[{'.'.join(section)}]" if section else "sections"
+    section_name = f"[{'.'.join(section)}]" if section else "sections"
     if len(names) > MOST_NAMED:  # the most similar ones
         names = [*difflib.get_close_matches(name, names, MOST_NAMED, 0.0), "..."]
-    found = f"{there}: {', '.join(names)}"
-    return ConfigError(f"unknown key {key} (from {where}){hint}", found=found)
+    known_names = f"{section_name}: {', '.join(names)}"
+    return ConfigError(f"unknown key {key} (from {where}){hint}", found=known_names)
 
 
 def settings_called(name: str) -> list[str]:
@@ -694,7 +694,7 @@ def _toml_value(value: Any) -> str:
     if value is None:
         return _toml_value(NONE)
     if isinstance(value, dict):
-        pairs = [f"{_toml_key(key)} = {_toml_value(each)}" for key, each in value.items()]
+        pairs = [f"{_toml_key(key)} = {_toml_value(item)}" for key, item in value.items()]
         return f"{{{', '.join(pairs)}}}"
     if isinstance(value, list):
         return f"[{', '.join(map(_toml_value, value))}]"

@@ -25,7 +25,7 @@ from typing import Any
 from spmdtrain.config.errors import ConfigError, OwnCodeError, UserError
 from spmdtrain.config.named_file import read_named
 
-# They are such lines already, or say that nobody reads what own code prints.
+# The former are such lines already, and the latter says that nobody reads the output any more.
 PASSING = (UserError, BrokenPipeError)
 Place = tuple[FrameType, int]  # a frame, and its line
 # The settings that name something in a file: path -> {setting: name}.
@@ -35,21 +35,21 @@ _loaded: dict[Path, tuple[bytes, ModuleType]] = {}
 
 
 def import_named(name: str, setting: str, kind: str = "class") -> Any:
-    """Returns what `FILE.py:NAME` or `package.module:NAME` names.
+    """Returns the object named by `FILE.py:NAME` or `package.module:NAME`.
 
-    A file is found from the working directory, and may import its neighbours. The code of the
-    module runs. `setting` is the setting that has the name, and `kind` the word for what it should
-    lead to; of a class, only something that can be called is accepted. Raises ConfigError if there
-    is no such file, module or name, or if its code fails.
+    A relative path starts at the working directory, and the file may import its neighbours. The
+    code of the module runs. `setting` is the setting that holds the name. `kind` names the expected
+    object in messages; a "class" must be callable. Raises ConfigError if there is no such file,
+    module or name, or if its code fails.
     """
     where, attribute = _parts_of(name, setting, kind)
     module = _module(name, where, setting)
-    found: Any = module
+    target: Any = module
     for part in attribute.split("."):
-        found = getattr(found, part, None)
-    if callable(found) or (found is not None and kind != "class"):
+        target = getattr(target, part, None)
+    if callable(target) or (target is not None and kind != "class"):
         note_named(module, setting, name)
-        return found
+        return target
     known = [key for key, value in vars(module).items() if _is_offered(value, module, kind)]
     raise ConfigError(
         f"{setting}={name!r}: {where} has no {kind} {attribute}",
@@ -58,7 +58,7 @@ def import_named(name: str, setting: str, kind: str = "class") -> Any:
 
 
 def run_named(name: str, setting: str, action: Callable[[], Any], passing: str = "") -> Any:
-    """Runs the code that a setting names; an error becomes one line that says where it was raised.
+    """Runs code that a setting names; its error becomes one line that says where it was raised.
 
     A UserError passes: it is such a line already. So does an error of the package `passing`.
     """
@@ -101,7 +101,7 @@ def _parts_of(name: str, setting: str, kind: str) -> tuple[str, str]:
 
 
 def _is_offered(value: Any, module: ModuleType, kind: str) -> bool:
-    """Returns True if a module has defined this itself, and a name may lead to it."""
+    """Returns True if the module itself defines this value, and it may be named."""
     is_right = inspect.isclass(value) or (kind != "class" and inspect.isfunction(value))
     return is_right and value.__module__ == module.__name__
 
@@ -117,10 +117,10 @@ def _from_file(name: str, path: Path, setting: str) -> ModuleType:
     try:
         text = read_named(path)
     except OSError as error:
-        there = sorted(file.name for file in path.parent.glob("*.py"))
+        neighbours = sorted(file.name for file in path.parent.glob("*.py"))
         raise ConfigError(
             f"{setting}={name!r}: {path}: {error.strerror}",
-            found=", ".join(there) or f"no .py file in {path.parent.absolute()}",
+            found=", ".join(neighbours) or f"no .py file in {path.parent.absolute()}",
         ) from None
     path = path.resolve()
     if path in _loaded and _loaded[path][0] == text:
@@ -163,19 +163,19 @@ def note_named(module: ModuleType, setting: str, name: str) -> None:
 
 @contextlib.contextmanager
 def own_errors_named() -> Iterator[None]:
-    """Turns an error of code that a setting names into an OwnCodeError; any other one passes."""
+    """Turns an error raised by code that a setting names into an OwnCodeError; others pass."""
     try:
         yield
     except PASSING:
         raise
     except Exception as error:  # a user's code may raise anything
-        if (found := of_own_code(error)) is None:
+        if (own_error := of_own_code(error)) is None:
             raise
-        raise found from error
+        raise own_error from error
 
 
 def raised_in(what: str, error: Exception) -> OwnCodeError:
-    """Returns the line about an error of the code that `what`, a setting, names."""
+    """Returns the error to show for one that was raised in code named by the setting `what`."""
     places = list(_places(error))
     own = [place for place in places if _is_own(place)]
     place = ""
@@ -186,20 +186,20 @@ def raised_in(what: str, error: Exception) -> OwnCodeError:
 
 
 def traceback_of(error: OwnCodeError) -> str:
-    """Returns the traceback of the error that own code has raised, from its first own frame on."""
+    """Returns the traceback of the user's own error, from the first frame of the user's code on."""
     cause = error.__cause__
     if cause is None:
         return ""
     first = cause.__traceback__
     while first is not None and not _is_own((first.tb_frame, first.tb_lineno)):
         first = first.tb_next
-    found = traceback.TracebackException(type(cause), cause, first or cause.__traceback__)
-    return "".join(found.format(chain=cause.__cause__ is not None))
+    shown = traceback.TracebackException(type(cause), cause, first or cause.__traceback__)
+    return "".join(shown.format(chain=cause.__cause__ is not None))
 
 
 def of_own_code(error: Exception) -> OwnCodeError | None:
-    """Returns the line about an error in whose traceback is a named file, or one beside it; None
-    about any other error.
+    """Returns the error to show for one that passed through a named file, or one beside it; None
+    for any other.
     """
     own = [place for place in _places(error) if _is_own(place)]
     if not own:
@@ -229,16 +229,16 @@ def _is_own(place: Place) -> bool:
 
 
 def _homes(frame: FrameType) -> list[str]:
-    """Returns the named files to which the code of a frame belongs: its own, or those beside it."""
+    """Returns the named files that a frame's code belongs to: its own file, or those beside it."""
     if frame.f_code.co_filename.startswith("<"):  # made by Python, in no folder
         return []
     file = os.path.realpath(frame.f_code.co_filename)
     if file in _named:
         return [file]
     folder = os.path.dirname(file)
-    return [each for each in _named if os.path.dirname(each) == folder and _is_by_path(each)]
+    return [named for named in _named if os.path.dirname(named) == folder and _is_by_path(named)]
 
 
 def _is_by_path(file: str) -> bool:
-    """Returns True if a setting names the file as such: then it may import its neighbours."""
+    """Returns True if a setting names the file by its path: it may then import its neighbours."""
     return any(name.partition(":")[0].endswith(".py") for name in _named[file].values())

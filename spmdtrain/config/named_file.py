@@ -1,4 +1,4 @@
-"""Reads a small file that a user names, and never waits for one that does not end."""
+"""Reads a small file that a user names. An endless one is refused, not waited for."""
 
 import errno
 import os

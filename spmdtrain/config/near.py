@@ -1,4 +1,4 @@
-"""Suggests names for a mistyped one."""
+"""Suggests names in place of a mistyped one."""
 
 import difflib
 import re
@@ -42,32 +42,32 @@ USUAL = {
 
 
 def usual(word: str) -> str:
-    """Returns our name for what is called `word` elsewhere, or else the word itself."""
+    """Returns our name for what other trainers call `word`, or the word itself."""
     return USUAL.get(_plain(word[:200]), word)
 
 
 def nearest(word: str, known: Iterable[str], alike: float = 0.6) -> str:
-    """Returns the known name nearest to `word`; "" if none is near.
+    """Returns the known name nearest to `word`; "" if none resembles it.
 
     Capitals, `-`, `_`, `.` and spaces do not count: 1F1B is 1f1b, and best-fit is best_fit.
     """
     return next(iter(near(word, known, 1, alike)), "")
 
 
-def near(word: str, known: Iterable[str], most: int, alike: float = 0.6) -> list[str]:
-    """Returns the known names that are near to `word`, at most `most`, the nearest first."""
+def near(word: str, known: Iterable[str], limit: int, alike: float = 0.6) -> list[str]:
+    """Returns up to `limit` known names that resemble `word`, the nearest first."""
     plain = {}
     for name in known:
         plain.setdefault(_plain(name), name)
     word = word if _plain(word[:200]) in plain else usual(word)
-    found = difflib.get_close_matches(_plain(word[:200]), plain, most, alike)
-    return [plain[name] for name in found]
+    matches = difflib.get_close_matches(_plain(word[:200]), plain, limit, alike)
+    return [plain[name] for name in matches]
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns ", did you mean NAME?" to append to an error's words, or nothing."""
-    found = nearest(word, known)
-    return f", did you mean {found}?" if found else ""
+    """Returns ", did you mean NAME?" to append to an error message, or ""."""
+    name = nearest(word, known)
+    return f", did you mean {name}?" if name else ""
 
 
 def _plain(name: str) -> str:

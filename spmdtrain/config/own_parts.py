@@ -1,8 +1,8 @@
-"""Makes the parts of a run that [own] names: what a caller of `run` may give as a keyword.
+"""Makes the parts of a run that [own] names; a caller of `run` passes the same ones as keywords.
 
-A name leads to the part itself, or to a function or class that makes it. Values of
-[own.arguments] go to the arguments of their names, and the config to one called `config`. What
-needs no other argument makes the part.
+A name leads to the part itself, or to a function or class that makes it. The values of
+[own.arguments] are passed as keyword arguments, and so is the config to a parameter called
+`config`. A function that then needs no further argument is called, and returns the part.
 """
 
 import dataclasses
@@ -26,8 +26,8 @@ OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 def own_part(config: RunConfig, part: str) -> Any:
     """Returns the optimizer, learning_rate, loss or data that [own] names; None if it names none.
 
-    Raises ConfigError if the name leads nowhere, if its code fails, or if the result cannot be
-    called as such a part is.
+    Raises ConfigError if there is no such object, if its code fails, or if the result cannot be
+    called with the arguments of such a part.
     """
     name = getattr(config.own, part)
     return None if name is None else _parts(config, part, (name,))[0]
@@ -38,9 +38,12 @@ def own_list(config: RunConfig, part: str) -> list[Any]:
     return _parts(config, part, getattr(config.own, part))
 
 
-def with_own_parts(config: RunConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a caller gave, by keyword; where that is None, the part that [own] names."""
-    return {part: own_part(config, part) if each is None else each for part, each in given.items()}
+def with_own_parts(config: RunConfig, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the caller's arguments by keyword; one that is None becomes the part [own] names."""
+    return {
+        part: own_part(config, part) if argument is None else argument
+        for part, argument in arguments.items()
+    }
 
 
 def own_sources(config: RunConfig) -> dict[str, str | None]:
@@ -49,29 +52,31 @@ def own_sources(config: RunConfig) -> dict[str, str | None]:
 
 
 def _parts(config: RunConfig, part: str, names: Sequence[str]) -> list[Any]:
-    found = [import_named(name, f"own.{part}", kind="name") for name in names]
+    targets = [import_named(name, f"own.{part}", kind="name") for name in names]
     arguments = config.own.arguments.get(part, {})
-    _check_arguments(config, part, found)
+    _check_arguments(config, part, targets)
     return [
         _made(config, part, name, thing, arguments)
-        for name, thing in zip(names, found, strict=True)
+        for name, thing in zip(names, targets, strict=True)
     ]
 
 
 def _made(config: RunConfig, part: str, name: str, thing: Any, arguments: Mapping[str, Any]) -> Any:
-    """Returns the part that `thing`, to which `name` led, is or makes."""
+    """Returns the part that `thing`, the object called `name`, is or makes."""
     if callable(thing):
         thing = _with_arguments(config, part, name, thing, arguments)
     if part in NOT_CALLED and not callable(thing):
-        return _with_functions(part, name, thing)
+        return _wrap_functions(part, name, thing)
     _check_call(part, name, thing)
-    return _in_one_line(part, name, thing)
+    return _with_named_errors(part, name, thing)
 
 
 def _with_arguments(
     config: RunConfig, part: str, name: str, thing: Any, arguments: Mapping[str, Any]
 ) -> Any:
-    """Returns the function or class with its arguments, or what it makes from them alone."""
+    """Binds the arguments. Returns the bound function or class, or, if it needs no more arguments,
+    its result.
+    """
     takes = _parameters(thing)
     bound = {key: value for key, value in arguments.items() if _accepts(takes, key)}
     opens_itself = part == "sinks"  # a run calls it with its directory, the config and the step
@@ -82,15 +87,14 @@ def _with_arguments(
     return partial(thing, **bound) if bound else thing
 
 
-def _in_one_line(part: str, name: str, thing: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the same function, whose errors say in one line which setting named it, and where
-    they were raised.
+def _with_named_errors(part: str, name: str, thing: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a function so that its errors are one line: the setting that named it, and the place.
 
-    What jax raises while it traces the function passes: those who call it have their own words.
+    Errors that jax raises while it traces the function pass: our callers report those themselves.
     """
 
-    def called(*given: Any, **further: Any) -> Any:
-        return run_named(name, f"own.{part}", lambda: thing(*given, **further), passing="jax")
+    def called(*positional: Any, **keywords: Any) -> Any:
+        return run_named(name, f"own.{part}", lambda: thing(*positional, **keywords), passing="jax")
 
     named = thing
     while isinstance(named, partial):
@@ -102,15 +106,16 @@ def _in_one_line(part: str, name: str, thing: Callable[..., Any]) -> Callable[..
     return called
 
 
-def _with_functions(part: str, name: str, thing: Any) -> Any:
-    """Returns the same Source, whose functions say in one line which setting named it.
+def _wrap_functions(part: str, name: str, thing: Any) -> Any:
+    """Wraps the functions of a Source as `_with_named_errors` does.
 
-    A transformation stays: jax traces its functions, and may call them by their identity.
+    A transformation is returned as it is: jax traces its functions, and may compare them by
+    identity.
     """
     if not dataclasses.is_dataclass(thing) or isinstance(thing, type):
         return thing
     functions = {
-        field.name: _in_one_line(part, name, value)
+        field.name: _with_named_errors(part, name, value)
         for field in dataclasses.fields(thing)
         if callable(value := getattr(thing, field.name))
     }
@@ -128,22 +133,22 @@ def _parameters(thing: Any) -> Parameters:
 def _accepts(takes: Parameters, name: str) -> bool:
     if name in takes:
         return takes[name].kind not in OPEN
-    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes.values())
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in takes.values())
 
 
 def _needs_no_more(takes: Parameters, bound: Mapping[str, Any]) -> bool:
-    """Returns True if a call with `bound` is complete, so that it can only be a maker."""
+    """Returns True if `bound` has every argument that a call needs: the call then makes a part."""
     kinds = inspect.Parameter
-    if any(each.kind is kinds.VAR_POSITIONAL for each in takes.values()):
+    if any(parameter.kind is kinds.VAR_POSITIONAL for parameter in takes.values()):
         return False
-    needed = {key for key, each in takes.items() if each.default is kinds.empty}
-    needed -= {key for key, each in takes.items() if each.kind in OPEN}
+    needed = {key for key, parameter in takes.items() if parameter.default is kinds.empty}
+    needed -= {key for key, parameter in takes.items() if parameter.kind in OPEN}
     return needed <= bound.keys()
 
 
-def _check_arguments(config: RunConfig, part: str, found: Sequence[Any]) -> None:
+def _check_arguments(config: RunConfig, part: str, targets: Sequence[Any]) -> None:
     """Refuses a value of [own.arguments] for which no part has an argument."""
-    takes = [_parameters(each) for each in found if callable(each)]
+    takes = [_parameters(each) for each in targets if callable(each)]
     own = {key: None for each in takes for key, kind in each.items() if kind.kind not in OPEN}
     known = [key for key in own if key not in (*PARTS[part], CONFIG)]
     for key in config.own.arguments.get(part, {}):
@@ -157,14 +162,14 @@ def _check_arguments(config: RunConfig, part: str, found: Sequence[Any]) -> None
 
 
 def _check_call(part: str, name: str, thing: Any) -> None:
-    """Refuses a part that cannot be called with what a run gives it."""
-    given = PARTS[part]
+    """Refuses a part that cannot be called with the arguments that a run passes to it."""
+    arguments = PARTS[part]
     try:
-        inspect.signature(thing).bind(*given)
+        inspect.signature(thing).bind(*arguments)
     except ValueError:  # Python does not know its arguments
         return
     except TypeError as error:
         raise ConfigError(
-            f"own.{part}={name!r} cannot be called as ({', '.join(given)}): {error}",
+            f"own.{part}={name!r} cannot be called as ({', '.join(arguments)}): {error}",
             fix="values in [own.arguments], or other arguments",
         ) from None

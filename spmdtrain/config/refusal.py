@@ -1,4 +1,4 @@
-"""Puts pydantic's refusal of a setting into one line."""
+"""Words pydantic's refusal of a setting as one line."""
 
 from collections.abc import Collection
 from typing import Any
@@ -37,7 +37,7 @@ def refusal_in_python(kind: str, fields: Collection[str], error: ValidationError
 
 
 def expectation(error: Any) -> str:
-    """Says what pydantic expected, in words of TOML."""
+    """Returns the kind of value that pydantic expected, in TOML's terms."""
     words = {
         "int": "an integer",
         "float": "a number",

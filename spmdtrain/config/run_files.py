@@ -37,10 +37,10 @@ KEPT = "hf"  # a folder: files of the published model that a run was imported fr
 
 
 def given_in(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings in a document of `resolved`, without those that were derived.
+    """Returns the settings that a document of `resolved` holds, without the derived ones.
 
-    Older versions, which derived nothing, wrote null for them: an absent setting compares like
-    null.
+    Older versions, which derived nothing, wrote null for them: an absent setting compares equal
+    to null.
     """
     return _without(saved["config"], saved.get("origin", {}))
 
@@ -95,7 +95,7 @@ class RunFiles:
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         """Returns the objects of a file of JSON lines; a kill may have cut the last one."""
-        found = []
+        entries = []
         lines = self._text(name).splitlines()
         for number, line in enumerate(lines, 1):
             try:
@@ -106,8 +106,8 @@ class RunFiles:
                 raise self._is_none(name, f": line {number}: {_cause(error)}") from None
             if not isinstance(value, dict):
                 raise self._is_none(name, f": line {number} is not a JSON object")
-            found.append(value)
-        return found
+            entries.append(value)
+        return entries
 
     def _text(self, name: str) -> str:
         path = self.directory / name
@@ -138,9 +138,9 @@ def steps_in(run: Path) -> list[int]:
 
 
 def newest_line(path: Path) -> dict[str, Any]:
-    """Returns the last whole object of a file of JSON lines; empty if there is none.
+    """Returns the last complete object of a file of JSON lines; empty if there is none.
 
-    Reads the end of the file alone.
+    Only the end of the file is read.
     """
     try:
         with path.open("rb") as file:
@@ -158,8 +158,9 @@ def newest_line(path: Path) -> dict[str, Any]:
 
 
 def birth_of(directory: Path) -> dict[str, Any]:
-    """Returns what tells this run from every other, wherever its directory is: where and when its
-    first attempt began.
+    """Returns the host, process and time at which a run's first attempt began.
+
+    They identify the run, even if its directory is moved or copied.
     """
     first: dict[str, Any] = {}
     with (directory / EVENTS).open("rb") as file, contextlib.suppress(ValueError, RecursionError):
@@ -168,9 +169,9 @@ def birth_of(directory: Path) -> dict[str, Any]:
 
 
 def newest_lines(path: Path, most_bytes: int) -> list[dict[str, Any]]:
-    """Returns the whole objects in the last bytes of a file of JSON lines, oldest first.
+    """Returns the complete objects in the last bytes of a file of JSON lines, oldest first.
 
-    A run may have millions of lines, and waits while some are read.
+    A run may have millions of lines, and it waits while they are read.
     """
     if not path.exists():
         return []
@@ -178,11 +179,11 @@ def newest_lines(path: Path, most_bytes: int) -> list[dict[str, Any]]:
         start = max(file.seek(0, os.SEEK_END) - most_bytes, 0)
         file.seek(start)
         lines = file.read().splitlines()[1 if start else 0 :]
-    found = []
+    entries = []
     for line in lines:
         with contextlib.suppress(ValueError, RecursionError):
-            found.append(json.loads(line))
-    return [each for each in found if isinstance(each, dict)]
+            entries.append(json.loads(line))
+    return [entry for entry in entries if isinstance(entry, dict)]
 
 
 def _cause(error: Exception) -> str:

@@ -1,6 +1,6 @@
-"""The settings that may be changed when a run is read, and not trained.
+"""The settings that may be changed when a run is read rather than trained.
 
-A name that ends in a dot stands for a section; `ALL` of them may be set where a run is made.
+A name that ends in a dot stands for a section. A new run may set them all (`ALL`).
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ OF_REPLAY = (
 
 
 def is_settable(key: str, settable: Sequence[str]) -> bool:
-    """Returns True if one of the names in `settable` is that of a setting, or of its section."""
+    """Returns True if `settable` names a setting or its section."""
     key = key.strip()
     return any(
         key == name or (name[-1:] in ("", ".") and key.startswith(name)) for name in settable

@@ -24,7 +24,7 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 
 def _in_float32(value: float) -> float:
-    """Refuses values that would become 0 or infinite on devices, which compute in float32."""
+    """Refuses values that would become 0 or infinite in float32, in which devices compute."""
     if value and not 1.2e-38 <= value <= 3.4e38:
         raise PydanticCustomError("float32_range", "in the range of float32, 1.2e-38 to 3.4e38")
     return value
@@ -88,14 +88,14 @@ class Settings(BaseModel, metaclass=_InOneLine):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     def derived(self) -> dict[str, Any]:
-        """Returns the settings that follow from others unless they are given, with their values.
+        """Returns the values that follow from other settings, for those that nobody has set.
 
-        A section among them replaces the section of this name; it has derived settings itself.
+        A section among them replaces the section of this name; it may have derived settings too.
         """
         return {}
 
     def lost_in_small_runs(self) -> str:
-        """Returns what these settings do that a small run on one device leaves out, or ""."""
+        """Returns the effect of these settings that a small run on one device lacks, or ""."""
         return ""
 
     def is_given(self, name: str) -> bool:
@@ -109,8 +109,8 @@ class Settings(BaseModel, metaclass=_InOneLine):
         return was_left_out and getattr(self, name) is not None
 
     def with_derived(self, **values: Any) -> Self:
-        """Returns a copy in which these settings have the given values, unless somebody chose them,
-        and what follows from them is derived anew.
+        """Returns a copy with these values for settings that nobody chose; whatever depends on them
+        is derived again.
 
         For settings that follow from those of another section.
         """
@@ -122,19 +122,18 @@ class Settings(BaseModel, metaclass=_InOneLine):
     def as_given(self) -> dict[str, Any]:
         """Returns the settings as JSON values, with None for each derived one.
 
-        Records of a run are compared in this form: what follows from a setting is not a choice of
-        its own.
+        Records of runs are compared in this form: a derived value is not a choice in itself.
         """
         values = self.model_dump(mode="json")
         for name in type(self).model_fields:
             if self.is_derived(name):
                 values[name] = None
-            elif isinstance(each := getattr(self, name), Settings):
-                values[name] = each.as_given()
+            elif isinstance(section := getattr(self, name), Settings):
+                values[name] = section.as_given()
         return values
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Returns a copy with other settings, and derives anew what follows from them."""
+        """Returns a copy with other settings, and derives again whatever depends on them."""
         copied = super().model_copy(update=update, deep=deep)
         copied._take(copied.derived())
         return copied
@@ -145,7 +144,7 @@ class Settings(BaseModel, metaclass=_InOneLine):
         return self
 
     def _take(self, values: Mapping[str, Any]) -> None:
-        """Sets those of the values that nobody chose. A value of `none` is not a choice."""
+        """Sets the values that nobody chose. A value of `none` is not a choice."""
         for name, value in values.items():
             if isinstance(value, Settings):
                 object.__setattr__(self, name, value)  # frozen to everybody else

@@ -1,4 +1,4 @@
-"""Reads a TOML file that a user names; a missing or malformed file gives a one-line error.
+"""Reads a TOML file that a user names. A missing or malformed file is a one-line error.
 
 Python's reader recurses once per bracket and takes time quadratic in a key's length, so both are
 bounded before it starts.
@@ -32,11 +32,11 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
     try:
         content = read_named(path)
     except FileNotFoundError:
-        there = sorted(file.name for file in path.parent.glob("*.toml"))
-        close = nearest(path.name, there)
+        names = sorted(file.name for file in path.parent.glob("*.toml"))
+        close = nearest(path.name, names)
         raise ConfigError(
             f"there is no {what}",
-            found=", ".join(there) or f"no TOML file in {path.parent}",
+            found=", ".join(names) or f"no TOML file in {path.parent}",
             fix=str(path.with_name(close)) if close else "",
         ) from None
     except OSError as error:

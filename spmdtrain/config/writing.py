@@ -10,7 +10,7 @@ from spmdtrain.config.errors import StorageError
 
 @contextlib.contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """Turns an OSError of the file work inside into a StorageError that names `path`."""
+    """Turns an OSError raised in the block into a StorageError that names `path`."""
     try:
         yield
     except OSError as error:
@@ -21,8 +21,8 @@ def writing(path: str | Path) -> Iterator[None]:
 def replacing(path: Path, spare: Path | None = None) -> Iterator[Path]:
     """Yields the file to write, which then replaces `path`: a reader sees the old or the new one.
 
-    It is `spare`, by default a hidden file next to `path` that no other process writes. Nothing of
-    it stays if the work inside fails. Raises StorageError as `writing` does.
+    The file is `spare`, by default a hidden file next to `path` that no other process writes. It is
+    removed if the block fails. Raises StorageError as `writing` does.
     """
     spare = spare or path.with_name(f".{path.name}.{os.getpid()}.partial")
     with writing(path):

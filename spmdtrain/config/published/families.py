@@ -114,8 +114,8 @@ def _layer_types(model: TransformerConfig) -> list[str]:
 def _biases(keys: Keys) -> ModelSettings:
     """Returns the settings for the biases of a model; Llama's default is none."""
     attention = keys.flag("attention_bias")
-    asked = {"qkv_bias": attention, "out_bias": attention, "mlp_bias": keys.flag("mlp_bias")}
-    return {name: True for name, has in asked.items() if has}
+    biases = {"qkv_bias": attention, "out_bias": attention, "mlp_bias": keys.flag("mlp_bias")}
+    return {name: True for name, has in biases.items() if has}
 
 
 def _write_biases(model: TransformerConfig) -> dict[str, Any]:
@@ -173,15 +173,17 @@ def _write_qwen3(model: TransformerConfig) -> dict[str, Any]:
 def _gemma(keys: Keys) -> ModelSettings:
     keys.pass_over("hidden_act")  # of older files; `hidden_activation` is what counts
     keys.must_be("use_bidirectional_attention", False, None)
-    found = _biases(keys) | {"score_scale": (keys.positive("query_pre_attn_scalar") or 1) ** -0.5}
+    settings = _biases(keys) | {
+        "score_scale": (keys.positive("query_pre_attn_scalar") or 1) ** -0.5
+    }
     for ours, theirs in (
         ("score_cap", "attn_logit_softcapping"),
         ("logit_cap", "final_logit_softcapping"),
     ):
         cap = keys.positive(theirs)
         if cap is not None:
-            found[ours] = float(cap)
-    return found
+            settings[ours] = float(cap)
+    return settings
 
 
 def _gemma2(keys: Keys) -> ModelSettings:
@@ -219,13 +221,16 @@ def _phi3(keys: Keys) -> ModelSettings:
 
 
 def _write_phi3(model: TransformerConfig) -> dict[str, Any]:
-    found = {"sliding_window": _window_of(model)}
+    window = {"sliding_window": _window_of(model)}
     scaling = model.rope_scaling
     original = scaling.original_length if scaling else None
     if scaling is None or original is None:
-        return found | {ORIGINAL: model.max_length}
+        return window | {ORIGINAL: model.max_length}
     # Its class takes the factor from the lengths, whatever the longest sequence of the run.
-    return found | {ORIGINAL: original, "max_position_embeddings": round(scaling.factor * original)}
+    return window | {
+        ORIGINAL: original,
+        "max_position_embeddings": round(scaling.factor * original),
+    }
 
 
 def _olmo3(keys: Keys) -> ModelSettings:
@@ -247,12 +252,12 @@ def _smollm3(keys: Keys) -> ModelSettings:
     turns = [(number + 1) % interval != 0 for number in range(layers)]
     if listed is not None:
         is_list = isinstance(listed, list) and len(listed) == layers
-        if not is_list or any(each not in (0, 1) for each in listed):
+        if not is_list or any(flag not in (0, 1) for flag in listed):
             raise keys.refused("no_rope_layers", listed, f"a list of {layers} times 0 or 1")
-        turns = [bool(each) for each in listed]
+        turns = [bool(flag) for flag in listed]
     keys.pass_over("max_window_layers")
-    found = _biases(keys) | _if_used(keys, [not turn for turn in turns])
-    return found if all(turns) else found | {"rope_layers": shortest(turns)}
+    settings = _biases(keys) | _if_used(keys, [not turn for turn in turns])
+    return settings if all(turns) else settings | {"rope_layers": shortest(turns)}
 
 
 def _write_smollm3(model: TransformerConfig) -> dict[str, Any]:
@@ -391,7 +396,7 @@ def _deepseek_v3(keys: Keys) -> ModelSettings:
 
 
 def _latent_scale(keys: Keys, width: int) -> float | None:
-    """Returns the scale of attention scores, which grows with the length that yarn extends to."""
+    """Returns the scale of attention scores, which grows with the length to which yarn extends."""
     scaling = dict(keys.table("rope_scaling") or {}) | dict(keys.table("rope_parameters") or {})
     times = scaling.get("mscale_all_dim")
     if not isinstance(times, int | float) or not times:

@@ -1,4 +1,4 @@
-"""Takes the keys of a config.json, each once, and refuses what is left over."""
+"""Reads the keys of a config.json, and refuses those that nothing has read."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -41,8 +41,8 @@ LARGEST_OF = {
 class Keys:
     """The keys of the config.json at `where`, with the defaults that its family gives them.
 
-    `unread`: those that the family's class in transformers does not read. They are not believed
-    here either, and refused if they say something.
+    `unread`: the keys that the family's class in transformers ignores. They are ignored here too,
+    and refused if they are set to anything.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Keys:
         return value
 
     def positive(self, name: str, default: Any = None) -> float | None:
-        """Returns a number above 0, or None if it is null: a 0 is no absent number."""
+        """Returns a number above 0, or None if it is null: 0 does not mean absent."""
         value = self.number(name, default)
         if value is not None and value <= 0:
             raise self.refused(name, value, "above 0")
@@ -104,7 +104,7 @@ class Keys:
         return int(value)
 
     def some(self, name: str, default: Any = None) -> int | None:
-        """Returns a whole number of at least 1, or None if it is null: a 0 is no absent number."""
+        """Returns a whole number of at least 1, or None if it is null: 0 does not mean absent."""
         value = self.whole(name, default)
         if value == 0:
             raise self.refused(name, value, "at least 1")
@@ -136,20 +136,20 @@ class Keys:
         return value
 
     def must_be(self, name: str, *allowed: Any) -> None:
-        """Refuses any value of a key but those that our settings can express."""
+        """Refuses all values of a key but `allowed`, which our settings can express."""
         value = self.take(name, allowed[0])
         if value not in allowed:
             raise self.unknown(name, value)
 
     def check_numbers(self) -> None:
-        """Raises ConfigError if a number in a list or a table of a key has no bounds: a NaN."""
-        held = [(name, value) for name, value in self.values.items() if not is_harmless(name)]
-        while held:
-            name, value = held.pop()
+        """Raises ConfigError if a number, even one inside a list or table, is NaN or infinite."""
+        unchecked = [(name, value) for name, value in self.values.items() if not is_harmless(name)]
+        while unchecked:
+            name, value = unchecked.pop()
             if isinstance(value, dict):
-                held += [(f"{name}.{inner}", each) for inner, each in value.items()]
+                unchecked += [(f"{name}.{inner}", item) for inner, item in value.items()]
             elif isinstance(value, list):
-                held += [(name, each) for each in value]
+                unchecked += [(name, item) for item in value]
             elif isinstance(value, int | float) and not is_within_bounds(value):
                 raise self.refused(name, value, "a number that a computation can hold")
 

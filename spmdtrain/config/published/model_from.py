@@ -32,7 +32,7 @@ def settings_of_model(folder: Path) -> tuple[str, dict[str, Any]]:
 def is_run(folder: Path) -> bool:
     """Returns True for the directory of a run."""
     try:
-        found = json.loads((folder / NAME).read_bytes())
+        document = json.loads((folder / NAME).read_bytes())
     except (OSError, ValueError, RecursionError):
         return False
-    return isinstance(found, dict) and "config" in found and "origin" in found
+    return isinstance(document, dict) and "config" in document and "origin" in document

@@ -55,11 +55,11 @@ class Published:
 def is_published(folder: Path) -> bool:
     """Returns True for a directory that holds a Hugging Face model and is not a run."""
     try:
-        found = json.loads((folder / NAME).read_bytes())
+        document = json.loads((folder / NAME).read_bytes())
     except (OSError, ValueError, RecursionError):
-        found = None
-    if isinstance(found, dict):
-        return "model_type" in found or "architectures" in found
+        document = None
+    if isinstance(document, dict):
+        return "model_type" in document or "architectures" in document
     return any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
 
 
@@ -74,7 +74,7 @@ def read_published(folder: Path) -> Published:
 
 
 def as_published(folder: Path, values: dict[str, Any]) -> Published:
-    """Returns what `read_published` does, given the values of a config.json."""
+    """Returns what `read_published` returns, from the values of a config.json."""
     where = str(folder / NAME)
     remarks = []
     name = values.get("model_type")
@@ -109,7 +109,7 @@ def _read(folder: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > LARGEST:
             raise ValueError("it is larger than 16 MiB")
-        found = json.loads(path.read_bytes())
+        document = json.loads(path.read_bytes())
     except OSError as error:
         if (folder / ADAPTER).is_file():
             raise ConfigError(
@@ -121,17 +121,17 @@ def _read(folder: Path) -> dict[str, Any]:
             fix=f"the folder that holds {NAME} and *.safetensors",
         ) from None
     except (ValueError, RecursionError) as error:
-        said = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise ConfigError(f"{path} is not JSON: {said}", fix="downloading it again") from None
-    if not isinstance(found, dict):
+        cause = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ConfigError(f"{path} is not JSON: {cause}", fix="downloading it again") from None
+    if not isinstance(document, dict):
         raise ConfigError(
-            f"{path} is not a table", found=f"{found!r:.40}", fix="downloading it again"
+            f"{path} is not a table", found=f"{document!r:.40}", fix="downloading it again"
         )
-    return found
+    return document
 
 
 def _check_count(where: str, settings: ModelSettings) -> None:
-    """Refuses more experts in all layers than could be looked for one by one."""
+    """Refuses a model with more experts, over all layers, than can be listed one by one."""
     experts = settings.get("experts") or {"count": 0}
     count = settings["layers"] * experts["count"]
     if count > MOST_EXPERTS:
@@ -186,19 +186,19 @@ def _refuse_quantised(folder: Path, values: Mapping[str, Any]) -> None:
 
 def _unknown_family(folder: Path, values: Mapping[str, Any]) -> ConfigError:
     name = values.get("model_type")
-    found = ""
+    part = ""
     for key, says in (
         ("layer_types", "linear_attention"),
         ("vision_config", "a vision tower"),
         ("text_config", "a text part"),
     ):
         if says in (values.get(key) or ()) or (key != "layer_types" and values.get(key)):
-            found = f"{says} in {key}" if key == "layer_types" else says
+            part = f"{says} in {key}" if key == "layer_types" else says
             break
     what = f"{folder}: model_type {name!r:.80} is not supported"
     if name is None:
         what = f"{folder / NAME} names no model_type"
-    return ConfigError(what, found=found, fix=f"one of {KNOWN}")
+    return ConfigError(what, found=part, fix=f"one of {KNOWN}")
 
 
 def _read_gpt2(family: Family, keys: Keys) -> ModelSettings:

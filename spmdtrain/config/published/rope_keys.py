@@ -1,5 +1,4 @@
-"""Converts rotary positions in a config.json: the keys of transformers 4, and those of transformers
-5.
+"""Converts the rotary positions of a config.json, in the keys of transformers 4 and 5.
 
 transformers 4 writes `rope_theta` and `rope_scaling`. transformers 5 writes one table
 `rope_parameters`, or one for each kind of layer, which transformers 4 silently ignores. Both are
@@ -31,7 +30,7 @@ ANOTHER = "a model with linear, llama3, yarn or longrope"
 def read_rope(keys: Keys, family: str, *, by_kind: bool = False) -> dict[str, Any]:
     """Returns the settings of [model] for rotary positions, as the class of `family` reads them.
 
-    `by_kind`: layers with a window have a theta of their own, and are not scaled.
+    `by_kind`: layers with a window have a separate theta, and are not scaled.
     """
     check_share(family, keys.values.get(SHARE), keys.where)
     keys.pass_over(SHARE)
@@ -119,13 +118,13 @@ def _read_longrope(keys: Keys) -> dict[str, Any]:
     """Returns the divisors of the frequencies; the length of the run chooses between them."""
     keys.take("short_mscale")
     keys.take("long_mscale")
-    found = {}
+    divisors = {}
     for ours, theirs in (("short", "short_factor"), ("long", "long_factor")):
         values = keys.take(theirs)
         if not isinstance(values, list) or not all(isinstance(x, int | float) for x in values):
             raise keys.refused(theirs, values, "a list of numbers")
-        found[ours] = [float(x) for x in values]
-    return found
+        divisors[ours] = [float(x) for x in values]
+    return divisors
 
 
 def yarn_scale(factor: float, times: float) -> float:
@@ -151,8 +150,8 @@ def write_rope(model: TransformerConfig, family: str, *, by_kind: bool = False) 
 
 
 def _strictly(scaling: dict[str, Any], family: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns a scaling in the forms of transformers 4 and 5, where the class of `family` in
-    transformers 4 accepts no more than a few keys: the rest must follow from the lengths.
+    """Returns a scaling as transformers 4 and 5 write it, for a family whose class in version 4
+    accepts only a few keys: the rest must follow from the lengths.
     """
     accepted = {key: scaling[key] for key in STRICT_SCALING[family] if key in scaling}
     kind = scaling["rope_type"]

@@ -1,4 +1,4 @@
-"""The settings under which the teacher of [distill] computes."""
+"""The settings of the teacher of [distill] on the mesh of a run."""
 
 import os
 from pathlib import Path
@@ -13,7 +13,7 @@ from spmdtrain.config.schema import RunConfig
 
 # Sections of a run that its teacher shares: where it computes, and in which dtypes.
 SHARED = ("mesh", "precision", "kernels", "rules")
-# How its attention runs is no part of what a model computes.
+# Settings of how attention is computed, which do not change a model's outputs.
 OF_PLACEMENT = ("attention", "context_attention")
 
 
@@ -28,37 +28,37 @@ def teacher_settings(config: RunConfig) -> RunConfig | None:
     if teacher is None:
         return None
     folder = Path(os.path.expanduser(teacher))
-    asked = f"distill.teacher={teacher!r}"
-    model = _of_run(folder, asked) if is_run(folder) else read_published(folder).settings
-    _check(asked, folder, model, config)
+    setting = f"distill.teacher={teacher!r}"
+    model = _of_run(folder, setting) if is_run(folder) else read_published(folder).settings
+    _check(setting, folder, model, config)
     model = model | {name: getattr(config.model, name) for name in OF_PLACEMENT} | {"dropout": 0.0}
     shared = {name: getattr(config, name).as_given() for name in SHARED}
     train = config.train.model_dump(include={"sequence_length", "global_batch", "microbatch"})
     return from_resolved({"config": shared | {"model": model, "train": train}, "origin": {}})
 
 
-def _of_run(folder: Path, asked: str) -> dict[str, Any]:
+def _of_run(folder: Path, setting: str) -> dict[str, Any]:
     """Returns the settings of [model] of a run, with the length that its positions have."""
     saved = RunFiles(folder).config
     kind = saved["config"].get("finetune", {}).get("kind", "full")
     if kind != "full":
         raise ConfigError(
-            f"{asked} has adapters",
+            f"{setting} has adapters",
             found=f"finetune.kind={kind!r} there",
             fix=f"spmdtrain export {folder} DIR --to hf, and DIR as the teacher",
         )
     model = given_in(saved)["model"]
     if own := model.pop("make", None):
         raise ConfigError(
-            f"{asked} uses {own}, which is custom code", fix="a run of a model of ours"
+            f"{setting} uses {own}, which is custom code", fix="a run of a model of ours"
         )
     return model | {"max_length": saved["config"]["model"]["max_length"]}
 
 
-def _check(asked: str, folder: Path, model: dict[str, Any], config: RunConfig) -> None:
+def _check(setting: str, folder: Path, model: dict[str, Any], config: RunConfig) -> None:
     if model["vocab"] != config.vocab:
         raise ConfigError(
-            f"{asked} has another vocabulary",
+            f"{setting} has another vocabulary",
             asked=f"model.vocab={config.vocab}",
             found=f"model.vocab={model['vocab']} in {folder / NAME}",
             fix="a teacher with the tokenizer of the run",
@@ -66,7 +66,7 @@ def _check(asked: str, folder: Path, model: dict[str, Any], config: RunConfig) -
     length = config.train.sequence_length
     if model["max_length"] < length:
         raise ConfigError(
-            f"{asked} reads {model['max_length']} tokens at most",
+            f"{setting} reads {model['max_length']} tokens at most",
             asked=f"train.sequence_length={length}",
             fix=f"--set train.sequence_length={model['max_length']}",
         )

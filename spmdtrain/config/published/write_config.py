@@ -1,6 +1,6 @@
 """Writes the config.json of a run, for transformers 4 and 5, vLLM and llama.cpp alike.
 
-What is written is read back, and must give the model of the run: no setting is lost.
+The file is read back, and must give the model of the run: no setting is lost.
 """
 
 from collections.abc import Mapping
@@ -36,12 +36,12 @@ def write_config(
     wanted = function_of(model)
     dtypes = {"dtype": dtype, "torch_dtype": dtype}
     if base is not None:
-        kept = {name: value for name, value in base.keys.items() if name not in DROPPED}
+        imported = {name: value for name, value in base.keys.items() if name not in DROPPED}
         family = FAMILIES[base.family]
         made = _written(family, base.family, model)
-        rope = {name: made[name] for name in OF_ROPE if kept.get(name) is None and name in made}
+        rope = {name: made[name] for name in OF_ROPE if imported.get(name) is None and name in made}
         # Unchanged but for the other form of the rotary keys; else with all keys rewritten.
-        for keys in (kept | rope, kept | made):
+        for keys in (imported | rope, imported | made):
             keys = keys | dtypes | {"architectures": [family.architecture]}
             if _reads_as(keys, model) == wanted:
                 return base.family, keys
@@ -56,9 +56,7 @@ def write_config(
 
 
 def function_of(model: TransformerConfig) -> dict[str, Any]:
-    """Returns a canonical form of what a model computes, equal for settings that say the same in
-    two ways.
-    """
+    """Returns a canonical form of what a model computes: settings that mean the same are equal."""
     scaling = None
     if model.rope_scaling and any(kind.is_scaled for kind in model.layer_kinds):
         scaling = model.rope_scaling
@@ -116,9 +114,9 @@ def _reads_as(keys: dict[str, Any], model: TransformerConfig) -> dict[str, Any] 
 
 
 def _written(family: Family, name: str, model: TransformerConfig) -> dict[str, Any]:
-    """Returns the keys that a family's class in transformers reads, as they are for a model.
+    """Returns the keys that a family's class in transformers reads, with the values of a model.
 
-    The caller checks whether they describe it fully.
+    The caller checks whether they describe the model fully.
     """
     common = {
         "architectures": [family.architecture],
@@ -161,13 +159,13 @@ def _name_of(known: Mapping[str, str], mlp: str) -> str | None:
 
 
 def _unusual(model: TransformerConfig) -> str:
-    """Returns the settings that differ from those of the family that presets them."""
+    """Returns the settings that differ from the family's presets, as text."""
     preset = (GPT if model.name == "gpt" else Llama)()  # pyright: ignore[reportAttributeAccessIssue]
     sizes = ("layers", "embed", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_length")
     left_out = (*sizes, "dropout", "attention", "extra", "make", "tied", "norm_epsilon")
     left_out += ("rope_theta",)
     then, now = preset.as_given(), model.as_given()
-    said = [
+    differences = [
         f"{key}={now[key]!r:.60}" for key in now if key not in left_out and now[key] != then[key]
     ]
-    return " with ".join(said) or f"name={now['name']!r}"
+    return " with ".join(differences) or f"name={now['name']!r}"

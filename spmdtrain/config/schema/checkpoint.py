@@ -58,7 +58,7 @@ class CheckpointConfig(Settings):
 
 
 def refusals(run: Any) -> Iterator[str]:
-    """Yields that no evaluation says which checkpoints are the best."""
+    """Yields a refusal of the best checkpoints if nothing is evaluated."""
     if (run.checkpoint.keep == "best" or run.checkpoint.keep_best) and not run.eval.every:
         yield (
             "the best checkpoints are those with the lowest eval_loss, and eval.every=0 "

@@ -90,7 +90,7 @@ class CompressionConfig(Settings):
 
 
 def refusals(run: Any) -> Iterator[str]:
-    """Yields why a run cannot compress its gradients as it is told to."""
+    """Yields the refusal of a codec with feedback under `train.zero`."""
     compression = run.compression
     if compression.has_feedback and run.train.zero:
         yield (
@@ -101,7 +101,7 @@ def refusals(run: Any) -> Iterator[str]:
 
 
 def refusals_of_steps(run: Any) -> Iterator[str]:
-    """Yields why a run of `train.steps` compresses nothing."""
+    """Yields a refusal if a run of `train.steps` ends before it compresses anything."""
     first, steps = run.compression.after, run.train.steps
     if first is not None and first >= steps:
         yield (

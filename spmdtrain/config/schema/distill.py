@@ -49,7 +49,7 @@ class DistillConfig(Settings):
 
     @property
     def is_on(self) -> bool:
-        """True if the run learns from a teacher, on the mesh or by what it said."""
+        """True if the run learns from a teacher, on the mesh or by its saved logits."""
         return self.teacher is not None or self.logits is not None
 
     @property
@@ -77,7 +77,7 @@ class DistillConfig(Settings):
 
 
 def refusals(run: Any) -> Iterator[str]:
-    """Yields which settings do not go with a teacher."""
+    """Yields the settings that cannot be combined with a teacher."""
     if not run.distill.is_on:
         return
     if run.distill.logits is not None:
@@ -104,7 +104,7 @@ def refusals(run: Any) -> Iterator[str]:
 
 
 def refusals_of_pipelines(run: Any) -> Iterator[str]:
-    """Yields why there is no place for a teacher in a pipeline."""
+    """Yields why a pipeline cannot hold a teacher."""
     if run.distill.teacher is not None and run.mesh.pipeline != 1:
         yield (
             f"{run.distill.source}: the stages of mesh.pipeline={run.mesh.pipeline} hold parts of "
@@ -114,7 +114,7 @@ def refusals_of_pipelines(run: Any) -> Iterator[str]:
 
 
 def _of_places(run: Any) -> Iterator[str]:
-    """Yields why tokens have no place in one corpus: logits are saved by place."""
+    """Yields why saved logits do not fit the data: they belong to the tokens of one corpus."""
     if run.data.mix:
         reason = "data.mix draws from several"
     elif run.data.is_streamed:

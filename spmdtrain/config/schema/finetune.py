@@ -94,7 +94,7 @@ def frozen_by_setting(run: Any) -> dict[str, int]:
 
 
 def refusals(run: Any) -> Iterator[str]:
-    """Yields which frozen layers leave nothing to train, or cannot be frozen."""
+    """Yields the settings that freeze too many layers, or layers that cannot be frozen."""
     model = run.model
     dense = model.layers - model.stack_layers
     for setting, frozen in frozen_by_setting(run).items():

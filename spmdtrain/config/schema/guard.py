@@ -1,4 +1,4 @@
-"""[guard]: what counts as a bad step, and what is done about it."""
+"""[guard]: what counts as a bad step, and how a run responds to one."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -93,7 +93,7 @@ class GuardConfig(Settings):
 
 
 def refusals_of_rollback(run: Any) -> Iterator[str]:
-    """Yields that there is no checkpoint to go back to."""
+    """Yields a refusal if a rollback would find no checkpoint to go back to."""
     if run.guard.policy == "rollback" and run.checkpoint.every == 0:
         yield (
             "guard.policy='rollback' goes back to a checkpoint, but checkpoint.every=0 saves "
@@ -102,7 +102,7 @@ def refusals_of_rollback(run: Any) -> Iterator[str]:
 
 
 def refusals_of_routers(run: Any) -> Iterator[str]:
-    """Yields that there is no router whose load could be limited."""
+    """Yields a refusal if there is no router whose load could be limited."""
     limit = run.guard.expert_load
     if limit is not None and not run.model.experts and not run.model.make:
         yield f"guard.expert_load={limit:g} limits routers, and there is no [model.experts]"

@@ -1,4 +1,4 @@
-"""[islands]: runs that train apart and average their weights every few steps."""
+"""[islands]: runs that train separately and average their weights every few steps."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -18,7 +18,7 @@ from spmdtrain.config.settings import (
 
 
 class IslandsConfig(Settings):
-    """The islands of a run, which train apart, each on its own mesh, and average their weights
+    """The islands of a run: they train separately, each on its own mesh, and average their weights
     every few steps.
 
     Each island is a separate run, with `train.global_batch` sequences a step (docs/islands.md).
@@ -118,7 +118,7 @@ class IslandsConfig(Settings):
 
 
 def refusals(run: Any) -> Iterator[str]:
-    """Yields which other settings of a run islands do not go with."""
+    """Yields the settings that cannot be combined with islands."""
     if not run.islands.are_several:
         return
     setting = f"islands.count={run.islands.count}"
@@ -169,7 +169,7 @@ def refusals_of_teachers(run: Any) -> Iterator[str]:
 
 
 def refusals_of_stages(run: Any) -> Iterator[str]:
-    """Yields why islands cannot begin with other batches."""
+    """Yields why islands cannot have stages with other batches."""
     if run.islands.are_several and run.train.stages:
         yield (
             f"train.stages: each of islands.count={run.islands.count} islands reads its own "
@@ -178,7 +178,9 @@ def refusals_of_stages(run: Any) -> Iterator[str]:
 
 
 def refusals_of_steps(run: Any) -> Iterator[str]:
-    """Yields why `train.steps` ends without a meeting, after which islands would differ."""
+    """Yields a refusal if `train.steps` ends without a meeting, so that islands would end up with
+    different weights.
+    """
     islands, steps = run.islands, run.train.steps
     if not islands.are_several:
         return

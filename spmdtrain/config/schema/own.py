@@ -64,8 +64,8 @@ class OwnConfig(Settings):
     def names(self) -> Iterator[tuple[str, str]]:
         """Yields (part, name) of everything that is named."""
         for part in PARTS:
-            found = getattr(self, part)
-            for name in (found,) if isinstance(found, str) else found or ():
+            named = getattr(self, part)
+            for name in (named,) if isinstance(named, str) else named or ():
                 yield part, name
 
     @model_validator(mode="after")
@@ -95,18 +95,18 @@ class OwnConfig(Settings):
 def split_own(
     named: Mapping[str, Any], homes: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the recorded [own] twice: (what is in these files or modules, the names elsewhere).
+    """Splits the recorded [own] into (names in these files or modules, names in others).
 
-    Sinks and hooks are in neither: nobody who reads a run needs them.
+    Sinks and hooks are in neither: readers of a run do not need them.
     """
-    kept: dict[str, Any] = {}
-    left: dict[str, Any] = {}
+    inside: dict[str, Any] = {}
+    outside: dict[str, Any] = {}
     for part in ("optimizer", "learning_rate", "loss", "data"):
         name = named.get(part)
         if isinstance(name, str):
-            side = kept if name.partition(":")[0] in homes else left
+            side = inside if name.partition(":")[0] in homes else outside
             side[part] = name
     values = named.get("arguments")
     values = values if isinstance(values, dict) else {}
-    kept["arguments"] = {part: each for part, each in values.items() if part in kept}
-    return kept, left
+    inside["arguments"] = {part: arguments for part, arguments in values.items() if part in inside}
+    return inside, outside

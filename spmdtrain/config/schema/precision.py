@@ -74,8 +74,8 @@ class PrecisionConfig(Settings):
     )
 
     def derived(self) -> dict[str, Any]:
-        """Returns the dtype of frozen weights, in float16 the scale of the loss, and the length of
-        a history.
+        """Returns the dtype of frozen weights, the length of a history, and the loss scale of
+        float16.
         """
         scales = self.compute == "float16"
         return {
@@ -123,7 +123,7 @@ class PrecisionConfig(Settings):
 
 
 def refusals(run: Any) -> Iterator[str]:
-    """Yields on which meshes no matmul returns the magnitudes that delayed scaling needs."""
+    """Yields a refusal of meshes on which no matmul returns the magnitudes for delayed scaling."""
     if run.precision.scaling != "delayed":
         return
     setting = "precision.scaling='delayed'"

@@ -1,4 +1,4 @@
-"""All sections together. Each says in its own file what else it does not go with."""
+"""All sections together. The file of each says which other settings it cannot be combined with."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -129,7 +129,7 @@ class RunConfig(Settings):
         def __init__(self, **sections: Settings | Mapping[str, Any]) -> None: ...
 
     def derived(self) -> dict[str, Any]:
-        """Returns the model section, in which `max_length` is that of training unless given."""
+        """Returns the model section; `max_length` is that of training unless it is set."""
         return {"model": self.model.with_derived(max_length=self.train.sequence_length)}
 
     @property
@@ -178,9 +178,7 @@ class RunConfig(Settings):
 
     @property
     def eval_windows(self) -> int | None:
-        """The number of windows of each validation split that an evaluation uses; None: all of
-        them.
-        """
+        """The windows of each validation split that an evaluation uses; None: all."""
         batches = self.eval.batches
         return None if batches is None else batches * self.train.global_batch
 
@@ -205,12 +203,12 @@ class RunConfig(Settings):
 
     @property
     def always_frozen(self) -> int:
-        """The number of first layers that are frozen in all stages of the run."""
+        """The number of first layers that stay frozen through all stages of the run."""
         stages = self.train.timetable
         return min(self.in_stage(stage).finetune.frozen_layers for stage in stages)
 
     def in_stage(self, stage: TimedStage) -> "RunConfig":
-        """Returns the settings of a run whose steps are all like those of one of its stages."""
+        """Returns the settings of a run that consists of this stage alone."""
         update = {"global_batch": stage.global_batch, "sequence_length": stage.sequence_length}
         train = self.train.model_copy(update=update | {"stages": ()})
         if stage.frozen_layers is None:

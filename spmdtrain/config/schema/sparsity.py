@@ -87,7 +87,7 @@ class SparsityConfig(Settings):
         return self
 
     def _check_group(self) -> None:
-        """Refuses a pattern that is no N:M with N below M."""
+        """Refuses a pattern that is not N:M with N below M."""
         nonzero, size = self.group or (0, 0)
         if not 0 < nonzero < size <= LARGEST_GROUP:
             raise ValueError(

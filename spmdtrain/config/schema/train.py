@@ -214,9 +214,7 @@ class TrainConfig(Settings):
 
 
 def refusals_of_length(run: Any) -> Iterator[str]:
-    """Yields that sequences are longer than the model allows, and how to extend rotary
-    positions.
-    """
+    """Yields a refusal of sequences that are longer than the model allows."""
     length, longest = run.train.sequence_length, run.model.max_length
     if length <= longest:
         return
@@ -232,7 +230,7 @@ def refusals_of_length(run: Any) -> Iterator[str]:
 
 
 def refusals_of_memory(run: Any) -> Iterator[str]:
-    """Yields why the layers of a pipeline cannot save memory as they are told to."""
+    """Yields the settings that save memory and do not work with the layers of a pipeline."""
     stages = run.mesh.pipeline
     if stages == 1:
         return
@@ -254,7 +252,7 @@ def refusals_of_memory(run: Any) -> Iterator[str]:
 
 
 def refusals_of_pairs(run: Any) -> Iterator[str]:
-    """Yields which settings do not go with pairs of answers."""
+    """Yields the settings that cannot be combined with pairs of answers."""
     if not run.train.learns_pairs:
         return
     setting = f"train.preference={run.train.preference!r}"
@@ -273,7 +271,7 @@ def refusals_of_pairs(run: Any) -> Iterator[str]:
 
 
 def refusals_of_stages(run: Any) -> Iterator[str]:
-    """Yields which settings do not go with several stages."""
+    """Yields the settings that cannot be combined with stages."""
     stages = run.train.stages
     if not stages:
         return

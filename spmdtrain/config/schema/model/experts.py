@@ -117,19 +117,20 @@ class ExpertsConfig(Settings):
                 f"model.experts.count={self.count} is not a multiple of "
                 f"model.experts.groups={self.groups}"
             )
-        kept = self.groups_kept
-        if kept > self.groups:
+        groups_kept = self.groups_kept
+        if groups_kept > self.groups:
             raise ValueError(
-                f"model.experts.groups_kept={kept} is more than model.experts.groups={self.groups}"
+                f"model.experts.groups_kept={groups_kept} is more than model.experts.groups="
+                f"{self.groups}"
             )
         in_group = self.count // self.groups
-        if kept < self.groups and in_group < 2:
+        if groups_kept < self.groups and in_group < 2:
             raise ValueError(
                 f"model.experts.groups={self.groups} have one expert each, and a group's score is "
                 "the sum of its two best"
             )
-        if kept * in_group < self.chosen:
+        if groups_kept * in_group < self.chosen:
             raise ValueError(
-                f"model.experts.groups_kept={kept} of {in_group} experts hold fewer than "
+                f"model.experts.groups_kept={groups_kept} of {in_group} experts hold fewer than "
                 f"model.experts.chosen={self.chosen}"
             )

@@ -1,4 +1,4 @@
-"""Refuses what `model.mup_base` does not go with."""
+"""Refuses the settings that cannot be combined with `model.mup_base`."""
 
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -8,7 +8,7 @@ HEAD = "unembed_ve"  # the path of an untied head
 
 
 def refusals(run: Any) -> Iterator[str]:
-    """Yields which settings do not go with muP."""
+    """Yields the settings that cannot be combined with muP."""
     if run.model.mup_base is None:
         return
     if not run.optimizer.has_width_rule:
@@ -22,7 +22,7 @@ def refusals(run: Any) -> Iterator[str]:
 
 
 def _of_frozen_head(run: Any) -> Iterator[str]:
-    """Yields what freezes a head of zeros: no gradient would ever pass it."""
+    """Yields the setting that freezes a head of zeros: no gradient would ever pass it."""
     groups = run.optimizer.groups
     group = next((group for group in groups if fnmatchcase(HEAD, group.match)), None)
     if group is not None and group.frozen:
