@@ -49,7 +49,7 @@ def run(arguments: Sequence[str] | None) -> int:
         return _run(arguments)
     except BaseException as error:
         # After a signal, any error comes from it: an import may have turned it into another one.
-        if not isinstance(error, KeyboardInterrupt) and not signals.asked():
+        if not isinstance(error, KeyboardInterrupt) and not signals.has_arrived():
             raise
         code = signals.say()
         peers.leave(code, "failed interrupted")

@@ -32,7 +32,7 @@ def start_jax(
     _forget_empty_variables()
     from spmdtrain.processes import kept_memory, native_output, processes, xla_flags
 
-    xla_flags.check_given()
+    xla_flags.check_xla_flags()
     if parsed.simulate_devices is not None:
         processes.simulate_devices(parsed.simulate_devices)
     xla_flags.set_xla_flags()
@@ -144,7 +144,7 @@ def without_devices(*, keeps_memory: bool = False) -> None:
     _forget_empty_variables()
     from spmdtrain.processes import kept_memory, xla_flags
 
-    xla_flags.check_given()
+    xla_flags.check_xla_flags()
     if keeps_memory:
         kept_memory.keep_freed_memory()
     with _blaming_the_environment():

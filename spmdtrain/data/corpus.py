@@ -1,4 +1,4 @@
-"""Opens the corpora that a run can name: Python's library, noise, text files, token files.
+"""Opens the corpora that `data.corpus` names: Python's library, noise, text files, token files.
 
 A *corpus* is one long sequence of token ids, document after document. *Offsets* count tokens from
 its start.
@@ -10,10 +10,11 @@ import math
 import os
 import sysconfig
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -186,27 +187,58 @@ def find_vocab(config: DataConfig, seed: int) -> int:
     return open_corpus(config, None, seed).vocab
 
 
+class CorpusRequest(NamedTuple):
+    """The arguments of `open_corpus`, which each kind of corpus needs some of."""
+
+    settings: DataConfig
+    vocab: int | None
+    seed: int
+    references: bool
+
+
+def _open_stdlib(request: CorpusRequest) -> Corpus:
+    return stdlib_corpus(request.settings.tokenizer)
+
+
+def _open_synthetic(request: CorpusRequest) -> Corpus:
+    return synthetic_corpus(request.vocab, request.seed)
+
+
+def _open_text(request: CorpusRequest) -> Corpus:
+    return text_corpus(_patterns(request.settings.path), request.settings.tokenizer)
+
+
+def _open_tokens(request: CorpusRequest) -> Corpus:
+    settings = request.settings
+    return token_corpus(
+        _patterns(settings.path),
+        settings.tokenizer,
+        request.vocab,
+        _patterns(settings.validation_path),
+        settings.dtype,
+        references=request.references,
+    )
+
+
+# `data.corpus` -> how it is opened, except for streams (streams/stream_data.py).
+CORPORA: Mapping[str, Callable[[CorpusRequest], Corpus]] = {
+    "stdlib": _open_stdlib,
+    "synthetic": _open_synthetic,
+    "text": _open_text,
+    "tokens": _open_tokens,
+}
+
+
 def open_corpus(
     config: DataConfig, vocab: int | None, seed: int, *, references: bool = False
 ) -> Corpus:
-    """Opens the corpus that `config` names, which is not a mixture.
+    """Opens the corpus that `config` names, which is neither a mixture nor a stream.
 
     `vocab` is the model's, or None if the model will adopt that of the corpus. `seed` is for
     synthetic noise, `references` as in `token_corpus`. Raises DataError if something is missing or
     damaged, or if the corpus has ids that the model has no row for.
     """
-    patterns = _patterns(config.path)
-    if config.corpus == "stdlib":
-        corpus = stdlib_corpus(config.tokenizer)
-    elif config.corpus == "synthetic":
-        corpus = synthetic_corpus(vocab, seed)
-    elif config.corpus == "text":
-        corpus = text_corpus(patterns, config.tokenizer)
-    else:
-        validation = _patterns(config.validation_path)
-        corpus = token_corpus(
-            patterns, config.tokenizer, vocab, validation, config.dtype, references=references
-        )
+    corpus = CORPORA[config.corpus](CorpusRequest(config, vocab, seed, references))
     check_vocab(corpus.vocab, vocab)
     return corpus
 

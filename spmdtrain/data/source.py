@@ -1,11 +1,11 @@
-"""Opens the samples of a run: from a corpus, a mixture, or a function of the caller.
+"""Opens the samples of a run: from a corpus, a mixture, a stream, or a function of the caller.
 
 All kinds of data provide the same three things: the arrays of a global sample index, the sets to
 evaluate on, and a fingerprint by which a resumed run recognises the same data.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,10 +15,11 @@ from spmdtrain.config.errors import ConfigError, DataError
 from spmdtrain.config.given import as_whole, check_kind, shown
 from spmdtrain.config.own_parts import own_part
 from spmdtrain.config.schema import RunConfig, check_config
+from spmdtrain.config.schema.data import STREAMED
 from spmdtrain.data.batches import EvalSet as EvalSet
 from spmdtrain.data.batches import EvalWindows, Range, TrainStream, split
 from spmdtrain.data.batches import Windows as Windows
-from spmdtrain.data.corpus import Corpus, check_vocab, common_template, open_corpus
+from spmdtrain.data.corpus import CORPORA, Corpus, check_vocab, common_template, open_corpus
 from spmdtrain.data.cut_documents import count_cut, said_of_cut
 from spmdtrain.data.epochs import counted_in_steps
 from spmdtrain.data.indices import sample_indices
@@ -55,9 +56,9 @@ class Source:
 
     def __post_init__(self):
         fix = "a function (seed, sample index) -> tokens"
-        for name, given in (("tokens", self.tokens), ("validation", self.validation)):
-            if not callable(given) and not (name == "validation" and given is None):
-                raise ConfigError(f"Source({name}={shown(given)}) is not a function", fix=fix)
+        for name, function in (("tokens", self.tokens), ("validation", self.validation)):
+            if not callable(function) and not (name == "validation" and function is None):
+                raise ConfigError(f"Source({name}={shown(function)}) is not a function", fix=fix)
         count = as_whole(self.validation_samples, "validation_samples", 0, 2**31 - 1)
         object.__setattr__(self, "validation_samples", count)
 
@@ -74,6 +75,11 @@ class CorpusData:
     @property
     def fingerprint(self) -> str:
         return self.corpus.fingerprint
+
+    @property
+    def vocab(self) -> int:
+        """The number of ids: all are below it."""
+        return self.corpus.vocab
 
     @property
     def tokenizer(self) -> dict | None:
@@ -132,9 +138,9 @@ class CorpusData:
         return ", ".join(filter(None, parts))
 
     def cut_conversations(self, config: RunConfig) -> tuple[int, int]:
-        """Returns how many conversations to train on are cut by windows, and their number.
+        """Returns how many training conversations windows cut, and how many there are.
 
-        Pairs are never cut, and ordinary texts may be.
+        Pairs are never cut; cutting ordinary texts is no problem, so they are not counted.
         """
         if self.corpus.loss is None or self.corpus.has_pairs:
             return 0, 0
@@ -152,12 +158,14 @@ class MixtureData:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of shares and contents; names do not count."""
-        return self._united([source.fingerprint for source in self.sources])
-
-    def _united(self, fingerprints: list[str]) -> str:
-        parts = [*self.mixture.identity, *fingerprints]
+        """A hash of shares and contents, whatever the names."""
+        parts = [*self.mixture.identity, *(source.fingerprint for source in self.sources)]
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
+
+    @property
+    def vocab(self) -> int:
+        """The number of ids, the same in every source: they share a tokenizer."""
+        return self.sources[0].vocab
 
     @property
     def tokenizer(self) -> dict | None:
@@ -231,8 +239,10 @@ class MixtureData:
         phases = f", in {len(config.data.phases) + 1} phases" if config.data.phases else ""
         counts = [source.cut_conversations(config) for source in self.sources]
         cut, conversations = (sum(column) for column in zip(*counts, strict=True))
-        said = said_of_cut(cut, conversations, config.data.packing)
-        return f"{', '.join(described)} of the samples{phases}" + (f", {said}" if said else "")
+        cut_note = said_of_cut(cut, conversations, config.data.packing)
+        return f"{', '.join(described)} of the samples{phases}" + (
+            f", {cut_note}" if cut_note else ""
+        )
 
 
 def _with_seed(config: RunConfig, seed: int) -> RunConfig:
@@ -242,7 +252,7 @@ def _with_seed(config: RunConfig, seed: int) -> RunConfig:
 
 @dataclass(frozen=True)
 class SourceData:
-    """A source whose first samples have been read."""
+    """A source, with the fingerprint of its first samples."""
 
     source: Source
     fingerprint: str
@@ -303,52 +313,81 @@ def open_data(config: RunConfig, source: Source | Tokens | None = None) -> tuple
     fit.
     """
     check_config(config)
-    config, data = _open(config, own_part(config, "data") if source is None else source)
+    source = own_part(config, "data") if source is None else source
+    if source is None:
+        data = KINDS[MIXTURE if config.data.mix else config.data.corpus](config)
+        config = config.with_vocab(config.model.vocab or data.vocab)
+    else:
+        data = _open_source(config, source)
     return counted_in_steps(config, data), data
 
 
-def _open(config: RunConfig, source: Source | Tokens | None) -> tuple[RunConfig, Data]:
-    if source is not None:
-        return config, _open_source(config, source)
-    if config.data.mix:
-        data = _open_mixture(config)
-        vocab = data.sources[0].corpus.vocab
-        sources = data.sources
-    elif config.data.is_streamed:
-        return _open_stream(config)
-    else:
-        corpus = open_corpus(
-            config.data,
-            config.model.vocab,
-            config.train.seed,
-            references=config.train.needs_reference,
-        )
-        data = _with_logits(_cut(corpus, config), config)
-        vocab = corpus.vocab
-        sources = (data,)
-    if config.eval.every and not all(source.validation.size for source in sources):
-        kept = "data.validation_fraction=0 keeps no validation data"
-        raise ConfigError(f"eval.every asks for evaluation, but {kept}")
-    return config.with_vocab(config.model.vocab or vocab), data
+def _open_single(config: RunConfig) -> CorpusData:
+    corpus = open_corpus(
+        config.data,
+        config.model.vocab,
+        config.train.seed,
+        references=config.train.needs_reference,
+    )
+    data = _with_logits(_cut(corpus, config), config)
+    _check_validation(config, [data])
+    return data
 
 
-def _open_stream(config: RunConfig) -> tuple[RunConfig, StreamData]:
+def _open_stream(config: RunConfig) -> StreamData:
     settings = config.data
     if config.eval.every and not settings.validation_path:
         what = f"eval.every asks for evaluation, but data.corpus={settings.corpus!r} keeps no data"
         raise ConfigError(what, fix="--set data.validation_path=FILE")
     data = open_stream(settings, validates=True)
-    check_vocab(data.empty.vocab, config.model.vocab)
-    return config.with_vocab(config.model.vocab or data.empty.vocab), data
+    check_vocab(data.vocab, config.model.vocab)
+    return data
+
+
+def _open_mixture(config: RunConfig) -> MixtureData:
+    """Opens the sources of `data.mix`. Raises DataError if their tokenizers differ."""
+    settings = config.data
+    weights = [source.weight for source in settings.mix]
+    mixture = phased(settings.phases, weights, config.train.sequence_length)
+    corpora: list[Corpus] = []
+    for source in settings.mix:
+        alone = settings.model_copy(update={"mix": (), "phases": (), "path": source.path})
+        corpus = open_corpus(alone, config.model.vocab, config.train.seed)
+        if corpora and not corpus.has_tokenizer_of(corpora[0]):
+            both = f"{settings.mix[0].name} and {source.name}"
+            raise DataError(f"data.mix: {both} were made with different tokenizers")
+        corpora.append(corpus)
+    if settings.validation_fraction:
+        corpora = cut_shared_files(corpora, settings.validation_fraction)
+    names = tuple(source.name for source in settings.mix)
+    sources = [_cut(corpus, config, name) for corpus, name in zip(corpora, names, strict=True)]
+    _check_validation(config, sources)
+    return MixtureData(names, tuple(sources), mixture)
+
+
+MIXTURE = "mix"
+# `data.corpus`, or MIXTURE with `data.mix` -> how the data is opened.
+KINDS: Mapping[str, Callable[[RunConfig], CorpusData | MixtureData | StreamData]] = {
+    **dict.fromkeys(CORPORA, _open_single),
+    **dict.fromkeys(STREAMED, _open_stream),
+    MIXTURE: _open_mixture,
+}
+
+
+def _check_validation(config: RunConfig, sources: Sequence[CorpusData]) -> None:
+    """Raises ConfigError if a run evaluates and one of its corpora has no validation split."""
+    if config.eval.every and not all(source.validation.size for source in sources):
+        fraction = "data.validation_fraction=0 keeps no validation data"
+        raise ConfigError(f"eval.every asks for evaluation, but {fraction}")
 
 
 def progress_of(data: Data) -> dict[str, Any]:
-    """Returns what a checkpoint stores about reading: what a stream has learned about its files."""
+    """Returns what a checkpoint stores about reading: a stream's knowledge of its files."""
     return {"ledger": data.ledger.document()} if isinstance(data, StreamData) else {}
 
 
 def recall_progress(data: Data, meta: Mapping[str, Any]) -> None:
-    """Tells a stream what a checkpoint with this meta knows, which spares reading it again."""
+    """Gives a stream the knowledge in a checkpoint's meta, so that it need not read it again."""
     if isinstance(data, StreamData) and "ledger" in meta:
         data.ledger.recall(meta["ledger"])
 
@@ -376,7 +415,7 @@ def _with_logits(data: CorpusData, config: RunConfig) -> CorpusData:
 
 
 def _check_pairs(corpus: Corpus, config: RunConfig) -> None:
-    """Raises UserError if a run would learn pairs of answers as texts, or texts as pairs."""
+    """Raises UserError if a run would read pairs of answers as texts, or texts as pairs."""
     learns_pairs = config.train.learns_pairs
     if corpus.has_pairs and not learns_pairs:
         path = corpus.files[0][1]
@@ -393,26 +432,6 @@ def _check_pairs(corpus: Corpus, config: RunConfig) -> None:
         )
     if config.train.needs_reference and corpus.references is None:
         raise no_references(corpus.files[0][1])
-
-
-def _open_mixture(config: RunConfig) -> MixtureData:
-    """Opens the sources of `data.mix`. Raises DataError if their tokenizers differ."""
-    settings = config.data
-    weights = [source.weight for source in settings.mix]
-    mixture = phased(settings.phases, weights, config.train.sequence_length)
-    corpora: list[Corpus] = []
-    for source in settings.mix:
-        one = settings.model_copy(update={"mix": (), "phases": (), "path": source.path})
-        corpus = open_corpus(one, config.model.vocab, config.train.seed)
-        if corpora and not corpus.has_tokenizer_of(corpora[0]):
-            both = f"{settings.mix[0].name} and {source.name}"
-            raise DataError(f"data.mix: {both} were made with different tokenizers")
-        corpora.append(corpus)
-    if settings.validation_fraction:
-        corpora = cut_shared_files(corpora, settings.validation_fraction)
-    names = tuple(source.name for source in settings.mix)
-    opened = [_cut(corpus, config, name) for corpus, name in zip(corpora, names, strict=True)]
-    return MixtureData(names, tuple(opened), mixture)
 
 
 def _open_source(config: RunConfig, source: Source | Tokens) -> SourceData:
@@ -457,7 +476,7 @@ def _read(tokens: Tokens, config: RunConfig, indices: np.ndarray) -> dict[str, n
 
 
 def _row(tokens: Tokens, config: RunConfig, index: int) -> np.ndarray:
-    """Returns a sample, int32 [sequence_length + 1]. Raises DataError if it is not one."""
+    """Returns a sample, int32 [sequence_length + 1]. Raises DataError for anything else."""
     row = np.asarray(tokens(config.train.seed, index))
     length = config.train.sequence_length + 1
     vocab = config.vocab

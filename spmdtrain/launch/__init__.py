@@ -2,7 +2,7 @@
 
     launch.py    the attempts of a run, until one ends properly: read it first
     ranks.py     the processes of one attempt: start, listen, dump their stacks, end
-    memory.py    the memory in which processes leave snapshots of their state
+    snapshot_memory.py  the memory in which processes leave snapshots of their state
     peer/        copies of that memory on the next host
     patience.py  how long a phase may take before it counts as a hang
     goodput.py   an account of the time

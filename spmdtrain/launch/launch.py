@@ -1,14 +1,14 @@
 """Runs attempt after attempt under a launcher, until one ends properly.
 
-An attempt ends when one of its processes does. The others then have EXIT_SECONDS to end on their
-own, which they do because the coordinator tells them (processes/peers.py); after that they are
-ended. If all are silent for longer than their phases may take, the run hangs: all print their
-stacks, and all are ended.
+An attempt ends when one of its processes does. The others, which learn of it from the coordinator
+(processes/peers.py), then have EXIT_SECONDS to end by themselves; after that they are ended. If all
+are silent for longer than their phases may take, the run hangs: all print their stacks, and all are
+ended.
 
-A failure that may pass (a process was killed or hung, a bug) is followed by another attempt, after
-a pause that doubles. A failure that would only recur (the settings, the data, numbers that
+A failure that may not recur (a process was killed or hung, a bug) is followed by another attempt,
+after a pause that doubles. A failure that would recur (the settings, the data, numbers that
 diverged, a full disk) is not, and neither are CYCLES failures in a row without a new checkpoint or
-snapshot. The last of them begins from the disk: the snapshots may be what it fails with.
+snapshot. The last of them starts from the disk: the snapshots may be the cause.
 """
 
 import contextlib
@@ -65,27 +65,27 @@ class Ending:
     line: str = ""
 
 
-def going_on(command: Sequence[str]) -> list[str]:
+def resume_command(command: Sequence[str]) -> list[str]:
     """Returns the arguments for the next attempt: it resumes, without `--fresh` and `--step`.
 
     argparse accepts an abbreviated option if it is unambiguous.
     """
-    kept = []
-    given = iter(command)
-    for argument in given:
+    passed = []
+    arguments = iter(command)
+    for argument in arguments:
         name, equals, _ = argument.partition("=")
         if len(name) > len("--s") and "--step".startswith(name):
             if not equals:
-                next(given, None)  # its value
+                next(arguments, None)  # its value
         elif not (len(name) > len("--") and "--fresh".startswith(name)):
-            kept.append(argument)
-    return kept
+            passed.append(argument)
+    return passed
 
 
 class Launcher:
     """The launcher of `command`: the arguments of `spmdtrain`, normally those of `train`.
 
-    With `copies`, the next host keeps copies of what the processes leave in memory.
+    With `copies`, the next host keeps copies of the snapshots that the processes leave in memory.
     """
 
     def __init__(
@@ -126,9 +126,9 @@ class Launcher:
 
     @contextlib.contextmanager
     def _copied(self) -> Iterator[None]:
-        """Has the snapshots copied to the next host, inside, if they are to be.
+        """Copies snapshots to the next host while in the block, if they are to be copied.
 
-        First fetches those that it keeps of this host, if this one takes the place of a lost one.
+        First it fetches the copies that the next host keeps, in case this host replaces a lost one.
         """
         if not self._memory.are_copied:
             yield
@@ -165,7 +165,7 @@ class Launcher:
                 return self._over(ending.code)
 
     def _over(self, code: int) -> int:
-        """Returns the exit code of the last attempt, which nothing follows."""
+        """Ends the account of a run whose last attempt ended with `code`; returns the code."""
         if code not in (DONE, PREEMPTED):
             self.goodput.over()
         return code
@@ -184,14 +184,14 @@ class Launcher:
         return ending
 
     def _watch(self, ranks: Ranks) -> Ending:
-        handed_on = 0
+        forwarded = 0
         since = -math.inf
         while True:
             for rank, what, step in ranks.listen(POLL_SECONDS):
                 self._note(ranks, rank, what, step)
             is_another = time.monotonic() - since > 2 * signals.HANDED_ON_SECONDS
-            if self._asked_to_end > handed_on and is_another:
-                handed_on += 1
+            if self._asked_to_end > forwarded and is_another:
+                forwarded += 1
                 since = time.monotonic()
                 ranks.signal(signal.SIGTERM)
             if len(ranks.running()) < len(ranks.ranks):
@@ -209,7 +209,7 @@ class Launcher:
             self._saved = max(self._saved, step)
         elif what == pulse.HELD:
             rank.held = step
-            self._saved = max(self._saved, min(each.held for each in ranks.ranks))
+            self._saved = max(self._saved, min(other.held for other in ranks.ranks))
         elif what != pulse.UNDONE:
             now = time.monotonic()
             self._patience.learn(rank.phase, now - rank.since)
@@ -218,10 +218,10 @@ class Launcher:
             rank.since = now
             if what not in (pulse.BEGIN, pulse.RESTORE):
                 self._restored = True
-                self._command = going_on(self._command)
+                self._command = resume_command(self._command)
 
     def _hang(self, ranks: Ranks) -> Ending | None:
-        """Ends all processes if all have been silent for longer than they may.
+        """Ends all processes if all have been silent for longer than their phases may take.
 
         While one is in a phase that may take longer, such as compiling, the others wait for it.
         """
@@ -229,7 +229,7 @@ class Launcher:
         if any(now - rank.since <= self._patience.limit(rank.phase) for rank in ranks.ranks):
             return None
         last = max(ranks.ranks, key=lambda rank: rank.since)
-        # The one that is furthest back is the likeliest to hang; the others wait for it.
+        # The process that is furthest behind is the likeliest to hang; the others wait for it.
         order = sorted(ranks.ranks, key=lambda rank: (rank.step, rank.since))
         where = ", ".join(f"process {rank.number} {_describe(rank)}" for rank in order[:NAMED])
         line = (
@@ -256,7 +256,7 @@ class Launcher:
             return Ending(DONE)
         if codes == {PREEMPTED}:
             return Ending(PREEMPTED)
-        # The first that failed by itself; those that only lost a peer (code 8) say so.
+        # The first process that failed by itself: those that only lost a peer end with code 8.
         by_age = [*early, *(rank for rank in by_themselves if rank not in early)]
         cause = next((rank for rank in by_age if _failed(rank)), early[0])
         code = cause.process.wait()  # it has ended, like all others
@@ -282,7 +282,7 @@ class Launcher:
     def _asked_to_end(self) -> int:
         """The number of requests to end so far.
 
-        Two end a process at once, so warnings count at most once.
+        A second one ends a process immediately, so warnings count at most once.
         """
         return max(self._commands, min(self._warnings, 1))
 

@@ -41,7 +41,7 @@ class Rank:
 
 
 class Ranks:
-    """The processes of this host. Use it as a context: none is left at its end."""
+    """The processes of this host. Use it as a context: all have ended when it ends."""
 
     def __init__(self, commands: Mapping[int, Sequence[str]], memory: HostMemory):
         """Starts the processes, with the slots that `memory` keeps for each.
@@ -69,7 +69,7 @@ class Ranks:
             [*PROGRAM, *command],
             env=os.environ | {pulse.PIPE: str(write), handed_slots.SLOTS: described},
             pass_fds=[write, *slots],
-            start_new_session=True,  # Ctrl-C reaches the launcher, which hands it on
+            start_new_session=True,  # Ctrl-C reaches the launcher, which forwards it
             preexec_fn=_end_with_the_launcher,  # noqa: PLW1509 - the launcher's other thread waits for signals
         )
         os.close(write)
@@ -83,13 +83,13 @@ class Ranks:
         for key, _ in self._selector.select(seconds):
             rank = key.data
             try:
-                said = os.read(rank.pipe, 1 << 16)
+                chunk = os.read(rank.pipe, 1 << 16)
             except BlockingIOError:
                 continue
-            if not said:  # it has closed its end
+            if not chunk:  # it has closed its end
                 self._selector.unregister(rank.pipe)
                 continue
-            *lines, rank.heard = (rank.heard + said).split(b"\n")
+            *lines, rank.heard = (rank.heard + chunk).split(b"\n")
             for line in lines:
                 if news := pulse.parse(line.decode(errors="replace")):
                     yield rank, *news

@@ -12,9 +12,9 @@ from spmdtrain.processes.snapshots.slot import Slot
 
 
 class HostMemory:
-    """The slots of each process, opened when they are first asked for.
+    """The slots of each process, opened on first use.
 
-    `are_copied`: what is in them is sent to another host (launch/peer).
+    `are_copied`: their contents are sent to another host (launch/peer).
     """
 
     def __init__(self, *, are_copied: bool = False):

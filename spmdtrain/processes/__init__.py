@@ -1,4 +1,4 @@
-"""Runs the processes of a run: how they find each other, share news, and end. No tensors here.
+"""The processes of a run: how they find each other, share news, and end. No tensors here.
 
 processes.py joins them, scheduler.py reads the environment of Slurm and Open MPI, coordinator.py
 and peers.py tell every process why another one ended, pulse.py reports progress to the launcher,

@@ -26,8 +26,8 @@ def launched() -> float:
 
 
 def process_start() -> float:
-    """Returns when this process began, to a hundredth of a second, or the present time if the
-    kernel does not tell.
+    """Returns when this process began, to a hundredth of a second; the present time if the kernel
+    does not say.
     """
     now = time.time()
     try:

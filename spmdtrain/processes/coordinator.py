@@ -18,17 +18,17 @@ import socketserver
 import sys
 import threading
 
-# How long the others have to hear of the end of process 0. No longer, because a new run may want
-# the port.
+# How long the other processes have to receive the news that process 0 has ended. No longer, because
+# a new run may want the port.
 LINGER_SECONDS = 10
 ANY = ""  # the address of a server that all interfaces reach
 
 
 class ThreadServer(socketserver.ThreadingTCPServer):
-    """A server that most hosts reach, whether they know IPv6 or not.
+    """A server that hosts reach with or without IPv6.
 
-    Each connection is handled in a thread. One that breaks prints no traceback: its handler, or the
-    program at its other end, deals with it.
+    Each connection is handled in a thread. A broken one prints no traceback: its handler, or the
+    program at the other end, deals with it.
     """
 
     daemon_threads = True
@@ -71,14 +71,14 @@ class NewsHandler(socketserver.StreamRequestHandler):
             self.server.open[process] = self.connection
             if self.server.news:
                 self.connection.sendall(self.server.news.encode())
-        said = "lost"
+        last_word = "lost"
         try:
-            said = self.rfile.readline().decode().strip() or said
+            last_word = self.rfile.readline().decode().strip() or last_word
         finally:
             with self.server.changed:
                 del self.server.open[process]
-                if said != "done":
-                    self._tell_others(f"{process} {said}\n")
+                if last_word != "done":
+                    self._tell_others(f"{process} {last_word}\n")
                 self.server.changed.notify_all()
 
     def _tell_others(self, news: str):

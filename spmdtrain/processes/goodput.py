@@ -2,7 +2,7 @@
 
 Every moment belongs to one class, so the classes sum to the wall time. Only `step` is training that
 counts. Steps undone by a failure move from `step` to `repeated` as soon as the checkpoint from
-which the run continues is known. Those of which the launcher holds a snapshot are not undone unless
+which the run continues is known. Steps in a snapshot that the launcher holds are not undone, unless
 the run continues from an earlier step, or not at all.
 """
 
@@ -46,7 +46,7 @@ class Goodput:
         self._step = step
 
     def heard(self, what: str, step: int = 0) -> None:
-        """Counts a message of a process (pulse.py): the phase that it enters, or its news."""
+        """Handles a message of a process (pulse.py): the phase that it enters, or its news."""
         if what == pulse.UNDONE:
             self.undone(step)
         elif what == pulse.SAVED:
@@ -58,24 +58,24 @@ class Goodput:
 
     def saved(self, step: int) -> None:
         """Notes that all steps up to this one are on disk: no failure undoes them."""
-        self._unsaved = [each for each in self._unsaved if each[0] > step]
+        self._unsaved = [entry for entry in self._unsaved if entry[0] > step]
 
     def failed(self, hung: bool = False) -> None:
-        """Notes that an attempt failed: what it had neither saved nor in memory is repeated."""
+        """Notes that an attempt failed: its steps that are neither saved nor in memory repeat."""
         if hung:
             self._class = HANG
         self.enter(DOWN)
         self.undone(self._held)
 
     def over(self) -> None:
-        """Notes that no attempt follows a failed one: what was only in memory is lost."""
+        """Notes that a failed attempt was the last: steps that were only in memory are lost."""
         self.undone(0)
 
     def undone(self, after: int) -> None:
         """Notes that the steps after this one are repeated, except those on disk."""
         self._held = min(self._held, after)
         undone = sum(seconds for step, seconds in self._unsaved if step > after)
-        self._unsaved = [each for each in self._unsaved if each[0] <= after]
+        self._unsaved = [entry for entry in self._unsaved if entry[0] <= after]
         self.seconds[pulse.STEP] -= undone
         self.seconds[REPEATED] += undone
 

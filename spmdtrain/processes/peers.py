@@ -52,8 +52,8 @@ def join(**arguments) -> None:
     jaxlib: Any = vars(distributed)["_jax"]
     started: list[_Coordinator] = []
 
-    def start(*given, **named):
-        started.append(_Coordinator(*given, **named))
+    def start(*arguments_of_jax, **named):
+        started.append(_Coordinator(*arguments_of_jax, **named))
         return started[0]
 
     start_service = jaxlib.get_distributed_runtime_service
@@ -117,7 +117,7 @@ def _has_no_address(address: str) -> bool:
 
 
 def _hold(connection: socket.socket, token: str, process: int) -> None:
-    """Introduces this process to the coordinator, starts listening, and arranges its last word."""
+    """Introduces this process to the coordinator, listens to it, and registers the last word."""
     global _connection
     connection.settimeout(None)
     coordinator.keep_alive(connection)
@@ -134,16 +134,16 @@ class _Coordinator:
 
     def __init__(self, *arguments, **named):
         self.token = secrets.token_hex(16)
-        said = json.dumps([arguments, named, self.token])
+        message = json.dumps([arguments, named, self.token])
         self._process = subprocess.Popen(
-            [sys.executable, "-P", coordinator.__file__, said],
+            [sys.executable, "-P", coordinator.__file__, message],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
-        said_back = self._process.stdout
-        assert said_back is not None  # it is a pipe
-        answer = said_back.readline() or '[null, "it did not start"]'
+        output = self._process.stdout
+        assert output is not None  # it is a pipe
+        answer = output.readline() or '[null, "it did not start"]'
         self.port, wrong = json.loads(answer)
         if self.port is None:
             raise ConfigError(
@@ -174,9 +174,9 @@ def _listen(connection: socket.socket) -> None:
 
 def _describe_news(news: str) -> str:
     """Puts "INDEX failed WHY" or "INDEX lost" in words; "" if the coordinator itself is gone."""
-    process, _, said = news.partition(" ")
-    if said.startswith("failed "):
-        return f"process {process} failed: {said.removeprefix('failed ')}"
+    process, _, last_word = news.partition(" ")
+    if last_word.startswith("failed "):
+        return f"process {process} failed: {last_word.removeprefix('failed ')}"
     return f"process {process or 0} was lost: killed, or its host is gone"
 
 
@@ -192,7 +192,7 @@ def _say_last(word: str) -> None:
 def end(error: BaseException) -> None:
     """Ends this process with `error`: shows it and tells the others. Returns if there are none.
 
-    An error caused by the end of another process is shown as that, in one line.
+    An error that the end of another process caused is replaced by one line about that end.
     """
     if _connection is None:
         return
@@ -231,7 +231,7 @@ def _end_now(error: BaseException) -> None:
 def leave(code: int, word: str) -> None:
     """Ends this process now, without jax's shutdown, which is a barrier. Returns if it is alone.
 
-    `word` is what the coordinator is told: "failed WHY" or "done".
+    `word` is the message to the coordinator: "failed WHY" or "done".
     """
     if _connection is None:
         return

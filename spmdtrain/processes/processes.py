@@ -37,12 +37,12 @@ def simulate_devices(count: int) -> None:
     Raises ConfigError if the count is out of range, or if jax has already found another number.
     """
     count = as_whole(count, "count", -sys.maxsize)
-    asked = f"--simulate-devices {count}"
+    typed = f"--simulate-devices {count}"
     if count < 1:
-        raise ConfigError("a run needs a device", asked=asked, fix="--simulate-devices 8")
+        raise ConfigError("a run needs a device", asked=typed, fix="--simulate-devices 8")
     if count > MOST_SIMULATED:
         fix = f"1 to {MOST_SIMULATED}"
-        raise ConfigError("too many devices to simulate", asked=asked, fix=fix)
+        raise ConfigError("too many devices to simulate", asked=typed, fix=fix)
     if "jax" in sys.modules:
         import jax
 
@@ -103,7 +103,7 @@ def this_process() -> tuple[int, int]:
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """Lets this thread do alone, in the block, what processes otherwise do together."""
+    """Makes the collectives of this file local in the block: this thread acts alone."""
     before = APART.set(True)
     try:
         yield
@@ -134,17 +134,17 @@ def of_process_0(number: int) -> int:
 def told_by_process_0(make: Callable[[], Any]) -> Any:
     """Returns, in every process, what `make` returns in process 0, the only one that calls it.
 
-    It is a value that JSON has. A UserError that `make` raises is raised in every process. A
-    collective: every process must call it.
+    The value must be one that JSON can hold. A UserError that `make` raises is raised in every
+    process. A collective: every process must call it.
     """
     process, count = this_process()
     if count == 1:
         return make()
-    said = ""
+    text = ""
     with together():
         if process == 0:
-            said = json.dumps(make())
-    return json.loads(said_by_all(said)[0])
+            text = json.dumps(make())
+    return json.loads(said_by_all(text)[0])
 
 
 def said_by_all(text: str) -> list[str]:
@@ -165,19 +165,19 @@ def said_by_all(text: str) -> list[str]:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Raises in every process the UserError that any process raises in the block.
+    """Raises in every process a UserError that any process raises in the block.
 
-    That of the first process, if there are several. A collective: every process must enter it.
+    If several do, it is the first process's error. A collective: every process must enter it.
     """
     mine = None
     try:
         yield
     except UserError as error:
         mine = error
-    said = said_by_all(f"{type(mine).__name__} {mine.what}" if mine else GOOD)
+    outcomes = said_by_all(f"{type(mine).__name__} {mine.what}" if mine else GOOD)
     if mine:
         raise mine
-    for process, (name, _, what) in enumerate(each.partition(" ") for each in said):
+    for process, (name, _, what) in enumerate(text.partition(" ") for text in outcomes):
         if name != GOOD:
             kind = next((kind for kind in KINDS if kind.__name__ == name), UserError)
             raise kind(what, found=f"in process {process}")
@@ -187,20 +187,20 @@ def _from_arguments(
     coordinator: str | None, processes: int | None, process: int | None
 ) -> dict | None:
     """Returns arguments of `jax.distributed.initialize`, or None for a single process."""
-    given = {"--coordinator": coordinator, "--processes": processes, "--process": process}
-    asked = " ".join(f"{flag} {value}" for flag, value in given.items() if value is not None)
-    missing = [flag for flag, value in given.items() if value is None]
+    flags = {"--coordinator": coordinator, "--processes": processes, "--process": process}
+    typed = " ".join(f"{flag} {value}" for flag, value in flags.items() if value is not None)
+    missing = [flag for flag, value in flags.items() if value is None]
     if coordinator is None or processes is None or process is None:
         raise ConfigError(
             f"{' and '.join(missing)} missing: all three are needed together",
-            asked=asked,
+            asked=typed,
             fix="--coordinator HOST:PORT --processes N --process I",
         )
     if processes < 1 or not 0 <= process < processes:
         last = f"0 to {processes - 1}" if processes > 0 else "0"
         fix = f"--processes {max(processes, 1)} --process {last}"
-        raise ConfigError("no such process", asked=asked, fix=fix)
-    _check_address(coordinator, asked)
+        raise ConfigError("no such process", asked=typed, fix=fix)
+    _check_address(coordinator, typed)
     if processes == 1:
         return None
     return {
@@ -211,18 +211,18 @@ def _from_arguments(
     }
 
 
-def _check_address(coordinator: str, asked: str) -> None:
+def _check_address(coordinator: str, typed: str) -> None:
     """Refuses HOST:PORT without a legal port, and a host that means "this one" on several nodes."""
     host, _, port = coordinator.rpartition(":")
     if not host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
         bare = coordinator.removesuffix(f":{port}") if host else coordinator.rstrip(":")
         fix = f"--coordinator {bare}:12345"
-        raise ConfigError("the coordinator has no port", asked=asked, fix=fix)
+        raise ConfigError("the coordinator has no port", asked=typed, fix=fix)
     nodes = scheduler.number(os.environ, "SLURM_JOB_NUM_NODES") or 1
     if nodes > 1 and re.fullmatch(r"localhost|127\..*|\[::1\]|0\.0\.0\.0|\[::\]", host):
         raise ConfigError(
             f"other hosts cannot reach a coordinator at {host}",
-            asked=asked,
+            asked=typed,
             found=f"{nodes} nodes",
             fix=f"--coordinator NAME_OF_FIRST_NODE:{port}",
         )

@@ -1,4 +1,4 @@
-"""Tells the launcher that watches a process which phase it is in, and at which step.
+"""Reports the phase and the step of a process to the launcher that watches it.
 
 `spmdtrain launch` starts a process with the write end of a pipe, whose file descriptor is in the
 environment. Each message is a line "PHASE STEP". A process without a launcher writes nothing.
@@ -39,9 +39,7 @@ UNDONE = "undone"  # the steps after this one will be repeated
 
 
 class Moment(NamedTuple):
-    """The point at which this process is: its phase, its step, and the wall time since which it is
-    in the phase.
-    """
+    """A process's phase and step, and the wall time at which the phase began."""
 
     name: str
     step: int
@@ -59,10 +57,10 @@ _phase = Moment(BEGIN, 0, time.time())
 def begin() -> None:
     """Takes the launcher's pipe, if there is one, and prints all stacks on SIGUSR1 from now on."""
     global _pipe
-    said = os.environ.pop(PIPE, "")
-    if not said.isdecimal():
+    descriptor = os.environ.pop(PIPE, "")
+    if not descriptor.isdecimal():
         return
-    pipe = int(said[:9])
+    pipe = int(descriptor[:9])
     try:
         os.set_blocking(pipe, False)
         os.set_inheritable(pipe, False)
@@ -84,7 +82,7 @@ def phase() -> Moment:
 
 
 def tell(what: str, step: int = 0) -> None:
-    """Reports that this process enters a phase at `step`, or what it has done."""
+    """Reports that this process enters a phase at `step`, or a piece of news."""
     global _phase
     if what in PHASES:
         since = _phase.since if what == _phase.name else time.time()

@@ -1,4 +1,4 @@
-"""Reads what Slurm and Open MPI put in the environment of a process that they start.
+"""Reads the environment variables that Slurm and Open MPI set for a process that they start.
 
 An empty variable counts as unset. If a scheduler announces several processes, all of its variables
 that jax reads are checked here: jax itself would end in a traceback, or wait for processes that
@@ -21,7 +21,7 @@ ORTE_URI = re.compile(r"\d+\.\d*;.*(tcp://[^,:]+[,:]|tcp6://\[[^],]+[],])", re.A
 def arguments_for_jax(environment: Mapping[str, str]) -> dict | None:
     """Returns arguments of `jax.distributed.initialize`, or None for a single process.
 
-    Open MPI is asked first, because mpirun may run inside a Slurm job. Raises ConfigError if the
+    Open MPI comes first, because mpirun may run inside a Slurm job. Raises ConfigError if the
     environment is incomplete, or holds text in place of a number.
     """
     if (number(environment, "OMPI_COMM_WORLD_SIZE") or 1) > 1:
@@ -31,7 +31,7 @@ def arguments_for_jax(environment: Mapping[str, str]) -> dict | None:
     return _of_slurm(environment)
 
 
-def starts_a_launcher_each(environment: Mapping[str, str]) -> bool:
+def starts_every_process(environment: Mapping[str, str]) -> bool:
     """Returns True if a scheduler has started several processes, of which this is one."""
     in_slurm = (
         "SLURM_PROCID" in environment and (number(environment, "SLURM_STEP_NUM_TASKS") or 1) > 1
@@ -52,7 +52,7 @@ def is_srun_of_several(environment: Mapping[str, str]) -> bool:
 def is_first(process: int | None, environment: Mapping[str, str] = os.environ) -> bool:
     """Returns True if this is process 0 of a run, as far as can be known before jax starts.
 
-    `process` is the number given by the arguments.
+    `process` is the number from the command's arguments, if any.
     """
     if process is not None:
         return process == 0
@@ -134,13 +134,13 @@ def _arguments(environment: Mapping[str, str], method: str, *, all_visible: bool
     """Returns the arguments for jax: how it finds the others, and which GPUs this process has.
 
     By default jax gives a launched process one GPU, by its local rank. An empty list means all
-    visible GPUs. What the user has set is left alone.
+    visible GPUs. Settings of the user are left alone.
     """
-    given = environment.get("JAX_LOCAL_DEVICE_IDS", "")
-    if given and not re.fullmatch(r"\d{1,4}(,\d{1,4})*", given.strip(), re.A):
+    device_ids = environment.get("JAX_LOCAL_DEVICE_IDS", "")
+    if device_ids and not re.fullmatch(r"\d{1,4}(,\d{1,4})*", device_ids.strip(), re.A):
         raise ConfigError(
             "JAX_LOCAL_DEVICE_IDS is not a list of numbers",
-            found=f"JAX_LOCAL_DEVICE_IDS={given!r:.80}",
+            found=f"JAX_LOCAL_DEVICE_IDS={device_ids!r:.80}",
             fix="unset JAX_LOCAL_DEVICE_IDS",
         )
     address = environment.get("JAX_COORDINATOR_ADDRESS")
@@ -157,7 +157,7 @@ def _arguments(environment: Mapping[str, str], method: str, *, all_visible: bool
             found=f"JAX_COORDINATOR_PORT={environment['JAX_COORDINATOR_PORT']!r}",
             fix="unset JAX_COORDINATOR_PORT",
         )
-    found: dict = {"cluster_detection_method": method}
-    if all_visible and not given:
-        found["local_device_ids"] = []
-    return found
+    arguments: dict = {"cluster_detection_method": method}
+    if all_visible and not device_ids:
+        arguments["local_device_ids"] = []
+    return arguments

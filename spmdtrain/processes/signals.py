@@ -33,7 +33,7 @@ FLUSHING_SECONDS = 1.0  # that a full pipe may hold up the end
 ERASE = "\r\x1b[2K"  # clears a terminal's live line
 
 _is_cleaning = False
-_asked = 0  # the signal that has arrived; 0: none
+_arrived = 0  # the signal that has arrived; 0: none
 _code: int | None = None  # of a program that is about to exit
 _is_launched = False
 _saving: object = None  # the handler of a loop that saves
@@ -48,7 +48,7 @@ def heard(until_exit: bool = False) -> Iterator[None]:
 
     A signal that other code has taken over, or that is ignored, is left alone.
     """
-    global _asked, _code, _farewell
+    global _arrived, _code, _farewell
     defaults: dict[int, Any] = dict.fromkeys((*COMMANDS, *WARNINGS), signal.SIG_DFL)
     defaults[signal.SIGINT] = signal.default_int_handler
     taken = [number for number, default in defaults.items() if signal.getsignal(number) == default]
@@ -57,13 +57,13 @@ def heard(until_exit: bool = False) -> Iterator[None]:
     if not taken:
         yield
         return
-    _asked, _code, _farewell = 0, None, None
-    listened, told = os.pipe()
-    os.set_blocking(told, False)
-    before = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    _arrived, _code, _farewell = 0, None, None
+    wakeup, notify = os.pipe()
+    os.set_blocking(notify, False)
+    before = signal.set_wakeup_fd(notify, warn_on_full_buffer=False)
     for number in taken:
         signal.signal(number, _on_signal)
-    listener = threading.Thread(target=_listen, args=(listened,), name="signals", daemon=True)
+    listener = threading.Thread(target=_listen, args=(wakeup,), name="signals", daemon=True)
     listener.start()
     if until_exit and signal.SIGINT in taken:
         # During Python's final shutdown, which lasts a moment, the signal would have its default
@@ -76,7 +76,7 @@ def heard(until_exit: bool = False) -> Iterator[None]:
             for number in taken:
                 signal.signal(number, defaults[number])
             signal.set_wakeup_fd(before)
-            os.close(told)  # which ends the thread
+            os.close(notify)  # which ends the thread
             listener.join()
 
 
@@ -86,7 +86,7 @@ def cleaning_up() -> Iterator[None]:
     global _is_cleaning
     before = sys.unraisablehook
     # An interrupted callback prints nothing: the command is ending.
-    sys.unraisablehook = lambda told: None if _asked else before(told)
+    sys.unraisablehook = lambda error: None if _arrived else before(error)
     _is_cleaning = True
     try:
         yield
@@ -126,7 +126,7 @@ class Requests:
 
 
 def saves_first(handler: object) -> None:
-    """Notes that `handler`, while it is installed, answers the first signal by saving."""
+    """Notes that `handler`, while it is installed, responds to the first signal by saving."""
     global _saving
     _saving = handler
 
@@ -157,9 +157,9 @@ def note_end(code: int) -> None:
             note(code)
 
 
-def asked() -> bool:
+def has_arrived() -> bool:
     """Returns True if a signal that ends the command has arrived."""
-    return bool(_asked)
+    return bool(_arrived)
 
 
 def is_over(code: int) -> None:
@@ -170,7 +170,7 @@ def is_over(code: int) -> None:
 
 def say(number: int = 0) -> int:
     """Prints once that a signal (default: SIGINT) ended the command; returns the exit code."""
-    number = number or _asked or signal.SIGINT
+    number = number or _arrived or signal.SIGINT
     erase = ERASE if os.isatty(2) else ""
     how = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
     with suppress(OSError):
@@ -202,27 +202,27 @@ def _say_and_flush(number: int) -> None:
 
 def _on_signal(number: int, _frame: object) -> None:
     """Handles a signal in the main thread; otherwise the listening thread does."""
-    global _asked
-    if _is_cleaning and not _asked:
-        _asked = number
+    global _arrived
+    if _is_cleaning and not _arrived:
+        _arrived = number
         raise KeyboardInterrupt
 
 
-def _listen(listened: int) -> None:
+def _listen(wakeup: int) -> None:
     requests = Requests()  # that arrived while a loop saves
-    while told := os.read(listened, 1):
-        number = told[0]
+    while bytes_read := os.read(wakeup, 1):
+        number = bytes_read[0]
         handler = signal.getsignal(number)
         if handler is _on_signal:
             if _code is not None:
                 os._exit(_code)
-            if _is_cleaning or _asked:
-                ready, _, _ = select.select([listened], [], [], CLEANING_SECONDS)
-                if ready and not os.read(listened, 1):  # the command has cleaned up
+            if _is_cleaning or _arrived:
+                ready, _, _ = select.select([wakeup], [], [], CLEANING_SECONDS)
+                if ready and not os.read(wakeup, 1):  # the command has cleaned up
                     break
                 if _code is not None:
                     os._exit(_code)
             end(number)
         elif number in COMMANDS and handler == _saving and requests.is_second():
             end(number)
-    os.close(listened)
+    os.close(wakeup)

@@ -1,4 +1,4 @@
-"""Sets the XLA compiler flags that a run on GPUs wants, and jax's share of a GPU's memory.
+"""Sets the XLA compiler flags for runs on GPUs, and jax's share of a GPU's memory.
 
 Each flag comes with its purpose and what it changed. `set_xla_flags` puts them into the environment
 before jax starts, if the run or the compile is for GPUs; the command line calls it. What the user
@@ -32,11 +32,10 @@ KNOWN_BEFORE = (0, 13)
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag.
+    """A flag of XLA, and why it is set.
 
-    `changed`: its effect on the text compiled by `make fleet`.
-    first: the oldest jaxlib for which it is set.
-    alone: it is set only where a machine has one GPU.
+    `changed` is its effect on the text compiled by `make fleet`, and `first` the oldest jaxlib for
+    which it is set. With `alone` it is set only on a machine with one GPU.
     """
 
     name: str
@@ -122,11 +121,11 @@ def wanted() -> tuple[Flag, ...]:
 
     XLA_FLAGS may also name a file of flags; then exactly those are used.
     """
-    given = os.environ.get("XLA_FLAGS", "").strip()
+    typed = os.environ.get("XLA_FLAGS", "").strip()
     installed = _jaxlib_version()
-    if installed >= KNOWN_BEFORE or given and not given.startswith("-"):
+    if installed >= KNOWN_BEFORE or typed and not typed.startswith("-"):
         return ()
-    named = set(re.findall(r"(?:^|\s)--?(\w+)", given))
+    named = set(re.findall(r"(?:^|\s)--?(\w+)", typed))
     unnamed = [flag for flag in FLAGS if flag.name not in named and flag.first <= installed]
     return tuple(flag for flag in unnamed if not flag.alone or has_one_gpu())
 
@@ -153,25 +152,25 @@ def set_xla_flags(*, deviceless: bool = False) -> tuple[str, ...]:
     return added
 
 
-def check_given() -> None:
+def check_xla_flags() -> None:
     """Raises ConfigError if XLA would end the process over the contents of XLA_FLAGS.
 
     XLA parses it in C++ and aborts. So a separate process, which imports only XLA, tries it first:
     a tenth of a second, and only if the variable is set and jax has not started with it.
     """
-    given = os.environ.get("XLA_FLAGS", "").strip()
-    if not given or jax_has_started():
+    typed = os.environ.get("XLA_FLAGS", "").strip()
+    if not typed or jax_has_started():
         return
     program = "import jaxlib.xla_client as xla; xla.make_cpu_client()"
     environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "0"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, env=environment)
-    said = done.stderr.decode(errors="replace")
-    if done.returncode == 0 or "parse_flags_from_env" not in said:
+    output = done.stderr.decode(errors="replace")
+    if done.returncode == 0 or "parse_flags_from_env" not in output:
         return  # jax reports anything else that is wrong
-    wrong = re.findall(r"(?:parse_flags_from_env|command_line_flags)\S*\] (.*)", said)
+    wrong = re.findall(r"(?:parse_flags_from_env|command_line_flags)\S*\] (.*)", output)
     raise ConfigError(
         f"XLA does not take XLA_FLAGS: {wrong[0] if wrong else ''}"[:300],
-        found=f"XLA_FLAGS={given!r:.200}",
+        found=f"XLA_FLAGS={typed!r:.200}",
         fix="unset XLA_FLAGS",
     )
 
@@ -235,7 +234,7 @@ def runs_on_gpus() -> bool:
 
 
 def as_comment() -> str:
-    """Returns the flags as `--print-config` shows them: lines that are comments in TOML."""
+    """Returns the flags for `--print-config`, as TOML comments."""
     lines = ["# XLA_FLAGS of a run on GPUs, unless you set them:"]
     for flag in FLAGS:
         yours = "" if flag in wanted() else "   (left to you)"

@@ -19,7 +19,7 @@ from spmdtrain.config.run_files import steps_in
 from spmdtrain.config.schema import CheckpointConfig
 from spmdtrain.data.source import open_data
 from spmdtrain.inference import tasks
-from spmdtrain.launch.launch import going_on
+from spmdtrain.launch.launch import resume_command
 from spmdtrain.running import loop
 from spmdtrain.running.save_state import save
 from spmdtrain.train.fresh import init_state
@@ -222,5 +222,5 @@ def test_a_run_that_does_not_exist_has_no_step(tmp_path):
 )
 def test_the_launcher_goes_on_in_its_next_attempt(again):
     rest = ["train", "a.toml", "--set", "train.steps=9", "--simulate-devices", "2", "--run", "r"]
-    assert going_on([*rest, *again]) == rest
-    assert going_on([*rest[:2], *again, *rest[2:]]) == rest
+    assert resume_command([*rest, *again]) == rest
+    assert resume_command([*rest[:2], *again, *rest[2:]]) == rest

@@ -1,6 +1,7 @@
 import math
 import subprocess
 import sys
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from spmdtrain.data.corpus import (
     synthetic_corpus,
     text_corpus,
 )
+from spmdtrain.data.source import KINDS, MIXTURE
 from spmdtrain.data.texts.files import find_files
 
 
@@ -38,6 +40,11 @@ def library(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
     return tmp_path
+
+
+def test_every_kind_of_corpus_has_a_row_that_opens_it():
+    named = get_args(DataConfig.model_fields["corpus"].annotation)
+    assert set(KINDS) == {*named, MIXTURE}
 
 
 def test_the_standard_library_is_read_in_path_order_one_document_per_file(library):

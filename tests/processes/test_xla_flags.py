@@ -142,9 +142,9 @@ def test_flags_are_tried_in_a_process_of_its_own_only_until_jax_has_started(monk
     monkeypatch.setenv("XLA_FLAGS", "--xla_no_such_flag=1")
     monkeypatch.setattr(xla_flags, "jax_has_started", lambda: False)
     with pytest.raises(ConfigError, match="xla_no_such_flag"):
-        xla_flags.check_given()
+        xla_flags.check_xla_flags()
     monkeypatch.setattr(xla_flags, "jax_has_started", lambda: True)
-    xla_flags.check_given()
+    xla_flags.check_xla_flags()
 
 
 SHARE = "XLA_CLIENT_MEM_FRACTION"

@@ -54,6 +54,11 @@ class StreamData:
     fingerprint: str
 
     @property
+    def vocab(self) -> int:
+        """The number of ids: all are below it."""
+        return self.empty.vocab
+
+    @property
     def tokenizer(self) -> dict:
         return self.recipe.tokenizer
 

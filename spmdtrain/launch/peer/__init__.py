@@ -1,8 +1,8 @@
-"""Copies of the snapshots of each host in the memory of the next one, from launcher to launcher.
+"""Copies of each host's snapshots in the memory of the next host, from launcher to launcher.
 
-    peer.py     sends this host's, keeps those of the host before it, and fetches its own anew
+    peer.py     sends this host's snapshots, keeps the previous host's, and fetches its own again
     meeting.py  how launchers find each other
-    wire.py     a snapshot on its way, with a checksum
+    wire.py     the transfer of a snapshot, with a checksum
 
-All of it is plain TCP among hosts that trust each other, as jax's own coordinator is.
+All of it is plain TCP among hosts that trust each other, like jax's own coordinator.
 """

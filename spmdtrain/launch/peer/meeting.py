@@ -1,7 +1,7 @@
-"""Tells launchers where the others listen: a server on the first host, which they ask in turn.
+"""Tells launchers where the others listen: a server on the first host collects their addresses.
 
-Its port is the one after the coordinator's. A launcher that asks says where it listens itself, and
-asks again and again: the first host may be replaced, and then knows nobody.
+Its port is the one after the coordinator's. A launcher's question contains its own address, and is
+repeated: the first host may be replaced, and then knows nobody.
 """
 
 import socket
@@ -44,11 +44,12 @@ class MeetingHandler(socketserver.StreamRequestHandler):
         # The first host may ask itself under an address that no other host can use.
         where = self.client_address[0] if int(host) else self.server.name
         self.server.addresses[int(host)] = (where, int(port))
-        send_line(self.connection, [[at, *each] for at, each in self.server.addresses.items()])
+        addresses = self.server.addresses.items()
+        send_line(self.connection, [[number, *address] for number, address in addresses])
 
 
 class Meeting:
-    """This launcher's view of all: `addresses` is what the first host has said last."""
+    """This launcher's knowledge of all: `addresses` is the latest answer of the first host."""
 
     def __init__(self, name: str, port: int, token: str, host: int, hosts: int):
         """Opens the server on the first host. Raises ConfigError if its port is taken."""
@@ -74,7 +75,7 @@ class Meeting:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def begin(self, listens: int) -> None:
-        """Starts to ask, and to say that this launcher listens at the port `listens`."""
+        """Starts asking, and announces that this launcher listens at the port `listens`."""
         threading.Thread(target=self._ask, args=(listens,), name="meeting", daemon=True).start()
 
     def close(self) -> None:
@@ -88,7 +89,7 @@ class Meeting:
         while not self._over.wait(seconds):
             with suppress(OSError), socket.create_connection(self._at, ASK_SECONDS) as connection:
                 send_line(connection, [self._token, self._host, listens])
-                found = read_line(connection.makefile("rb"))
-                self.addresses = {int(at): (str(name), int(port)) for at, name, port in found}
+                answer = read_line(connection.makefile("rb"))
+                self.addresses = {int(at): (str(name), int(port)) for at, name, port in answer}
             is_full = len(self.addresses) == self._hosts
             seconds = ASK_SECONDS if is_full else ASK_SOON_SECONDS

@@ -29,7 +29,7 @@ POLL_SECONDS = 0.005
 AGAIN_SECONDS = 0.5
 CONNECT_SECONDS = 5.0
 SILENT_SECONDS = 120.0  # of a connection, before it counts as broken
-FETCH_SECONDS = 60.0  # for the next host to be there
+FETCH_SECONDS = 60.0  # for the next host to come up
 
 
 class KeeperServer(ThreadServer):
@@ -76,9 +76,9 @@ class KeeperHandler(socketserver.StreamRequestHandler):
 
 
 class Peer:
-    """The copies on the next host of the snapshots that `processes` leave in `memory`.
+    """The next host's copies of the snapshots that `processes` leave in `memory`.
 
-    Use it as a context. `place` is that of this host among several.
+    Use it as a context. `place` is this host's place among several.
     """
 
     def __init__(self, place: Place, token: str, memory: HostMemory, processes: Sequence[int]):
@@ -107,20 +107,20 @@ class Peer:
         self._keeper.server_close()
 
     def fetch(self, gives_up: Callable[[], bool] = lambda: False) -> bool:
-        """Fetches the snapshots that the next host keeps of this one; returns True if it has them.
+        """Fetches this host's snapshots from the next host, and returns True if there were any.
 
-        It waits for that host, but not for ever, nor if it `gives_up`. Then the sending begins.
+        It waits for that host for FETCH_SECONDS, or until `gives_up`. Then it starts to send.
         """
-        found = False
+        is_whole = False
         deadline = time.monotonic() + FETCH_SECONDS
         while time.monotonic() < deadline and not gives_up():
             with suppress(OSError), self._connection() as connection:
                 source = connection.makefile("rb")
-                found = all([self._fetched(connection, source, at) for at in self._processes])
+                is_whole = all([self._fetched(connection, source, at) for at in self._processes])
                 break
             time.sleep(AGAIN_SECONDS)
         threading.Thread(target=self._send, name="snapshots", daemon=True).start()
-        return found
+        return is_whole
 
     def _fetched(self, connection: socket.socket, source, process: int) -> bool:
         send_line(connection, [GIVE, process])
@@ -143,7 +143,7 @@ class Peer:
         return connection
 
     def _send(self) -> None:
-        """Sends what is new. A new connection may lead to a host that has nothing yet."""
+        """Sends new snapshots. After a reconnection the host may be another one, without copies."""
         while not self._over.wait(AGAIN_SECONDS):
             with suppress(OSError), self._connection() as connection:
                 sent: dict[int, int] = {}

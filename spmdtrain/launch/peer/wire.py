@@ -1,7 +1,7 @@
 """Sends a snapshot through a connection, and receives it: whole, or not at all.
 
-Requests and answers are lines of JSON. The contents of a snapshot follow as they are, and then
-whether they stayed the same while they were sent, and their CRC-32.
+Requests and answers are lines of JSON. The contents of a snapshot follow as raw bytes, and then a
+trailer: whether they stayed the same while they were sent, and their CRC-32.
 """
 
 import json
@@ -23,7 +23,7 @@ def send_line(connection: socket.socket, words: Any) -> None:
 
 
 def read_line(source: BufferedIOBase) -> Any:
-    """Returns what a line says. Raises ConnectionError if it ends before its end."""
+    """Returns the value in a line of JSON. Raises ConnectionError if the line is cut."""
     line = source.readline(LONGEST)
     if not line.endswith(b"\n"):
         raise ConnectionError("a line is cut")
@@ -47,7 +47,7 @@ def send(connection: socket.socket, slot: Slot, head: Head) -> None:
 def receive(source: BufferedIOBase, slot: Slot, head: Head) -> bool:
     """Receives the contents of a snapshot into a slot. Returns True if they are whole.
 
-    If not, the slot holds none. Raises ConnectionError if the connection ends before them.
+    If not, the slot is left empty. Raises ConnectionError if the connection ends first.
     """
     memory = slot.begin(head.arrays + head.document)
     checksum = 0
@@ -64,7 +64,7 @@ def receive(source: BufferedIOBase, slot: Slot, head: Head) -> bool:
 
 
 def read_into(source: BufferedIOBase, memory: memoryview) -> None:
-    """Fills memory. Raises ConnectionError if the connection ends before."""
+    """Fills memory. Raises ConnectionError if the connection ends first."""
     done = 0
     while done < len(memory):
         count = source.readinto(memory[done:])  # pyright: ignore[reportAttributeAccessIssue]

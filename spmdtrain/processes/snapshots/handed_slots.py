@@ -14,9 +14,9 @@ _are_copied = False
 
 
 def described(files: Sequence[int], *, are_copied: bool) -> str:
-    """Returns what the environment says of the files of slots.
+    """Returns the value of the environment variable for slots with these files.
 
-    `are_copied`: the launcher sends what is in them to another host.
+    `are_copied`: the launcher sends their contents to another host.
     """
     return json.dumps([are_copied, *files])
 
@@ -24,11 +24,11 @@ def described(files: Sequence[int], *, are_copied: bool) -> str:
 def take() -> None:
     """Takes the slots that the launcher has opened for this process, if there is one."""
     global _are_copied
-    said = os.environ.pop(SLOTS, "")
+    text = os.environ.pop(SLOTS, "")
     _slots.clear()
-    if not said:
+    if not text:
         return
-    _are_copied, *files = json.loads(said)
+    _are_copied, *files = json.loads(text)
     try:
         for file in files:
             os.set_inheritable(file, False)

@@ -4,9 +4,9 @@ The memory is an anonymous file (memfd_create) that the launcher opens, so it li
 launcher, however its processes end, and the kernel frees it with the launcher. It lies outside of
 /dev/shm, which containers often limit to 64 MB.
 
-The head is cleared before anything is written, and written last. Its first 8 bytes, without which
-it is none, are cleared first and written last of all, in one store. So a snapshot is whole or
-absent, wherever its writer was killed: every store of a killed process is seen by later readers.
+The head is cleared before anything is written, and written last. Its first 8 bytes, which make it
+valid, are cleared first and written last of all, in one store. So a snapshot is whole or absent,
+wherever its writer was killed: every store of a killed process is seen by later readers.
 """
 
 import json
@@ -24,7 +24,7 @@ AFTER_HEAD = len(MAGIC) + FACTS.size  # the place of the number that has arrived
 
 
 class Head(NamedTuple):
-    """The facts about a snapshot. Of two, the later one has the larger number."""
+    """The facts about a snapshot. A later snapshot has a larger number."""
 
     number: int
     step: int
@@ -46,7 +46,7 @@ class Slot:
         self._map: mmap.mmap | None = None
 
     def reserve(self, size: int) -> None:
-        """Takes memory for `size` bytes from the system, now rather than in the first snapshot.
+        """Takes memory for `size` bytes from the system now, not during the first snapshot.
 
         Raises OSError if there is none.
         """
@@ -116,7 +116,7 @@ class Slot:
         ARRIVED.pack_into(self._mapped(), AFTER_HEAD, number)
 
     def _mapped(self) -> mmap.mmap:
-        """Returns the memory. An older, shorter map stays as long as somebody looks through it."""
+        """Returns the memory. An older, shorter map stays as long as something refers to it."""
         if self._map is None or len(self._map) < self.reserved:
             self._map = mmap.mmap(self.file, 0)
         return self._map
@@ -125,4 +125,4 @@ class Slot:
 def newest_of(slots: list[Slot]) -> Slot | None:
     """Returns the slot with the latest whole snapshot; None if there is none."""
     whole = [(head.number, slot) for slot in slots if (head := slot.head())]
-    return max(whole, key=lambda each: each[0])[1] if whole else None
+    return max(whole, key=lambda pair: pair[0])[1] if whole else None
