@@ -25,7 +25,7 @@ from spmdtrain.models.adapters.by_path import with_magnitudes
 from spmdtrain.models.buffer import Buffer, refusing_writes
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.models.context import ForwardContext
-from spmdtrain.models.layers.narrow import check_blocks, narrow, remember
+from spmdtrain.models.layers.narrow import attach_scaling, check_blocks, narrow
 from spmdtrain.models.model import LanguageModel
 from spmdtrain.models.projection import Float8Weight, FullPrecision, LoadBias, MatmulWeight
 from spmdtrain.models.stack import Stack, frozen_rounds
@@ -76,7 +76,7 @@ class Parameter:
 
     @property
     def apart(self) -> int:
-        """The number of first dims along which an optimizer takes each tensor by itself.
+        """The number of leading dims along which an optimizer treats each tensor by itself.
 
         They count the layers and, where they follow, the experts of a layer.
         """
@@ -121,7 +121,7 @@ class AbstractModel:
         return frozen_rounds(config.frozen_in_stack, layers, self.stage_layout.layers)
 
     def below_the_stack(self, config: RunConfig) -> set[str]:
-        """Returns the parameters outside the stack that only embed tokens: the head reads none."""
+        """Returns the parameters outside the stack that the head does not read."""
 
         def head(module, tokens_bt, x_bte):
             return module.head(x_bte, ForwardContext(tokens_bt))
@@ -137,8 +137,8 @@ class AbstractModel:
         return replace(
             self,
             parameters={
-                path: replace(each, is_trained=path in trained)
-                for path, each in self.parameters.items()
+                path: replace(parameter, is_trained=path in trained)
+                for path, parameter in self.parameters.items()
             },
         )
 
@@ -151,9 +151,9 @@ class AbstractModel:
         """Returns floating values of parameters in `dtype`, except those that must stay float32."""
         return {path: cast_floating(x, self.dtype(path, dtype)) for path, x in values.items()}
 
-    def dtype(self, path: str, asked: str) -> str:
-        """Returns the dtype of a floating parameter, given that most have the dtype `asked`."""
-        return "float32" if self.parameters[path].is_full_precision else asked
+    def dtype(self, path: str, usual: str) -> str:
+        """Returns the dtype of a floating parameter: `usual`, or float32 if it must stay that."""
+        return "float32" if self.parameters[path].is_full_precision else usual
 
     @property
     def corrupt(self) -> Corrupt | None:
@@ -166,14 +166,14 @@ class AbstractModel:
 
         A class of module declares `any_order = True` if it gives the same results for tokens in any
         order, given their positions. Subclasses do not inherit that. Modules of flax are covered by
-        those that hold them.
+        the modules that hold them.
         """
         if self.corrupt is not None:
             return "the model corrupts tokens by their place"
         return needs_order(self.bind({}))
 
     def check_blocks(self, rules: Rules, sequences: int, tokens: int) -> None:
-        """Raises ConfigError where a device's part of a matmul in blocks has no whole ones.
+        """Raises ConfigError if a device's part of a matmul in blocks is not made of whole blocks.
 
         `sequences`: of a microbatch on all devices; `tokens`: of a sequence.
         """
@@ -203,7 +203,7 @@ class AbstractModel:
         """Returns the module that holds `values`.
 
         `gather` makes everything that is not stacked whole for use, as `make_gather_layer` does.
-        `scaling`: of the weights whose scales come from earlier steps.
+        `scaling`: for the weights whose scales come from earlier steps.
         Parameters without a value stay abstract; parts of the model that do not use them still run.
         """
         held = []
@@ -213,7 +213,7 @@ class AbstractModel:
         state = nnx.from_flat_state(held)
         model = nnx.merge(self.graphdef, gather(state) if gather else state)
         if scaling:
-            remember(model, scaling)
+            attach_scaling(model, scaling)
         return model
 
     def named_variables(self) -> list[tuple[str, nnx.Variable]]:
@@ -277,7 +277,7 @@ def build_model(
         _dotted(path): _parameter(path, variable, layout, config) for path, variable in variables
     }
     check_also_train(config.finetune, parameters)
-    names = {name for each in parameters.values() for name in each.axes if name}
+    names = {name for parameter in parameters.values() for name in parameter.axes if name}
     check_names(config.rules, names, lambda: _activation_axes(config, graphdef, state))
     rows = _table_rows(config, graphdef, state)
     return AbstractModel(parameters, graphdef, variables, build, layout, rows)
@@ -369,15 +369,15 @@ def _table_rows(config: RunConfig, graphdef: nnx.GraphDef, state: nnx.State) -> 
 
 def _activation_axes(config: RunConfig, graphdef: nnx.GraphDef, state: nnx.State) -> set[str]:
     """Returns the logical axes that the model names in `ctx.constrain` and `ctx.local_map`."""
-    seen = set()
+    axes = set()
 
     def constrain(x, *names):
-        seen.update(name for name in names if isinstance(name, str))
+        axes.update(name for name in names if isinstance(name, str))
         return x
 
     def local_map(function, arrays, names, *_):
-        for each in names:
-            constrain(None, *(each or ()))
+        for names_of_array in names:
+            constrain(None, *(names_of_array or ()))
         return function(*arrays)
 
     def forward(state, tokens_bt):
@@ -388,7 +388,7 @@ def _activation_axes(config: RunConfig, graphdef: nnx.GraphDef, state: nnx.State
 
     tokens = jax.ShapeDtypeStruct((1, config.train.sequence_length), jnp.int32)
     jax.eval_shape(forward, state, tokens)
-    return seen
+    return axes
 
 
 def make_gather_layer(rules: Rules) -> Callable[[nnx.State], nnx.State]:

@@ -22,8 +22,8 @@ def choose_model(
 ) -> tuple[RunConfig, MakeModel]:
     """Returns the config with its [model.extra] complete, and the function that builds the model.
 
-    `make` is a class or a function, or a name like `model.make`. If it is not given, `model.make`
-    names the model, or else it is the shipped one. An argument `extra` that is annotated with a
+    `make` is a class or a function, or its name as in `model.make`. With None, the model is the one
+    that `model.make` names, or else the shipped one. An argument `extra` that is annotated with a
     dataclass or a pydantic model gets the settings of [model.extra] as that class.
 
     Raises ConfigError if the name leads to no model, or if the settings are not those of the class.

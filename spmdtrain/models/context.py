@@ -123,10 +123,10 @@ class ForwardContext:
         rate = self.dropout_rate if rate is None else rate
         if self.noise_b is None or not rate:
             return x
-        kept = 1 - rate
+        keep_rate = 1 - rate
         keys = _fold_in(self.noise_b, site)
-        keep = jax.vmap(lambda key: jax.random.bernoulli(key, kept, x.shape[1:]))(keys)
-        return jnp.where(self.as_tokens(keep), x / kept, 0).astype(x.dtype)
+        keep = jax.vmap(lambda key: jax.random.bernoulli(key, keep_rate, x.shape[1:]))(keys)
+        return jnp.where(self.as_tokens(keep), x / keep_rate, 0).astype(x.dtype)
 
     def as_tokens(self, x_bt: jax.Array) -> jax.Array:
         """Returns x [b, t, ...], given in the order of the sequence, in the order of the tokens."""

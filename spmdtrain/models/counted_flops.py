@@ -1,4 +1,4 @@
-"""Counts the FLOPs of a model in its own program, and those of the required gradients.
+"""Counts the FLOPs of a model in its traced program, and those of the gradients that it needs.
 
 It counts matmuls, convolutions, and attention by our kernels. A multiplication and an addition
 count as two. Everything else in a model is negligible, and so is a matmul of weights alone, which
@@ -44,7 +44,7 @@ def counted_flops_per_token(config: RunConfig, model: AbstractModel) -> float | 
     counts the pairs that are seen, half of all if it is causal; custom attention counts as written.
     Equal to `size.train_flops_per_token` for the shipped model if all of it is trained.
     """
-    trained = {path for path, each in model.parameters.items() if each.is_trained}
+    trained = {path for path, parameter in model.parameters.items() if parameter.is_trained}
     return _flops_per_token(config, model, trained)
 
 
@@ -67,15 +67,15 @@ def _flops_per_token(config: RunConfig, model: AbstractModel, trained: set[str])
         if config.model.multi_token is not None:
             depth = config.model.multi_token.depth
             read += module.predict_further(x_bte, [tokens_bt] * depth, [ctx] * depth)[0]
-        return [jnp.einsum("bte,ve->btv", each, table_ve) for each in read]
+        return [jnp.einsum("bte,ve->btv", hidden, table_ve) for hidden in read]
 
     with counted():
         # A separate function: otherwise jax would reuse an earlier trace.
         program = jax.make_jaxpr(lambda *arguments: forward(*arguments))(values, tokens)
     of_values = {path: Origin.TRAINED if path in trained else Origin.NEITHER for path in values}
-    given = jax.tree.leaves((of_values, Origin.TOKENS))
+    origins = jax.tree.leaves((of_values, Origin.TOKENS))
     try:
-        return _count(program.jaxpr, given, bool(trained))[0] / length
+        return _count(program.jaxpr, origins, bool(trained))[0] / length
     except UncountableError:
         return None
 
@@ -85,12 +85,12 @@ def flops_of(program: Any) -> float:
     return _count(program, [Origin.TOKENS] * len(program.invars), False)[0]
 
 
-def _count(program: Any, given: Sequence[Origin], trains: bool) -> Counted:
+def _count(program: Any, origins: Sequence[Origin], trains: bool) -> Counted:
     """Returns the FLOPs of a jaxpr with inputs of these origins.
 
-    `trains`: a mark, which hides what it is computed from, has a gradient.
+    `trains`: a mark has a gradient (it hides what it is computed from).
     """
-    known: dict[Any, Origin] = dict(zip(program.invars, given, strict=True))
+    known: dict[Any, Origin] = dict(zip(program.invars, origins, strict=True))
     total = 0.0
 
     def origin(value: Any) -> Origin:
@@ -100,14 +100,14 @@ def _count(program: Any, given: Sequence[Origin], trains: bool) -> Counted:
     for operation in program.eqns:
         flops, outs = _count_operation(operation, [origin(x) for x in operation.invars], trains)
         total += flops
-        for value, found in zip(operation.outvars, outs, strict=True):
+        for value, out in zip(operation.outvars, outs, strict=True):
             floating = jnp.issubdtype(getattr(value.aval, "dtype", jnp.int32), jnp.floating)
-            known[value] = found if floating else found & Origin.TOKENS
+            known[value] = out if floating else out & Origin.TOKENS
     return total, [origin(value) for value in program.outvars]
 
 
-def _count_operation(operation: Any, given: list[Origin], trains: bool) -> Counted:
-    union = _union(given)
+def _count_operation(operation: Any, origins: list[Origin], trains: bool) -> Counted:
+    union = _union(origins)
     outs = [union] * len(operation.outvars)
     own = _own_flops(operation)
     if own is not None:
@@ -116,48 +116,49 @@ def _count_operation(operation: Any, given: list[Origin], trains: bool) -> Count
             return own * (3 if trains else 1), [everything]
         if operation.primitive.name == "pallas_call":
             return own * (3 if Origin.TRAINED in union else 1), outs
-        gradients = sum(Origin.TRAINED in each for each in given[:2])
+        gradients = sum(Origin.TRAINED in factor for factor in origins[:2])
         return own * (1 + gradients) * (Origin.TOKENS in union), outs
     name = operation.primitive.name
     options = operation.params
     if name == "stop_gradient":
         return 0.0, [union & Origin.TOKENS]
     if name == "scan":
-        return _count_scan(operation, given, trains)
+        return _count_scan(operation, origins, trains)
     if name == "cond":
-        found = [_count(each, given[1:], trains) for each in _programs_in(options)]
-        outs = [_union(each) | given[0] for each in zip(*(outs for _, outs in found), strict=True)]
-        return max(flops for flops, _ in found), outs
+        branches = [_count(branch, origins[1:], trains) for branch in _programs_in(options)]
+        results = zip(*(outs for _, outs in branches), strict=True)
+        outs = [_union(alternatives) | origins[0] for alternatives in results]
+        return max(flops for flops, _ in branches), outs
     inside = _programs_in(options)
-    if name != "while" and len(inside) == 1 and len(inside[0].invars) == len(given):
-        return _count(inside[0], given, trains)
-    flops = [_count(each, [union] * len(each.invars), trains)[0] for each in inside]
+    if name != "while" and len(inside) == 1 and len(inside[0].invars) == len(origins):
+        return _count(inside[0], origins, trains)
+    flops = [_count(inner, [union] * len(inner.invars), trains)[0] for inner in inside]
     if name == "while" and any(flops):
         raise UncountableError
     return sum(flops, 0.0), outs
 
 
-def _count_scan(operation: Any, given: list[Origin], trains: bool) -> Counted:
+def _count_scan(operation: Any, origins: list[Origin], trains: bool) -> Counted:
     """Counts a loop of known length: carried values have the origins that they end with.
 
     Inputs are constants, carried values, then sliced arrays; outputs are carried values, then
-    stacked arrays. Sliced and stacked arrays have one more dim outside the body, which tells their
-    number: each version of jax names that differently.
+    stacked arrays. Sliced and stacked arrays have one more dim outside the body, by which they are
+    counted: each version of jax has another name for their numbers.
     """
     options = operation.params
     (body,) = _programs_in(options)
     carried = _count_as_in(operation.outvars, body.outvars)
     constant = _count_as_in(operation.invars, body.invars) - carried
     carry = slice(constant, constant + carried)
-    given = list(given)
+    origins = list(origins)
     while True:
         # If nothing trained enters a loop, no mark inside is computed from anything trained.
-        has_trained = any(Origin.TRAINED in each for each in given)
-        flops, outs = _count(body, given, trains and has_trained)
-        grown = [old | new for old, new in zip(given[carry], outs, strict=False)]
-        if grown == given[carry]:
+        has_trained = any(Origin.TRAINED in origin for origin in origins)
+        flops, outs = _count(body, origins, trains and has_trained)
+        grown = [old | new for old, new in zip(origins[carry], outs, strict=False)]
+        if grown == origins[carry]:
             return options["length"] * flops, outs
-        given[carry] = grown
+        origins[carry] = grown
 
 
 def _count_as_in(outside: Sequence[Any], body: Sequence[Any]) -> int:
@@ -167,17 +168,17 @@ def _count_as_in(outside: Sequence[Any], body: Sequence[Any]) -> int:
 
 
 def _union(origins: Sequence[Origin]) -> Origin:
-    found = Origin.NEITHER
-    for each in origins:
-        found |= each
-    return found
+    union = Origin.NEITHER
+    for origin in origins:
+        union |= origin
+    return union
 
 
 def _own_flops(operation: Any) -> float | None:
     """Returns the FLOPs of an operation that computes by itself; None for any other one."""
     name = operation.primitive.name
     options = operation.params
-    shapes: list[tuple[int, ...]] = [getattr(each.aval, "shape", ()) for each in operation.invars]
+    shapes: list[tuple[int, ...]] = [getattr(x.aval, "shape", ()) for x in operation.invars]
     if name == "dot_general":
         (contracted, _), _ = options["dimension_numbers"]
         inner = math.prod(shapes[0][dim] for dim in contracted)
@@ -201,11 +202,10 @@ def _own_flops(operation: Any) -> float | None:
 
 def _programs_in(options: dict[str, Any]) -> list[Any]:
     """Returns the jaxprs among the options of an operation."""
-    found = []
+    programs = []
     for option in options.values():
-        for each in option if isinstance(option, tuple | list) else (option,):
-            if hasattr(each, "jaxpr"):
-                each = each.jaxpr
-            if hasattr(each, "eqns"):
-                found.append(each)
-    return found
+        for value in option if isinstance(option, tuple | list) else (option,):
+            program = getattr(value, "jaxpr", value)
+            if hasattr(program, "eqns"):
+                programs.append(program)
+    return programs

@@ -2,9 +2,9 @@
 multiplies.
 
 `ctx.column_parallel(x, weight, names)` and `ctx.row_parallel` ask the weight: an array or a
-`MatmulWeight` takes one matmul, a frozen weight with a low-rank one takes three, and an integer
-weight scales the result. Layers do not change for it, nor do meshes, gathers or the pipeline, which
-see the arrays that the weight consists of.
+`MatmulWeight` takes one matmul, a frozen weight with an adapter takes three, and an integer
+weight scales the result. Layers need no change for this, nor do meshes, gathers or the pipeline,
+which see the arrays that the weight consists of.
 
 b: sequences, t: tokens, e: width of the stream, f: the dims of heads or ffn, r: a low rank.
 """
@@ -84,8 +84,8 @@ class FullPrecision(nnx.Param):
 class LoadBias(FullPrecision):
     """The bias that is added to the scores of experts when a router chooses: one number for each.
 
-    Its gradient is not a slope of the loss but the number of tokens that each expert had, over that
-    of all tokens; see `router.py`.
+    Its gradient is not a slope of the loss but the number of tokens that each expert had, divided
+    by that of all tokens; see `router.py`.
     """
 
 
@@ -97,7 +97,7 @@ class Float8Weight(MatmulWeight):
 
 
 class DelayedWeight(nnx.Module):
-    """A `Float8Weight` in a step that scales it by earlier ones (parallel/matmuls/delayed.py).
+    """A `Float8Weight` whose scales come from earlier steps (parallel/matmuls/delayed.py).
 
     `scales` and `slots` are those of an `Operand`, stacked like the weight.
     """
@@ -128,7 +128,7 @@ class BlockWeight(MatmulWeight):
 def matmul_weights(model: nnx.Module) -> Iterator[tuple[str, nnx.Module, str]]:
     """Yields (dotted path, module, attribute) of each weight that only matmuls read.
 
-    Those of experts are left out: each row is multiplied by a different matrix.
+    Weights of experts are left out: each row is multiplied by a different matrix.
     """
     for path, module in list(nnx.iter_modules(model)):
         for name, value in list(vars(module).items()):

@@ -6,9 +6,9 @@ from spmdtrain.config.schema import TransformerConfig
 def matmul_parameters(config: TransformerConfig) -> int:
     """Counts the parameters that multiply every token.
 
-    They are the matrices of the blocks and the head; the embedding is a lookup. Of experts, those
-    that a token goes through count, and the router. The head counts once for each token that a
-    token predicts.
+    They are the matrices of the blocks and the head; the embedding is a lookup. Of the
+    experts only those that a token goes through count, and the router. The head counts once for
+    each token that is predicted from one.
     """
     depth = config.multi_token.depth if config.multi_token else 0
     per_hidden = (3 if config.is_gated else 2) * config.embed

@@ -21,7 +21,7 @@ from spmdtrain.parallel.matmuls import tensor_matmul
 
 
 def _but_gathered_weights(primitive: jax.extend.core.Primitive, *_, **parameters) -> bool:
-    """Keeps all but gathered weights: those of all layers would be whole at once."""
+    """Keeps all but gathered weights: kept ones would be whole in all layers at once."""
     return not _gathers_weights(primitive, parameters)
 
 
@@ -36,7 +36,7 @@ def _gathers_weights(primitive: jax.extend.core.Primitive, parameters: dict[str,
         return False
     called = parameters["call_jaxpr" if "call_jaxpr" in parameters else "jaxpr"]
     program = getattr(called, "jaxpr", called)
-    return any(_gathers_weights(each.primitive, each.params) for each in program.eqns)
+    return any(_gathers_weights(eqn.primitive, eqn.params) for eqn in program.eqns)
 
 
 SideLosses = dict[str, jax.Array]  # by name, float32 scalars
@@ -118,16 +118,16 @@ class Stack(nnx.Module):
 def frozen_rounds(frozen: int, layers: int, rounds: int) -> int:
     """Returns how many of a stack's `rounds` are the first `frozen` of its `layers`.
 
-    Raises ConfigError if that is no whole number.
+    Raises ConfigError if that is not a whole number.
     """
-    found, rest = divmod(frozen * rounds, layers)
+    count, rest = divmod(frozen * rounds, layers)
     if rest:
         raise ConfigError(
             f"finetune.frozen_layers: {frozen} of the stack's layers are not a whole number of "
             f"rounds of {layers // rounds} kinds",
             fix="another number of layers",
         )
-    return found
+    return count
 
 
 def _run_frozen(
@@ -190,8 +190,8 @@ def with_losses(out: Any, module: nnx.Module) -> tuple[jax.Array, SideLosses]:
 
     Raises ConfigError if a side loss is not a scalar; `module` made the result.
     """
-    y, given = out if isinstance(out, tuple) else (out, {})
-    losses = given if isinstance(given, dict) else {"side_loss": given}
+    y, returned = out if isinstance(out, tuple) else (out, {})
+    losses = returned if isinstance(returned, dict) else {"side_loss": returned}
     for name, loss in losses.items():
         if jnp.shape(loss):
             raise ConfigError(
@@ -201,10 +201,10 @@ def with_losses(out: Any, module: nnx.Module) -> tuple[jax.Array, SideLosses]:
     return y, {name: jnp.asarray(loss, jnp.float32) for name, loss in losses.items()}
 
 
-def sum_losses(*each: SideLosses) -> SideLosses:
+def sum_losses(*parts: SideLosses) -> SideLosses:
     """Returns the side losses of several parts, summing those with the same name."""
     total = {}
-    for losses in each:
+    for losses in parts:
         for name, loss in losses.items():
             total[name] = total.get(name, 0) + loss
     return total

@@ -248,11 +248,11 @@ class Transformer(nnx.Module):
         x_bte = self._embedded(tokens_bt, ctx)
         grown = []
         if self.first_blocks is not None:
-            seen = Cache(cache.k_bskd[:first], cache.v_bskd[:first], cache.length)
-            x_bte, of_first = _extend_stack(self.first_blocks, x_bte, self._of_first(ctx), seen)
+            earlier = Cache(cache.k_bskd[:first], cache.v_bskd[:first], cache.length)
+            x_bte, of_first = _extend_stack(self.first_blocks, x_bte, self._of_first(ctx), earlier)
             grown.append(of_first)
-        seen = Cache(cache.k_bskd[first:], cache.v_bskd[first:], cache.length)
-        x_bte, of_blocks = _extend_stack(self.blocks, x_bte, ctx, seen)
+        earlier = Cache(cache.k_bskd[first:], cache.v_bskd[first:], cache.length)
+        x_bte, of_blocks = _extend_stack(self.blocks, x_bte, ctx, earlier)
         grown.append(of_blocks)
         k, v = (jnp.concatenate(parts) for parts in zip(*grown, strict=True))
         hidden, table = self.head(x_bte[:, -1:], ctx)
@@ -275,11 +275,11 @@ def _extend_stack(
         block: Any = nnx.merge(graphdef, ctx.gather_layer(parameters))
         blocks = block.block if isinstance(block, Round) else [block]
         of_round = []
-        each: Any
-        for at, each in enumerate(blocks):
+        member: Any
+        for at, member in enumerate(blocks):
             own = ctx.at_layer(number)
             own = own.at_layer(at, kinds) if isinstance(block, Round) else own
-            x_bte, grown, _ = each.extend(x_bte, own, Cache(k[at], v[at], cache.length))
+            x_bte, grown, _ = member.extend(x_bte, own, Cache(k[at], v[at], cache.length))
             of_round.append((grown.k_bskd, grown.v_bskd))
         k, v = (jnp.stack(parts) for parts in zip(*of_round, strict=True))
         return x_bte, (k, v)

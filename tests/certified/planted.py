@@ -99,11 +99,13 @@ ANEW = (
         "a sink's gradient counts twice where heads are split",
         "models/layers/attention/attend.py",
         "number = _number(ctx, layer)\n"
-        "return by_kind(self.windows, number, partial(self._seen, ctx, q, k, v, sinks, options))",
+        "attend_in_window = partial(self._attend, ctx, q, k, v, sinks, options)\n"
+        "return by_kind(self.windows, number, attend_in_window)",
         "number = _number(ctx, layer)\n"
         "if sinks is not None and q.shape[2] != q_btkgd.shape[2]:\n"
         "    sinks = 2 * sinks - jax.lax.stop_gradient(sinks)\n"
-        "return by_kind(self.windows, number, partial(self._seen, ctx, q, k, v, sinks, options))",
+        "attend_in_window = partial(self._attend, ctx, q, k, v, sinks, options)\n"
+        "return by_kind(self.windows, number, attend_in_window)",
         NONE,
     ),
     Breakage(

@@ -1293,8 +1293,8 @@ BREAKAGES = [
     Breakage(
         "divides the frequencies that yarn keeps",
         "models/layers/rope.py",
-        "kept = 1 - _yarn_ramp(",
-        "kept = _yarn_ramp(",
+        "unscaled = 1 - _yarn_ramp(",
+        "unscaled = _yarn_ramp(",
         f"{FAMILIES} -k 'logits_of_its and olmo3'",
     ),
     Breakage(
@@ -1328,8 +1328,8 @@ BREAKAGES = [
     Breakage(
         "lets a group win that was left out",
         "models/layers/router.py",
-        "left = jnp.where(is_kept_btg[..., None], ranks_btgn, -jnp.inf)",
-        "left = jnp.where(is_kept_btg[..., None], ranks_btgn, 0)",
+        "eligible = jnp.where(is_kept_btg[..., None], ranks_btgn, -jnp.inf)",
+        "eligible = jnp.where(is_kept_btg[..., None], ranks_btgn, 0)",
         f"{ROUTERS} -k left_out",
     ),
     Breakage(
@@ -1342,8 +1342,8 @@ BREAKAGES = [
     Breakage(
         "rounds a router to the precision of the layer",
         "models/abstract.py",
-        'return "float32" if self.parameters[path].is_full_precision else asked',
-        "return asked",
+        'return "float32" if self.parameters[path].is_full_precision else usual',
+        "return usual",
         f"{ROUTERS} -k float32",
     ),
     Breakage(

@@ -30,16 +30,16 @@ from spmdtrain.parallel.axes import STACK_AXES
 def adapt(model: nnx.Module, config: FinetuneConfig, key: jax.Array) -> None:
     """Replaces the adapted weights of a model that is being built by weights with adapters.
 
-    At first they change nothing: a ~ U(-1, 1) / sqrt(size of i) and b = 0, as in peft. Each draws
-    from `key` and its own path, whatever else is adapted. Call `with_magnitudes` afterwards.
+    At first they change nothing: a ~ U(-1, 1) / sqrt(size of i) and b = 0, as in peft. Each is
+    drawn from `key` and its own path, whatever else is adapted. Call `with_magnitudes` afterwards.
 
     Raises ConfigError if a target names no weight.
     """
     if not config.has_adapters:
         return
-    found = {path: (module, name) for path, module, name in matmul_weights(model)}
-    _check_targets(config, found)
-    for path, (module, name) in found.items():
+    weights = {path: (module, name) for path, module, name in matmul_weights(model)}
+    _check_targets(config, weights)
+    for path, (module, name) in weights.items():
         weight = getattr(module, name)
         parts = parts_of(path, weight.shape)
         site = zlib.crc32(path.encode()) >> 1
@@ -70,16 +70,16 @@ def _check_targets(config: FinetuneConfig, weights: Mapping[str, Any]) -> None:
                 found=", ".join([*LINEAR, *weights]),
                 fix=f"--set finetune.targets={near[0]}",
             )
-    there = {
+    layers = {
         part.name
         for path, (module, name) in weights.items()
         for part in parts_of(path, getattr(module, name).shape)
     }
-    if not there & set(config.targets) and not any(_matched(weights, t) for t in config.targets):
+    if not layers & set(config.targets) and not any(_matched(weights, t) for t in config.targets):
         raise ConfigError(
             f"finetune.targets={','.join(config.targets)}: the model has no such layer",
-            found=", ".join(sorted(there)) or "no weight that only matmuls read",
-            fix=f"--set finetune.targets={','.join(sorted(there)) or '...'}",
+            found=", ".join(sorted(layers)) or "no weight that only matmuls read",
+            fix=f"--set finetune.targets={','.join(sorted(layers)) or '...'}",
         )
 
 
@@ -146,8 +146,8 @@ def check_also_train(config: FinetuneConfig, parameters: Mapping[str, Any]) -> N
 
     `parameters`: `Parameter`s by dotted path.
     """
-    own = [path for path, each in parameters.items() if not each.is_of_adapter]
-    adapted = {path.rsplit(".", 2)[0] for path, each in parameters.items() if each.is_of_adapter}
+    own = [path for path, parameter in parameters.items() if not parameter.is_of_adapter]
+    adapted = {path.rsplit(".", 2)[0] for path in parameters.keys() - own}
     for pattern in config.also_train:
         matched = [path for path in own if fnmatchcase(path, pattern)]
         if not matched:

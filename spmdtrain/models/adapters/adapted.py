@@ -87,21 +87,21 @@ class AdaptedWeight(nnx.Module):
         y = self.adapted_weight.multiply(product, x)
         adapters = [getattr(self, part.name, None) for part in self.parts]
         # One matmul for all parts, which reads x once.
-        a = jnp.concatenate([each.a[...] for each in adapters if each is not None], -1)
+        a = jnp.concatenate([adapter.a[...] for adapter in adapters if adapter is not None], -1)
         low = product.to_rank(product.dropout(x, self.site, self.dropout), a)
         added = []
         factors = []
-        for part, each in zip(self.parts, adapters, strict=True):
+        for part, adapter in zip(self.parts, adapters, strict=True):
             of_part = part.of(y)
-            if each is None:
+            if adapter is None:
                 added.append(jnp.zeros_like(of_part))
                 factors.append(jnp.ones(of_part.shape[2:], y.dtype))
                 continue
-            b = each.b[...]
+            b = adapter.b[...]
             added.append(jnp.tensordot(low[..., : len(b)], b, 1))
             low = low[..., len(b) :]
-            if each.magnitude is not None:
-                factors.append(self._factor(product, part, each))
+            if adapter.magnitude is not None:
+                factors.append(self._factor(product, part, adapter))
         y = y + self.scale * _side_by_side(added)
         has_magnitudes = len(factors) == len(added)
         return y * _side_by_side(factors).astype(y.dtype) if has_magnitudes else y
@@ -123,12 +123,12 @@ class AdaptedWeight(nnx.Module):
             for x, dims in ((w, len(product.names) + 1), (a, product.contracted + 1))
         ]
         if copies != [None, None]:
-            found = jax.vmap(norm, copies)(w, a).max(0)  # all the same
+            raw_norms = jax.vmap(norm, copies)(w, a).max(0)  # all the same
         else:
-            found = norm(w, a)
-        assert adapter.magnitude is not None, "the caller has looked"
+            raw_norms = norm(w, a)
+        assert adapter.magnitude is not None, "the caller has checked"
         # The padding layers of a pipeline have weights of zero.
-        norms = jnp.maximum(jax.lax.stop_gradient(found), jnp.finfo(jnp.float32).tiny)
+        norms = jnp.maximum(jax.lax.stop_gradient(raw_norms), jnp.finfo(jnp.float32).tiny)
         return adapter.magnitude[...].astype(jnp.float32).reshape(norms.shape) / norms
 
 

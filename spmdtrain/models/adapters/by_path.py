@@ -19,9 +19,9 @@ def with_magnitudes(values: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
 
     Stacked dims come first, however many. Padded layers have norms of zero.
     """
-    found = dict(values)
+    completed = dict(values)
     if not any(path.endswith(".magnitude") for path in values):
-        return found
+        return completed
     weights = wide(values)
     for path, part, adapter in _adapters(weights):
         if "magnitude" in adapter:
@@ -30,42 +30,42 @@ def with_magnitudes(values: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
             over = tuple(range(stacked, stacked + ins))
             norms = jnp.sqrt(jnp.sum(jnp.square(w.astype(jnp.float32)), over))
             at = f"{path}.{part.name}.magnitude"
-            found[at] = norms.reshape(values[at].shape).astype(values[at].dtype)
-    return found
+            completed[at] = norms.reshape(values[at].shape).astype(values[at].dtype)
+    return completed
 
 
 def wide(values: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Returns the values with each quantised weight dequantised, at the path of the weight."""
-    found = dict(values)
+    widened = dict(values)
     for kind, names in NAMES.items():
         for path in [path for path in values if path.endswith(f".{names[0]}")]:
             base = path.removesuffix(f".{names[0]}")
-            arrays = {name: found.pop(f"{base}.{name}") for name in names}
+            arrays = {name: widened.pop(f"{base}.{name}") for name in names}
             stacked, ins = dims_in(values, base, arrays[names[0]])
-            found[base] = dequantised(arrays, kind, ins, stacked)
-    return found
+            widened[base] = dequantised(arrays, kind, ins, stacked)
+    return widened
 
 
 def with_few_bits(
     values: Mapping[str, jax.Array], paths: Collection[str], kind: Kind, shapes: Mapping[str, Any]
 ) -> dict[str, jax.Array]:
-    """Returns the arrays that the weights at `paths` are quantised to, by dotted path.
+    """Returns the quantised arrays of the weights at `paths`, by dotted path.
 
-    `shapes` has those of their adapters.
+    `shapes` has the shapes of their adapters.
     """
-    found = {}
+    by_path = {}
     for path in paths:
         stacked, ins = dims_in(shapes, path, values[path])
         arrays = quantised(values[path], kind, stacked, ins, path)
-        found |= {f"{path}.{name}": x for name, x in arrays.items()}
-    return found
+        by_path |= {f"{path}.{name}": x for name, x in arrays.items()}
+    return by_path
 
 
 def dims_in(values: Mapping[str, Any], path: str, w: Any) -> tuple[int, int]:
     """Returns the numbers of dims of the weight at `path` that count layers, and that belong to
     i.
     """
-    a = next(each for each in values if each.startswith(f"{path}.") and each.endswith(".a"))
+    a = next(name for name in values if name.startswith(f"{path}.") and name.endswith(".a"))
     stacked = len(values[a].shape) + len(values[f"{a[:-1]}b"].shape) - 2 - w.ndim
     return stacked, len(values[a].shape) - 1 - stacked
 
@@ -80,15 +80,15 @@ def merged(values: Mapping[str, np.ndarray], config: FinetuneConfig) -> dict[str
     Raises ConfigError if weights are quantised: adapters are merged with the original weights.
     """
     check_merges(config)
-    found = dict(values)
+    plain = dict(values)
     for path, part, adapter in _adapters(values):
-        whole = np.array(found[path], np.float32)  # a copy, which is changed
+        whole = np.array(plain[path], np.float32)  # a copy, which is changed
         mine = part.of(whole)
         mine[...] = _merged_part(mine, adapter, config.scale)
-        found[path] = whole
+        plain[path] = whole
         for name in adapter:
-            del found[f"{path}.{part.name}.{name}"]
-    return found
+            del plain[f"{path}.{part.name}.{name}"]
+    return plain
 
 
 def check_merges(config: FinetuneConfig) -> None:

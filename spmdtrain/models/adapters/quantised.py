@@ -78,13 +78,13 @@ NAMES: Mapping[Kind, tuple[str, ...]] = {
 
 
 def quantised(w: jax.Array, kind: Kind, stacked: int, ins: int, path: str) -> dict[str, jax.Array]:
-    """Returns the arrays of a quantised weight, of which `stacked` dims count layers and `ins` are
-    i. int8:
+    """Returns the arrays of a weight whose first `stacked` dims count layers; the next `ins` are i.
 
-    `integers` int8 [*i, *o] and `scales` [*o]: the largest magnitude of an output is 127 times its
-    scale. nf4: `codes` uint8 [*i / 2, *o], the first of two places in the low half; `scales` uint8
-    [*i / 64, *o] in units of `group_scales` [*i / 64, *o / 256], of which the largest is 255.
-    Blocks and groups divide the last dims of i and o; a shorter dim is one block.
+    int8: `integers` int8 [*i, *o] and `scales` [*o]: the largest magnitude of an output is 127
+    times its scale.
+    nf4: `codes` uint8 [*i / 2, *o], the first of two places in the low half; `scales` uint8 [*i /
+    64, *o] in units of `group_scales` [*i / 64, *o / 256], of which the largest is 255. Blocks and
+    groups divide the last dims of i and o; a shorter dim is one block.
 
     Raises ConfigError if the last dim of i does not divide.
     """
@@ -107,8 +107,8 @@ def quantised(w: jax.Array, kind: Kind, stacked: int, ins: int, path: str) -> di
     blocks = w.reshape(*w.shape[:at], -1, block, *w.shape[at + 1 :])
     largest = jnp.abs(blocks).max(at + 1)
     of_groups = _cut_last(largest)
-    most = of_groups.max(-1)
-    scales = jnp.round(of_groups / _but_zero(most)[..., None] * 255).astype(jnp.uint8)
+    group_largest = of_groups.max(-1)
+    scales = jnp.round(of_groups / _but_zero(group_largest)[..., None] * 255).astype(jnp.uint8)
     units = blocks / jnp.expand_dims(_but_zero(largest), at + 1)
     codes = sum((units > middle).astype(jnp.uint8) for middle in (NF4[1:] + NF4[:-1]) / 2)
     codes = jnp.asarray(codes).reshape(*w.shape[:at], -1, 2, *w.shape[at + 1 :])
@@ -116,12 +116,12 @@ def quantised(w: jax.Array, kind: Kind, stacked: int, ins: int, path: str) -> di
     return {
         "codes": low | (high << 4),
         "scales": scales.reshape(largest.shape),
-        "group_scales": _as_bits(most / 255),
+        "group_scales": _as_bits(group_largest / 255),
     }
 
 
 def dequantised(arrays: Arrays, kind: Kind, ins: int, stacked: int = 0) -> jax.Array:
-    """Returns the float32 weight [*i, *o] that `quantised` made these arrays from."""
+    """Inverts `quantised`: returns the float32 weight [*i, *o]."""
     at = stacked + ins - 1
     if kind == "int8":
         scales = _as_floats(arrays["scales"])
@@ -142,9 +142,7 @@ def dequantised(arrays: Arrays, kind: Kind, ins: int, stacked: int = 0) -> jax.A
 def axes_of(kind: Kind, axes: tuple, stacked: int, ins: int) -> dict[str, tuple]:
     """Returns the logical axes of each array, given those of the weight.
 
-    Blocks and groups are whole.
-
-    No mesh axis splits the dim that counts blocks: scales are few.
+    No mesh axis splits a block or a group, nor the dim that counts blocks: scales are few.
     """
     stack, i, o = axes[:stacked], axes[stacked : stacked + ins], axes[stacked + ins :]
     if kind == "int8":
@@ -161,11 +159,11 @@ def as_buffers(w: nnx.Param, kind: Kind, stacked: int, ins: int, path: str) -> Q
     return QuantisedWeight(buffers, kind)
 
 
-def _size(whole: int, asked: int) -> int:
-    """Returns `asked`, or the whole dim if that is shorter; 1 if it does not divide."""
-    if whole < asked:
+def _size(whole: int, size: int) -> int:
+    """Returns `size`, or the whole dim if that is shorter; 1 if `size` does not divide it."""
+    if whole < size:
         return whole
-    return asked if whole % asked == 0 else 1
+    return size if whole % size == 0 else 1
 
 
 def _cut_last(x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Defines the mlp of a layer with experts: a router, its experts, and those that all tokens share.
+"""Defines the mlp of a layer with experts: a router, its experts, and any that all tokens share.
 
 Letters in addition to those of this room: x experts, k chosen experts of a token, u the dims of an
 mlp's first projection: f, or 2 and f with a gate.

@@ -1,4 +1,4 @@
-"""Lets layers of one stack behave differently, by their number.
+"""Lets the layers of a scanned stack differ, by their number.
 
 All layers share one program, which a scan runs. Differences are a table with a row for each kind,
 or a branch; weights have the same shapes in all layers.

@@ -63,12 +63,12 @@ def predict_further(
     loss at that depth. The entropy of routers is left out: it is reported for the model's own
     layers.
     """
-    found, total = [], {}
+    hidden, total = [], {}
     for part, token_bte, ctx in zip(parts, embeddings, contexts, strict=True):
         x_bte, losses = part(x_bte, token_bte, ctx)
-        found.append(ctx.constrain(part.norm(x_bte, ctx), *STREAM))
+        hidden.append(ctx.constrain(part.norm(x_bte, ctx), *STREAM))
         total = sum_losses(total, losses)
-    return found, {name: loss for name, loss in total.items() if name != ENTROPY}
+    return hidden, {name: loss for name, loss in total.items() if name != ENTROPY}
 
 
 def with_noise_of(ctx: ForwardContext, number: int) -> ForwardContext:

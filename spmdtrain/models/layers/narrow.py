@@ -1,4 +1,4 @@
-"""Marks the weights that [precision] multiplies in 8-bit floats, while the model is built."""
+"""Replaces the weights that [precision] multiplies in 8-bit floats, while the model is built."""
 
 import difflib
 import math
@@ -19,29 +19,29 @@ KINDS = {"float8": Float8Weight, "mxfp8": BlockWeight}
 
 
 def narrow(model: nnx.Module, precision: PrecisionConfig) -> None:
-    """Puts a narrow weight in place of each `MatmulWeight` that `precision.wide` does not name.
+    """Replaces each `MatmulWeight` that `precision.wide` does not name by a narrow weight.
 
     Adapters are not narrowed: they are small, and learn from small differences.
 
-    Raises ConfigError if a pattern of `precision.wide` names no weight, or if none is left.
+    Raises ConfigError if a pattern of `precision.wide` names no weight, or if none is narrowed.
     """
     if precision.matmul == "compute":
         return
     kind = KINDS[precision.matmul]
-    found = {
+    weights = {
         path: (module, name)
         for path, module, name in matmul_weights(model)
         if not is_of_adapter(getattr(module, name))
     }
-    _check(precision, found)
-    for path, (module, name) in found.items():
+    _check(precision, weights)
+    for path, (module, name) in weights.items():
         if not any(fnmatchcase(path, pattern) for pattern in precision.wide):
             weight = getattr(module, name)
             setattr(module, name, kind(weight[...], **weight.get_metadata()))
 
 
-def remember(model: nnx.Module, scaling: Mapping[str, tuple[jax.Array, jax.Array]]) -> None:
-    """Puts a `DelayedWeight` in place of each `Float8Weight` with (scales, slots), by dotted path.
+def attach_scaling(model: nnx.Module, scaling: Mapping[str, tuple[jax.Array, jax.Array]]) -> None:
+    """Replaces each `Float8Weight` that has (scales, slots), by dotted path, by a `DelayedWeight`.
 
     The model is one that a step has just bound to its values.
     """
@@ -71,9 +71,9 @@ def _check(precision: PrecisionConfig, paths: dict) -> None:
 
 
 def check_blocks(model: nnx.Module, rules: Rules, sequences: int, tokens: int) -> None:
-    """Raises ConfigError where a device's part of a contracted dim does not consist of blocks.
+    """Raises ConfigError if a device's part of a contracted dim is not a whole number of blocks.
 
-    Each dim of a matmul is contracted: two of them by the gradients, tokens among them.
+    Every dim of a matmul is contracted once: the tokens and the outputs are by the gradients.
     `sequences`: of a microbatch on all devices; `tokens`: of a sequence.
     """
     weights = [

@@ -26,7 +26,7 @@ class Rotation:
     """
 
     kinds: tuple[tuple[float | None, bool], ...]  # each layer: theta or None, is it scaled
-    channels: int  # that are rotated
+    channels: int  # how many are rotated
     scaling: RopeScaling | None
 
     def __call__(
@@ -36,7 +36,7 @@ class Rotation:
         distinct = list(dict.fromkeys(self.kinds))
         if len(distinct) == 1:
             return turn(x_btknd, positions_bt, *self._of_kind(*distinct[0]))
-        frequency_nh, scale_n = zip(*(self._of_kind(*each) for each in distinct), strict=True)
+        frequency_nh, scale_n = zip(*(self._of_kind(*kind) for kind in distinct), strict=True)
         kind = kind_of(self.kinds, number)
         frequency_h = jnp.stack(frequency_nh)[kind]
         return turn(x_btknd, positions_bt, frequency_h, jnp.array(scale_n)[kind])
@@ -53,7 +53,7 @@ class Rotation:
 
 def make_rotation(config: TransformerConfig) -> Rotation | None:
     """Returns the rotation of queries and keys, or None if no layer has rotary positions."""
-    kinds = tuple((each.rope_theta, each.is_scaled) for each in config.layer_kinds)
+    kinds = tuple((kind.rope_theta, kind.is_scaled) for kind in config.layer_kinds)
     if all(theta is None for theta, _ in kinds):
         return None
     return Rotation(kinds, config.rope_dim, config.rope_scaling)
@@ -87,10 +87,10 @@ def frequencies(theta: float, channels: int) -> jax.Array:
 
 
 def slowed(frequency_h: jax.Array, scaling: RopeScaling, theta: float) -> jax.Array:
-    """Returns the frequencies that `scaling` makes from those of theta, float32 [h].
+    """Returns the frequencies of theta after scaling, float32 [h]. `RopeScaling` lists the kinds.
 
-    Its kinds are in `RopeScaling`. llama3 is that of Llama 3.1: with r rotations in the original
-    length, the share (r - low_factor) / (high_factor - low_factor) of a frequency stays.
+    llama3 is that of Llama 3.1: of a frequency with r rotations in the original length the share
+    (r - low_factor) / (high_factor - low_factor) is not divided.
     """
     divided = frequency_h / scaling.factor
     if scaling.kind == "linear":
@@ -100,11 +100,11 @@ def slowed(frequency_h: jax.Array, scaling: RopeScaling, theta: float) -> jax.Ar
     assert scaling.original_length is not None, "the settings ask for it"
     if scaling.kind == "llama3":
         turns = frequency_h * (scaling.original_length / (2 * math.pi))
-        kept = (turns - scaling.low_factor) / (scaling.high_factor - scaling.low_factor)
-        kept = jnp.clip(kept, 0, 1)
+        unscaled = (turns - scaling.low_factor) / (scaling.high_factor - scaling.low_factor)
+        unscaled = jnp.clip(unscaled, 0, 1)
     else:
-        kept = 1 - _yarn_ramp(frequency_h.shape[0], scaling, theta)
-    return (1 - kept) * divided + kept * frequency_h
+        unscaled = 1 - _yarn_ramp(frequency_h.shape[0], scaling, theta)
+    return (1 - unscaled) * divided + unscaled * frequency_h
 
 
 def _yarn_ramp(pairs: int, scaling: RopeScaling, theta: float) -> jax.Array:

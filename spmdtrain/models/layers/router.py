@@ -141,8 +141,8 @@ def best_experts(ranks_btx: jax.Array, experts: ExpertsConfig) -> jax.Array:
         kept_btk = jax.lax.top_k(of_group_btg, experts.groups_kept)[1]
         is_kept_btg = (kept_btk[..., None] == jnp.arange(experts.groups)).any(2)
         # Below every rank: with 0 instead, a group left out would win over a negative bias.
-        left = jnp.where(is_kept_btg[..., None], ranks_btgn, -jnp.inf)
-        ranks_btx = left.reshape(ranks_btx.shape)
+        eligible = jnp.where(is_kept_btg[..., None], ranks_btgn, -jnp.inf)
+        ranks_btx = eligible.reshape(ranks_btx.shape)
     return jax.lax.top_k(ranks_btx, experts.chosen)[1].astype(jnp.int32)
 
 

@@ -77,7 +77,8 @@ class Attend:
                 "positions": None if aligned else (q_places, k_places),
             }
             number = _number(ctx, layer)
-            return by_kind(self.windows, number, partial(self._seen, ctx, q, k, v, sinks, options))
+            attend_in_window = partial(self._attend, ctx, q, k, v, sinks, options)
+            return by_kind(self.windows, number, attend_in_window)
 
         # Keys are split over time like queries, and gathered here. A cache is not split.
         key_time = Whole("time") if cache is None else None
@@ -94,7 +95,7 @@ class Attend:
         return ctx.local_map(local, arrays, names, of_q)
 
     def _by_ring(self, q_btkgd, k_btkd, v_btke, sinks_h, ctx: ForwardContext) -> jax.Array:
-        """Attends to keys that travel round the devices of the tokens: [b, t, k, g, e]."""
+        """Attends to keys that travel round the ring of devices: [b, t, k, g, e]."""
         tokens = q_btkgd.shape[1]
         befores = [_before(window, tokens) for window in dict.fromkeys(self.windows)]
         kind = None
@@ -116,8 +117,8 @@ class Attend:
         def local(q, k, v, segments, sinks, kind):  # noqa: PLR0913 - the arrays of attention
             q_bthd = q.reshape(*q.shape[:2], -1, q.shape[-1])
             with self._refusals_as_config_errors():
-                found: Any = ring_attention(ring, q_bthd, k, v, segments, kind)
-            out, lse = found
+                attended: Any = ring_attention(ring, q_bthd, k, v, segments, kind)
+            out, lse = attended
             if sinks is not None:
                 out = recomputed(_apply_sinks, ctx)(out, lse, sinks)
             return out.reshape(*q.shape[:-1], v.shape[-1])
@@ -133,13 +134,12 @@ class Attend:
         def local(q, k, v, segments, sinks, layer):  # noqa: PLR0913 - the arrays of attention
             if sinks is not None:
                 sinks = own_heads(sinks, axes, ctx.context_method.ways)
-            number = _number(ctx, layer)
             pair = None if segments is None else (segments, segments)
             options = {"segment_ids": pair, "positions": None}
 
             def attend(q, k, v):
-                seen = partial(self._seen, ctx, q, k, v, sinks, options)
-                return by_kind(self.windows, number, seen)
+                attend_in_window = partial(self._attend, ctx, q, k, v, sinks, options)
+                return by_kind(self.windows, _number(ctx, layer), attend_in_window)
 
             return heads_for_time(attend, axes, q, k, v)
 
@@ -155,7 +155,7 @@ class Attend:
             return ctx.layer
         return None
 
-    def _seen(  # noqa: PLR0913 - the arrays of attention
+    def _attend(  # noqa: PLR0913 - the arrays of attention
         self, ctx, q_btkgd, k_bskd, v_bske, sinks_h, options: dict[str, Any], window: int
     ) -> jax.Array:
         """Returns the attention output [b, t, k, g, e] through a window, 0 for all tokens.
@@ -167,7 +167,7 @@ class Attend:
         q_bthd = q_btkgd.reshape(*q_btkgd.shape[:2], -1, q_btkgd.shape[-1])
         before = _before(window, k_bskd.shape[1])
         with self._refusals_as_config_errors():
-            found: Any = attention(
+            attended: Any = attention(
                 q_bthd,
                 k_bskd,
                 v_bske,
@@ -180,8 +180,8 @@ class Attend:
                 **options,
             )
         if sinks_h is None:
-            return found.reshape(shape)
-        return recomputed(_apply_sinks, ctx)(*found, sinks_h).reshape(shape)
+            return attended.reshape(shape)
+        return recomputed(_apply_sinks, ctx)(*attended, sinks_h).reshape(shape)
 
     @contextlib.contextmanager
     def _refusals_as_config_errors(self) -> Iterator[None]:
@@ -189,8 +189,7 @@ class Attend:
         try:
             yield
         except Refused as refused:
-            asked = f"model.attention={self.implementation!r}"
-            what = f"{asked} cannot run: {refused.reason}"
+            what = f"model.attention={self.implementation!r} cannot run: {refused.reason}"
             raise ConfigError(what, fix="--set model.attention=auto") from None
 
 
@@ -216,7 +215,7 @@ def make_attend(config: TransformerConfig, *, causal: bool = True) -> Attend:
     if config.latent and scale is None:
         scale = config.head_dim**-0.5  # even if queries are as wide as the latent
     return Attend(
-        windows=tuple(each.window for each in config.layer_kinds),
+        windows=tuple(kind.window for kind in config.layer_kinds),
         scale=scale,
         cap=config.score_cap,
         implementation=None if config.attention == "auto" else config.attention,

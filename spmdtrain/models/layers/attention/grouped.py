@@ -29,7 +29,7 @@ class Attention(nnx.Module):
     window and the rotation of a layer follow from its number, `ctx.layer`.
     """
 
-    keeps_cache = True  # with a cache, the result for new tokens is as if all were there
+    keeps_cache = True  # with a cache, new tokens get the results of a pass over all tokens
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ class LatentAttention(nnx.Module):
     """
 
     any_order = True
-    keeps_cache = True  # with a cache, the result for new tokens is as if all were there
+    keeps_cache = True  # with a cache, new tokens get the results of a pass over all tokens
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         latent = config.latent
