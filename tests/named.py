@@ -107,7 +107,7 @@ def options() -> dict[str, set[str]]:
 # Options of other programs that stand in our texts.
 FOREIGN_TEXT = """--user --pty --signal --gpus-per-node --gpus-per-task --ntasks-per-node --nodes
     --no-deps --times --minutes --seed --draws --only --write --export --universal --env-file --rm
-    --gpus --kill-on-bad-exit --steps --mesh"""
+    --gpus --kill-on-bad-exit --local-dir --steps --mesh"""
 FOREIGN = frozenset(FOREIGN_TEXT.split())
 # Where a command that stands in a sentence ends.
 END = re.compile(

@@ -151,3 +151,37 @@ def test_files_that_name_a_feature_are_found(tmp_path):
         path.write_text(text)
     soap = Feature(r"\bsoap\b", ("soap",), 1)
     assert files_that_name(soap, tmp_path) == ["step.py"]
+
+
+# The files of README's tour, in its order, with the features that each still names. A reader of the
+# core has to know these first: a feature may be taken out here, and none added.
+TOUR = {
+    "cli/run/train.py": {"replay", "snapshots"},
+    "config/load.py": set(),
+    "running/loop.py": set(),
+    "train/shard.py": set(),
+    "train/step.py": set(),
+    "train/gradients/grad_accumulation.py": set(),
+    "parallel/reduce.py": set(),
+    "train/updates/optimizers.py": set(),
+    "running/watch.py": set(),
+    "checkpoints/checkpoints.py": set(),
+}
+
+
+def test_the_tour_of_the_readme_is_that_of_these_files():
+    tour = (ROOT.parent / "README.md").read_text(encoding="utf-8").partition("guided tour")[2]
+    assert re.findall(r"^\d+\. `spmdtrain/([^`]+)`", tour, re.M) == list(TOUR)
+
+
+@pytest.mark.parametrize("path", TOUR)
+def test_a_file_of_the_tour_names_no_further_feature(path):
+    text = (ROOT / path).read_text(encoding="utf-8")
+    named = {
+        name
+        for name, feature in FEATURES.items()
+        if not any(Path(home) in (Path(path), *Path(path).parents) for home in feature.homes)
+        and re.search(feature.words, text, re.IGNORECASE)
+    }
+    assert named <= TOUR[path], f"the core names {named - TOUR[path]}; move that to the feature"
+    assert named == TOUR[path], f"fewer than before: take {TOUR[path] - named} out of TOUR"

@@ -1,7 +1,8 @@
 """Writes what the pages of `docs/` take from elsewhere, so that they can be read in a checkout.
 
-That is the text of each example under its title, the page of settings, the page of contributing and
-the pictures. `make pages` runs it; `tests/test_docs.py` holds each page against its source.
+That is the text of each example under its title, the page of settings, the page of contributing,
+the chapters of the first page in the site's navigation and in `llms.txt`, and the pictures. `make
+pages` runs it; `tests/test_docs.py` holds each page against its source.
 """
 
 import re
@@ -13,13 +14,15 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 sys.path.insert(0, str(Path(__file__).parent))
 
-import pictures  # noqa: E402  the folder is no package
+import chapters  # noqa: E402  the folder is no package
+import figures  # noqa: E402
+import pictures  # noqa: E402
 import settings_page  # noqa: E402
 import walk  # noqa: E402
 
 # A block whose title is a file of the examples has the text of that file.
 TITLED = re.compile(
-    r'^(?P<fence>```\{\.python[^\n]*title="(?P<path>[^"\n]+)"[^\n]*\}\n)(?P<body>.*?)^```$',
+    r'^(?P<fence>```\{\.(?:python|toml)[^\n]*title="(?P<path>[^"\n]+)"[^\n]*\}\n)(?P<body>.*?)^```$',
     re.M | re.S,
 )
 
@@ -40,9 +43,16 @@ def texts() -> Iterator[tuple[Path, str]]:
         if TITLED.search(text):
             yield page, with_examples(text)
     yield DOCS / settings_page.PAGE, settings_page.page()
+    for path, written in {
+        DOCS / "llms.txt": chapters.with_list,
+        ROOT / "mkdocs.yml": chapters.with_navigation,
+    }.items():
+        yield path, written(path.read_text(encoding="utf-8"))
     yield DOCS / "contributing.md", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     for name, command in pictures.COMMITTED.items():
         yield DOCS / "pictures" / name, pictures.drawn(command)
+    for name, figure in figures.FIGURES.items():
+        yield DOCS / "pictures" / name, figure()
     yield DOCS / "pictures" / walk.PICTURE, walk.picture()
 
 

@@ -19,7 +19,7 @@ STATIONS = [
     ("figures, saves, signals", "spmdtrain/running/loop.py", "metrics.jsonl"),
 ]
 COLUMNS = 3
-BOX_WIDTH = 236
+BOX_WIDTH = 272
 BOX_HEIGHT = 56
 ACROSS = BOX_WIDTH + 54
 DOWN = BOX_HEIGHT + 44
