@@ -11,13 +11,12 @@ from drawing import BLUE, FAINT, GREEN, GREY, INK, ORANGE, PURPLE, STRONG, Drawi
 
 from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.config.schema import CheckpointConfig, RunConfig
-from spmdtrain.config.stages import timetable
 from spmdtrain.data.batches import Range
 from spmdtrain.data.chats.conversation import of_messages
 from spmdtrain.data.chats.simple_template import CHATML, SimpleTemplate
 from spmdtrain.data.packing import pack_documents
 from spmdtrain.data.tokenizers.tokenizer import ByteTokenizer
-from spmdtrain.parallel.context.ways import zigzag_order
+from spmdtrain.parallel.context.context_method import zigzag_order
 from spmdtrain.train.islands.meeting_times import Timetable
 from spmdtrain.train.sparsity.elements import largest_of_each
 
@@ -303,7 +302,7 @@ def warmup() -> str:
             ],
         }
     )
-    stages = timetable(config.train.stages, 512, 4096)
+    stages = config.train.timetable
     shown, left, top, wide, tall = 5000, 90, 24, 520, 160
     picture = Drawing(left + wide + 30, top + tall + 44)
     most = stages[-1].tokens
