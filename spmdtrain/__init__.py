@@ -23,8 +23,8 @@ the same losses. In Python, `import spmdtrain as st`:
 `loss`, `data`, `sinks` and `hooks`.
 
 The rooms, lowest first: `config`, `processes`, `parallel` and `compiled`, `pipeline`, `models` and
-`data`, `train`, `checkpoints`, `interop` and `page`, `inference`, `running`, `show`, `planner`
-and `launch`, `replay` and `certify`, `diff`, `profile` and `strategies`, `cli`; imports only go
+`data`, `train`, `checkpoints` and `interop`, `inference`, `running`, `show`, `planner` and
+`launch`, `lab` (what reads finished runs: replay, certify, diff, and so on), `cli`; imports only go
 down. `__init__.pyi` lists the public names and their homes, also for type checkers. They are
 imported when they are asked for, so that `spmdtrain --help` takes milliseconds.
 """
