@@ -131,14 +131,13 @@ OTHER_VALUES: dict[str, Any] = {
 def other_values(key: str, config: dict[str, Any]) -> Iterator[Any]:
     """Yields values of a key that differ from that of a config.json."""
     value = OTHER_VALUES[key]
+    values = [value]
     if isinstance(value, tuple):  # a pattern over the layers
-        layers = config.get("num_hidden_layers") or config["n_layer"]
-        yield [value[number % len(value)] for number in range(layers)]
-        yield [value[-1 - number % len(value)] for number in range(layers)]
-        return
-    yield value
-    if isinstance(value, bool):
-        yield not value
+        layers = range(config.get("num_hidden_layers") or config["n_layer"])
+        values = [[way[number % len(way)] for number in layers] for way in (value, value[::-1])]
+    elif isinstance(value, bool):
+        values.append(not value)
+    yield from (value for value in values if key not in config or value != config[key])
 
 
 def models(seeds: Iterable[int]) -> Iterator[TransformerConfig]:
