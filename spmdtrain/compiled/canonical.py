@@ -45,22 +45,22 @@ def canonical(hlo_text: str) -> str:
     """
     numbers: dict[str, str] = {}
 
-    def renamed(found: re.Match[str]) -> str:
-        name = found[0]
+    def renamed(match: re.Match[str]) -> str:
+        name = match[0]
         if name.startswith('"'):  # a string may hold anything, even a percent sign
             return name
         return numbers.setdefault(name, f"%{len(numbers)}")
 
     lines = hlo_text.splitlines()
-    kept = [re.sub(r"^HloModule [^,\s]+", "HloModule", line) for line in lines[:1]]
+    output = [re.sub(r"^HloModule [^,\s]+", "HloModule", line) for line in lines[:1]]
     inside = False
     for line in lines[1:]:
         if start := HEADER.match(line):
             inside = True
-            kept.append(NAME.sub(renamed, f"{start[1] or ''}{start[2]} {{"))
+            output.append(NAME.sub(renamed, f"{start[1] or ''}{start[2]} {{"))
         elif line == "}":
             inside = False
-            kept.append(line)
+            output.append(line)
         elif inside:
-            kept.append(NAME.sub(renamed, DROPPED.sub("", line)))
-    return "\n".join(kept)
+            output.append(NAME.sub(renamed, DROPPED.sub("", line)))
+    return "\n".join(output)

@@ -72,19 +72,19 @@ def report(
     """
     text = compiled.as_text() or ""
     held = asdict(memory_of(compiled))
-    found = {"memory": held, "calls": calls(text), "compile_seconds": seconds}
+    contents = {"memory": held, "calls": calls(text), "compile_seconds": seconds}
     try:
         listed = list(instructions(text, mesh.shape))
     except UNREADABLE as error:
-        return found | {"collectives": None, "unread": str(error)}
-    found |= {"collectives": _counted(listed)}
+        return contents | {"collectives": None, "unread": str(error)}
+    contents |= {"collectives": _counted(listed)}
     with contextlib.suppress(*UNREADABLE):
-        found |= {"traffic": _sent(listed)}
-    return found
+        contents |= {"traffic": _sent(listed)}
+    return contents
 
 
 def calls(hlo_text: str) -> dict[str, int]:
-    """Counts calls of what XLA did not compile itself: cuDNN, cuBLAS, Pallas kernels.
+    """Counts calls of code that XLA did not compile itself: cuDNN, cuBLAS, Pallas kernels.
 
     The keys are XLA's names of them; a call in a loop counts once.
     """
@@ -103,10 +103,10 @@ def collectives(hlo_text: str, mesh_axes: Mapping[str, int]) -> list[dict[str, A
 
 def _counted(listed: Iterable[Collective]) -> list[dict[str, Any]]:
     totals: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
-    for each in listed:
-        total = totals[each.kind, each.axis, each.inside_loop]
+    for collective in listed:
+        total = totals[collective.kind, collective.axis, collective.inside_loop]
         total[0] += 1
-        total[1] += each.bytes
+        total[1] += collective.bytes
     keys = ("kind", "axis", "inside_loop", "count", "bytes")
     return [
         dict(zip(keys, (*group, *total), strict=True)) for group, total in sorted(totals.items())
@@ -123,43 +123,47 @@ def instructions(hlo_text: str, mesh_axes: Mapping[str, int]) -> Iterator[Collec
     visited = set()
 
     def walk(name: str, around: Collective) -> Iterator[Collective]:
-        """Yields those of a computation; `around` has the properties that they inherit."""
+        """Yields the collectives of a computation; `around` has properties that they inherit."""
         visited.add(name)
         beside_work = _beside_work(named[name])
         type_of_start = {}  # the -done's type counts: a -start's output includes its input
-        for each in named[name]:
-            if each.opcode.endswith("-done"):
-                type_of_start[each.operands.split()[-1]] = each.type
-        for each in named[name]:
-            kind = each.opcode.removesuffix("-start")
+        for instruction in named[name]:
+            if instruction.opcode.endswith("-done"):
+                type_of_start[instruction.operands.split()[-1]] = instruction.type
+        for instruction in named[name]:
+            kind = instruction.opcode.removesuffix("-start")
             if kind in COLLECTIVE_KINDS:
-                output = each.type
-                if kind != each.opcode:
-                    assert each.name in type_of_start, f"nothing ends the collective: {each.line}"
-                    output = type_of_start[each.name]
-                groups = _groups(kind, each, math.prod(mesh_axes.values()))
+                output = instruction.type
+                if kind != instruction.opcode:
+                    assert instruction.name in type_of_start, (
+                        f"nothing ends the collective: {instruction.line}"
+                    )
+                    output = type_of_start[instruction.name]
+                groups = _groups(kind, instruction, math.prod(mesh_axes.values()))
                 varying = _varying_axes(groups, mesh_axes)
                 yield replace(
                     around,
-                    name=each.name,
+                    name=instruction.name,
                     kind=kind,
                     axis="+".join(varying) or "none",
                     members=max(map(len, groups)) if varying else 1,
-                    bytes_by_dtype=bytes_by_dtype(output, each.line),
-                    beside_work=around.beside_work or each.name in beside_work,
+                    bytes_by_dtype=bytes_by_dtype(output, instruction.line),
+                    beside_work=around.beside_work or instruction.name in beside_work,
                 )
-            for called in each.called:
-                assert called in named, f"no computation {called} in the text: {each.line}"
+            for called in instruction.called:
+                assert called in named, f"no computation {called} in the text: {instruction.line}"
                 # XLA wraps a collective that has no -start of its own in an async-start.
-                is_beside = each.opcode == "async-start" and each.name in beside_work
-                yield from walk(called, _inside(each, replace(around, beside_work=is_beside)))
+                is_beside = instruction.opcode == "async-start" and instruction.name in beside_work
+                yield from walk(
+                    called, _inside(instruction, replace(around, beside_work=is_beside))
+                )
 
     yield from walk(entry, Collective("", "", "", False, False, {}))
     for name in named.keys() - visited:
-        for each in named[name]:
-            kind = each.opcode.removesuffix("-start")
+        for instruction in named[name]:
+            kind = instruction.opcode.removesuffix("-start")
             assert kind not in COLLECTIVE_KINDS, (
-                f"nothing calls computation {name}, which holds {each.line}"
+                f"nothing calls computation {name}, which holds {instruction.line}"
             )
 
 
@@ -167,8 +171,8 @@ def _check_header(header: str, mesh_axes: Mapping[str, int]) -> None:
     """Checks that the module was partitioned over this mesh."""
     partitions = math.prod(mesh_axes.values())
     for count, expected in (("replica_count", 1), ("num_partitions", partitions)):
-        found = re.search(rf"\b{count}=(\d+)", header)
-        assert found is None or int(found[1]) == expected, (
+        match = re.search(rf"\b{count}=(\d+)", header)
+        assert match is None or int(match[1]) == expected, (
             f"{count} is not {expected} (mesh {dict(mesh_axes)}): {header}"
         )
 
@@ -180,14 +184,14 @@ def events(hlo_text: str) -> dict[str, list[tuple[str, "Instruction"]]]:
     opcode; others are "loop", "matmul" and "fusion".
     """
     named, _ = computations(hlo_text)
-    found = {}
+    pairs = {}
     for name, listed in named.items():
-        found[name] = []
-        for each in listed:
-            event = _event(each)
+        pairs[name] = []
+        for instruction in listed:
+            event = _event(instruction)
             if event:
-                found[name].append((event, each))
-    return found
+                pairs[name].append((event, instruction))
+    return pairs
 
 
 def _event(instruction: "Instruction") -> str | None:
@@ -211,10 +215,10 @@ def overlaps(hlo_text: str, mesh_axes: Mapping[str, int]) -> list[dict[str, Any]
     between their start and their end. One that is not split in two overlaps with nothing.
     """
     totals: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
-    for each in instructions(hlo_text, mesh_axes):
-        total = totals[each.kind, each.axis]
+    for collective in instructions(hlo_text, mesh_axes):
+        total = totals[collective.kind, collective.axis]
         total[0] += 1
-        total[1] += each.beside_work
+        total[1] += collective.beside_work
     keys = ("kind", "axis", "count", "beside_work")
     return [
         dict(zip(keys, (*group, *total), strict=True)) for group, total in sorted(totals.items())
@@ -234,14 +238,18 @@ def traffic(hlo_text: str, mesh_axes: Mapping[str, int]) -> list[dict[str, Any]]
 
 def _sent(listed: Iterable[Collective]) -> list[dict[str, Any]]:
     totals: dict[tuple, list[float]] = defaultdict(lambda: [0, 0, 0])
-    for each in listed:
-        known = not each.in_rounds or "expert" in each.axis.split("+")
-        assert known, f"nothing states how often the loop around {each.name} runs"
-        sent = each.passes * each.bytes * sent_per_output(each.kind, each.members)
-        total = totals[each.kind, each.axis, each.inside_loop]
-        total[0] += each.passes * each.bytes
+    for collective in listed:
+        known = not collective.in_rounds or "expert" in collective.axis.split("+")
+        assert known, f"nothing states how often the loop around {collective.name} runs"
+        sent = (
+            collective.passes
+            * collective.bytes
+            * sent_per_output(collective.kind, collective.members)
+        )
+        total = totals[collective.kind, collective.axis, collective.inside_loop]
+        total[0] += collective.passes * collective.bytes
         total[1] += sent
-        total[2] += sent * each.beside_work
+        total[2] += sent * collective.beside_work
     keys = ("kind", "axis", "inside_loop", "bytes", "sent", "sent_beside_work")
     return [
         dict(zip(keys, (*group, *total), strict=True)) for group, total in sorted(totals.items())
@@ -266,20 +274,20 @@ def _beside_work(listed: list["Instruction"]) -> set[str]:
     That is a matmul or a loop between their -start and their -done.
     """
     under_way: set[str] = set()
-    found: set[str] = set()
-    for each in listed:
-        event = _event(each)
+    beside_work: set[str] = set()
+    for instruction in listed:
+        event = _event(instruction)
         if event in ("matmul", "loop"):
-            found |= under_way
-        elif each.opcode.endswith("-start"):
-            under_way.add(each.name)
-        elif each.opcode.endswith("-done"):
-            under_way -= set(each.operands.split())
-    return found
+            beside_work |= under_way
+        elif instruction.opcode.endswith("-start"):
+            under_way.add(instruction.name)
+        elif instruction.opcode.endswith("-done"):
+            under_way -= set(instruction.operands.split())
+    return beside_work
 
 
 def _inside(caller: "Instruction", around: Collective) -> Collective:
-    """Returns what a collective inherits that `caller` runs, if `around` is inherited there."""
+    """Returns what the collectives run by `caller` inherit, given what `caller` inherits."""
     if caller.opcode == "conditional":
         return replace(around, inside_conditional=True)
     if caller.opcode != "while":
@@ -353,10 +361,10 @@ def _parse_instruction(name: str, line: str, at: int) -> Instruction:
 def _closing(text: str) -> int:
     """Returns the index after the parenthesis that closes the one `text` starts with."""
     depth = 0
-    for found in re.finditer(r"[()]", text):
-        depth += 1 if found[0] == "(" else -1
+    for parenthesis in re.finditer(r"[()]", text):
+        depth += 1 if parenthesis[0] == "(" else -1
         if depth == 0:
-            return found.end()
+            return parenthesis.end()
     raise AssertionError(f"unbalanced parentheses: {text}")
 
 
@@ -369,9 +377,9 @@ def bytes_by_dtype(type_text: str, line: str) -> dict[str, int]:
         elif dtype == "token":
             bits = 0
         else:
-            found = re.match(r"[a-z]+(\d+)", dtype)
-            assert found, f"unknown dtype {dtype}: {line}"
-            bits = int(found[1])
+            match = re.match(r"[a-z]+(\d+)", dtype)
+            assert match, f"unknown dtype {dtype}: {line}"
+            bits = int(match[1])
         elements = math.prod(int(size.removeprefix("<=")) for size in shape.split(",") if size)
         totals[dtype] += -(-elements * bits // 8)
     return dict(totals)
@@ -403,10 +411,10 @@ def _groups(kind: str, instruction: Instruction, partitions: int) -> Groups:
     """
     is_permute = kind == "collective-permute"
     attribute = "source_target_pairs" if is_permute else "replica_groups"
-    found = re.search(rf"\b{attribute}=(.*)", instruction.attributes)
-    text = found[1] if found else ""
-    groups = replica_groups(text, partitions) if found else None
-    if groups is None or not all(0 <= each < partitions for group in groups for each in group):
+    match = re.search(rf"\b{attribute}=(.*)", instruction.attributes)
+    text = match[1] if match else ""
+    groups = replica_groups(text, partitions) if match else None
+    if groups is None or not all(0 <= member < partitions for group in groups for member in group):
         line = instruction.line
         raise AssertionError(f"cannot read {attribute} over {partitions} devices: {line}")
     if is_permute and text.startswith("{}"):
@@ -424,12 +432,12 @@ def replica_groups(text: str, partitions: int) -> Groups | None:
     """
     if re.match(r"\{\}", text):
         return [list(range(partitions))]
-    if found := re.match(r"\{(\{[\d,]+\}(?:,\s*\{[\d,]+\})*)\}", text):
-        return [_numbers(group) for group in re.findall(r"\{([\d,]+)\}", found[1])]
-    if found := re.match(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", text):
-        return _iota(found[2]).reshape(_numbers(found[1]))
-    if found := re.match(r"mesh\[([^\]]*)\](?:, device_ids=\((.*?\)?)\))? \{([^}]*)\}", text):
-        return _mesh_groups(*found.groups())
+    if match := re.match(r"\{(\{[\d,]+\}(?:,\s*\{[\d,]+\})*)\}", text):
+        return [_numbers(group) for group in re.findall(r"\{([\d,]+)\}", match[1])]
+    if match := re.match(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", text):
+        return _iota(match[2]).reshape(_numbers(match[1]))
+    if match := re.match(r"mesh\[([^\]]*)\](?:, device_ids=\((.*?\)?)\))? \{([^}]*)\}", text):
+        return _mesh_groups(*match.groups())
     return None
 
 

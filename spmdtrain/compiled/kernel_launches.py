@@ -1,7 +1,7 @@
 """Lists the kernels that a compiled step launches on a GPU, with the bytes that each moves.
 
-The bytes are those of the arrays that a kernel reads and writes, once each: of a slice its own, of
-an array that is updated in place those of the update.
+Each array that a kernel reads or writes counts once: a slice with its own bytes, an array that is
+updated in place with those of the update.
 """
 
 import re
@@ -35,7 +35,7 @@ class Kernel:
     """One kernel of the text; a loop launches it `launches` times."""
 
     name: str
-    kind: str  # its opcode, or what a custom call names
+    kind: str  # its opcode, or the target of a custom call
     launches: int
     read: float  # bytes of one launch
     written: float
@@ -57,28 +57,33 @@ def kernels(hlo_text: str) -> list[Kernel]:
 
     def of(name: str, launches: int) -> Iterator[Kernel]:
         listed = _with_results(named[name])
-        around = {each.name: each for each in listed}
-        for each in listed:
-            if each.opcode == "while":
-                trips = TRIPS.search(each.line)
-                for called in each.called:
+        around = _by_name(listed)
+        for instruction in listed:
+            opcode = instruction.opcode
+            if opcode == "while":
+                trips = TRIPS.search(instruction.line)
+                for called in instruction.called:
                     yield from of(called, launches * (int(trips[1]) if trips else 1))
-            elif each.opcode in CALLS:
-                for called in each.called:
+            elif opcode in CALLS:
+                for called in instruction.called:
                     yield from of(called, launches)
-            elif each.opcode not in FREE and not each.opcode.endswith("-done"):
-                yield _kernel(each, around, named, launches)
+            elif opcode not in FREE and not opcode.endswith("-done"):
+                yield _kernel(instruction, around, named, launches)
 
     return list(of(entry, 1))
 
 
 def _with_results(listed: Sequence[Instruction]) -> list[Instruction]:
-    """Returns the instructions, with the type of its -done for each -start.
+    """Returns the instructions, each -start with the type of its -done.
 
-    Its own holds its operands as well.
+    A -start's own type holds its operands as well.
     """
-    results = {_operands(each)[0]: each.type for each in listed if each.opcode.endswith("-done")}
-    return [replace(each, type=results.get(each.name, each.type)) for each in listed]
+    results = {_operands(done)[0]: done.type for done in listed if done.opcode.endswith("-done")}
+    return [replace(start, type=results.get(start.name, start.type)) for start in listed]
+
+
+def _by_name(listed: Sequence[Instruction]) -> dict[str, Instruction]:
+    return {instruction.name: instruction for instruction in listed}
 
 
 def _kernel(
@@ -92,10 +97,11 @@ def _kernel(
         read, written = _moved_by_fusion(inner)
     else:
         read, written = _moved(of, around)
-    kinds = {each.opcode for each in inner if not _is_scalar(each)}
-    by_name = {**around, **{each.name: each for each in inner}}
-    conversions = [each for each in inner if each.opcode == "convert" and not _is_scalar(each)]
-    of_floats = all(_is_of_floats(each, by_name) for each in conversions)
+    arrays = [instruction for instruction in inner if not _is_scalar(instruction)]
+    kinds = {instruction.opcode for instruction in arrays}
+    by_name = {**around, **_by_name(inner)}
+    conversions = [array for array in arrays if array.opcode == "convert"]
+    of_floats = all(_is_of_floats(conversion, by_name) for conversion in conversions)
     converts = bool(conversions) and kinds <= MOVES | {"convert"} and of_floats
     named_kind = re.search(r'custom_call_target="([^"]+)"', of.line)
     kind = named_kind[1] if named_kind else of.opcode.removesuffix("-start")
@@ -103,7 +109,7 @@ def _kernel(
 
 
 def _moved(of: Instruction, around: Mapping[str, Instruction]) -> tuple[float, float]:
-    """Returns the bytes that an instruction reads and writes that is no fusion."""
+    """Returns the bytes that an instruction other than a fusion reads and writes."""
     operands = [around[name] for name in _operands(of) if name in around]
     if of.opcode in SLICES:
         return _size(of), _size(of)
@@ -114,11 +120,11 @@ def _moved(of: Instruction, around: Mapping[str, Instruction]) -> tuple[float, f
 
 def _moved_by_fusion(inner: Sequence[Instruction]) -> tuple[float, float]:
     """Returns the bytes that a fusion of these instructions reads and writes."""
-    by_name = {each.name: each for each in inner}
+    by_name = _by_name(inner)
     users: dict[str, list[Instruction]] = defaultdict(list)
-    for each in inner:
-        for name in _operands(each):
-            users[name].append(each)
+    for user in inner:
+        for name in _operands(user):
+            users[name].append(user)
 
     def read(of: Instruction) -> float:
         total = 0.0
@@ -138,7 +144,8 @@ def _moved_by_fusion(inner: Sequence[Instruction]) -> tuple[float, float]:
             return written(by_name[_operands(of)[0]])
         return _size(by_name[_operands(of)[1]] if of.opcode == UPDATE else of)
 
-    return sum(read(each) for each in inner if each.opcode == "parameter"), written(inner[-1])
+    parameters = [instruction for instruction in inner if instruction.opcode == "parameter"]
+    return sum(map(read, parameters)), written(inner[-1])
 
 
 def _operands(of: Instruction) -> list[str]:

@@ -1,9 +1,9 @@
-"""Classifies each instruction of a compiled step: its sort of work, and the part that it belongs
-to.
+"""Classifies each instruction of a compiled step: its sort of work, and the part of the step.
 
-A profiler trace has only the names of instructions. The text of the program says the rest.
+A profiler trace has only the names of instructions. The text of the program has the rest.
 """
 
+import itertools
 import re
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -18,7 +18,7 @@ MATMUL, NETWORK, KERNEL, COPY, ELEMENTWISE = (
 SORTS = (MATMUL, NETWORK, KERNEL, COPY, ELEMENTWISE)
 MATMULS = {"dot", "convolution", "ragged-dot"}
 COPIES = {"copy", "copy-start", "copy-done", "transpose", "reshape", "bitcast", "slice"}
-# Instructions whose time is that of what they call.
+# Instructions that take the time of the computations that they call.
 CALLERS = {"while", "conditional", "call"}
 # Custom calls of libraries that are matmuls; any other is a kernel of ours or of cuDNN.
 GEMM = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul|cublas)', re.I)
@@ -36,28 +36,30 @@ class KindOfWork(NamedTuple):
 
 
 def operations(hlo_text: str) -> dict[str, KindOfWork]:
-    """Returns the instructions of a module that do work, by name; those that only call are left
-    out.
+    """Returns the instructions of a module that compute, by name; pure calls are left out.
 
     Raises an error of hlo.UNREADABLE for text that cannot be read.
     """
     named, _ = computations(hlo_text)
-    opcodes = {name: {each.opcode for each in listed} for name, listed in named.items()}
-    found = {}
-    for each in (each for listed in named.values() for each in listed):
-        if each.opcode in CALLERS:
+    opcodes = {
+        name: {instruction.opcode for instruction in listed} for name, listed in named.items()
+    }
+    kinds = {}
+    for instruction in itertools.chain(*named.values()):
+        opcode, line = instruction.opcode, instruction.line
+        if opcode in CALLERS:
             continue
-        path = OP_NAME.search(each.line)
-        text = path[1] if path else ""
-        found[each.name] = KindOfWork(_sort(each.opcode, each.line, opcodes), _part(text), text)
-    return found
+        op_name = OP_NAME.search(line)
+        path = op_name[1] if op_name else ""
+        kinds[instruction.name] = KindOfWork(_sort(opcode, line, opcodes), _part(path), path)
+    return kinds
 
 
 def _sort(opcode: str, line: str, opcodes: Mapping[str, set[str]]) -> str:
     inner = {opcode}
     if called := CALLED.search(line):
         inner |= opcodes.get(called[1], set()) if opcode.startswith(("fusion", "async")) else set()
-    plain = {each.removesuffix("-start").removesuffix("-done") for each in inner}
+    plain = {name.removesuffix("-start").removesuffix("-done") for name in inner}
     if plain & set(COLLECTIVE_KINDS):
         return NETWORK
     if plain & MATMULS or (opcode == "custom-call" and GEMM.search(line)):

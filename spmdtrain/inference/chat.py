@@ -10,11 +10,11 @@ from spmdtrain.config.errors import ConfigError
 from spmdtrain.inference import sample
 from spmdtrain.inference.prompts import (
     Prompts,
-    ended,
     ending_of,
     prompt_ids,
     stops_of,
     template_of,
+    text_until_stop,
     texts_to_stop,
 )
 from spmdtrain.inference.trained_run import open_run
@@ -51,9 +51,9 @@ class Chat:
         ending = ending_of(self._opened, self._template)
         self._prompts = Prompts([], self._tokenizer, is_one=True, ending=ending)
         self._stops = stops_of(self._prompts, stop, None)
-        self._most = setup.config.model.max_length
+        self._max_length = setup.config.model.max_length
         self._generate = sample.make_generate(
-            setup, self._length, choice, self._stops.ids, shapes=partial(_shapes, self._most)
+            setup, self._length, choice, self._stops.ids, shapes=partial(_shapes, self._max_length)
         )
 
     def ask(self, question: str) -> str:
@@ -61,19 +61,19 @@ class Chat:
 
         Raises ConfigError if the conversation is longer than the model was made for.
         """
-        asked = [*self.messages, {"role": "user", "content": question}]
-        ids = prompt_ids(asked, self._template, self._opened)
-        length = min(self._length, self._most - len(ids))
+        messages = [*self.messages, {"role": "user", "content": question}]
+        ids = prompt_ids(messages, self._template, self._opened)
+        length = min(self._length, self._max_length - len(ids))
         if length < 1:
             raise ConfigError(
                 f"the conversation has {len(ids)} tokens, and leaves no room for an answer",
-                found=f"model.max_length={self._most}",
+                found=f"model.max_length={self._max_length}",
                 fix="a new conversation",
             )
         key = jax.random.fold_in(self._key, len(self.messages))
         (made,) = self._generate(self._opened.params, [ids], key, length)
-        answer = ended(self._prompts, made, len(ids), self._stops)
-        self.messages = [*asked, {"role": "assistant", "content": answer}]
+        answer = text_until_stop(self._prompts, made, len(ids), self._stops)
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
         return answer
 
     def __enter__(self) -> "Chat":
@@ -83,6 +83,6 @@ class Chat:
         self._template.close()
 
 
-def _shapes(most: int, start: int, room: int) -> tuple[int, int]:
+def _shapes(max_length: int, start: int, room: int) -> tuple[int, int]:
     """Returns powers of two: there are few of them, so few programs are compiled."""
-    return 1 << start.bit_length() - 1, min(1 << (room - 1).bit_length(), most)
+    return 1 << start.bit_length() - 1, min(1 << (room - 1).bit_length(), max_length)

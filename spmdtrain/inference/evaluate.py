@@ -45,7 +45,7 @@ def evaluate(
     OF_EVALUATION. `make` is what the run was trained with: a class or its name, as in `model.make`.
     With `ema` the loss is that of the average of the weights, which a run with `optimizer.ema` has.
     `own` are the files and modules whose code may run if [own] of the run names it: its data and
-    its loss, without which there is no validation as in the run.
+    its loss, which validation data needs.
 
     The result has "loss" (nats per token), "perplexity", "bits_per_byte" (None if ids have no text,
     or if the model restores some of the tokens), the predicted "tokens" and "bytes", the
@@ -54,8 +54,8 @@ def evaluate(
 
     For a mixture, loss and bits per byte are means over the sources, weighted by their shares.
     "loss/NAME", "bits_per_byte/NAME" and "tokens/NAME" are those of one source; the first two are
-    present only if one of its tokens has a loss. Of a run that learned from pairs of answers, the
-    loss is that of pairs, without a perplexity, and the numbers are "pairs" and "split_pairs".
+    present only if one of its tokens has a loss. For a run that learned from pairs of answers, the
+    loss is that of pairs, without a perplexity, and the counts are "pairs" and "split_pairs".
     Raises UserError.
     """
     paths = as_texts(paths, "paths", "book.txt")
@@ -76,8 +76,8 @@ def evaluate(
     sets = _eval_sets(opened, paths, field)
     takes_all = paths and opened.config.origin.get("eval.batches") != COMMAND_LINE
     limit = None if takes_all else opened.eval_windows
-    found = _predict(opened, sets, limit)
-    loss = mean_loss([predicted for predicted, _ in found])
+    predictions = _predict(opened, sets, limit)
+    loss = mean_loss([predicted for predicted, _ in predictions])
     if loss is None:
         raise DataError(f"there is nothing to evaluate: {NOTHING}")
     unit = unit_of(opened.config)
@@ -85,17 +85,17 @@ def evaluate(
         "step": opened.step,
         "loss": loss,
         "perplexity": math.exp(min(loss, 700.0)) if unit == "tokens" else None,
-        "bits_per_byte": _bits_per_byte(found),
-        unit: sum(predicted.tokens for predicted, _ in found),
-        f"split_{unit}": sum(predicted.of_tokens for predicted, _ in found),
-        "bytes": sum(size for _, size in found),
-    } | _by_source(found)
+        "bits_per_byte": _bits_per_byte(predictions),
+        unit: sum(predicted.tokens for predicted, _ in predictions),
+        f"split_{unit}": sum(predicted.of_tokens for predicted, _ in predictions),
+        "bytes": sum(size for _, size in predictions),
+    } | _by_source(predictions)
 
 
-def _by_source(found: Sequence[tuple[Predicted, int]]) -> dict[str, Any]:
+def _by_source(predictions: Sequence[tuple[Predicted, int]]) -> dict[str, Any]:
     """Returns the figures of each source of a mixture."""
     figures: dict[str, Any] = {}
-    for predicted, size in found:
+    for predicted, size in predictions:
         if not predicted.name:
             continue
         figures[f"tokens/{predicted.name}"] = predicted.tokens
@@ -106,13 +106,13 @@ def _by_source(found: Sequence[tuple[Predicted, int]]) -> dict[str, Any]:
     return figures
 
 
-def _bits_per_byte(found: Sequence[tuple[Predicted, int]]) -> float | None:
+def _bits_per_byte(predictions: Sequence[tuple[Predicted, int]]) -> float | None:
     """Returns the bits per byte of a text that mixes the sources' tokens by their shares: bits per
     token over bytes per token, each a mean weighted by the shares.
 
     None if a source has no bytes.
     """
-    counted = [(predicted, size) for predicted, size in found if predicted.tokens]
+    counted = [(predicted, size) for predicted, size in predictions if predicted.tokens]
     if not all(size for _, size in counted):
         return None
     nats = sum(predicted.weight * predicted.loss for predicted, _ in counted)
@@ -180,22 +180,22 @@ def _predict(
     tokenizer = opened.tokenizer if has_bytes else None
     step = make_eval_step(setup).jitted  # the batches are made here
 
-    def predict(each: EvalSet) -> tuple[Predicted, int]:
+    def predict(eval_set: EvalSet) -> tuple[Predicted, int]:
         nats = 0.0
         tokens = 0.0
         size = 0
-        for ids, loss, count in window_losses(setup, step, opened.params, each.windows, limit):
+        for ids, loss, count in window_losses(setup, step, opened.params, eval_set.windows, limit):
             nats += loss
             tokens += count
             if tokenizer is not None:
-                rows = each.windows.samples(ids)
+                rows = eval_set.windows.samples(ids)
                 frame = [opened.begin_of_text, opened.end_of_text]
                 no_text = [token for token in frame if token is not None]
                 is_text = ~np.isin(rows["targets"], no_text)
                 size += _bytes(tokenizer, rows["targets"], rows["mask"] * is_text)
-        return Predicted(each.name, each.weight, nats, int(tokens), each.tokens), size
+        return Predicted(eval_set.name, eval_set.weight, nats, int(tokens), eval_set.tokens), size
 
-    return [predict(each) for each in sets]
+    return [predict(eval_set) for eval_set in sets]
 
 
 def _bytes(tokenizer: Tokenizer, targets: np.ndarray, mask: np.ndarray) -> int:

@@ -20,9 +20,9 @@ from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.given import shown
 from spmdtrain.config.near import near
 from spmdtrain.inference.requests import (
-    AskedText,
     Ids,
     Pair,
+    TextRequest,
     generation,
     rolling_pairs,
     scored_pair,
@@ -74,11 +74,11 @@ def likelihoods(
     continuation at most that length. `programs` are those of the run's setup, if already made.
     """
     limit = opened.config.model.max_length
-    assert all(0 < len(scored) <= limit for _, scored in pairs), "no score is that of no token"
+    assert all(0 < len(scored) <= limit for _, scored in pairs), "each has 1 to max_length tokens"
     score = (programs or make_programs(opened.setup, opened.end_of_text)).score
     lengths = [len(context) + len(continuation) for context, continuation in pairs]
     order = sorted(range(len(pairs)), key=lengths.__getitem__)  # groups similar lengths
-    found: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
+    scores: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
     for first in range(0, len(order), BATCH):
         chosen = order[first : first + BATCH]
         rows = [np.concatenate(pairs[at])[-(limit + 1) :] for at in chosen]
@@ -93,8 +93,8 @@ def likelihoods(
             mask[line, last - len(pairs[at][1]) : last] = True
         sums, are_likeliest = jax.device_get(score(opened.params, tokens, targets, mask))
         for line, at in enumerate(chosen):
-            found[at] = (float(sums[line]), bool(are_likeliest[line]))
-    return found
+            scores[at] = (float(sums[line]), bool(are_likeliest[line]))
+    return scores
 
 
 def _make_score(setup: Setup) -> Callable[..., tuple[jax.Array, jax.Array]]:
@@ -171,7 +171,7 @@ def results_of(
 ) -> dict[str, Any]:
     """Returns the harness's results by task, which it must know: see `check_tasks`.
 
-    `options` are further ones of its `simple_evaluate`.
+    `options`: further arguments of its `simple_evaluate`.
     """
     lm_eval = import_harness()
     return lm_eval.simple_evaluate(model, tasks=list(tasks), limit=limit, **options)["results"]
@@ -186,8 +186,8 @@ def harness_model(opened: OpenedRun, programs: Programs | None = None) -> Any:
     class TrainedRun(LM):
         """A trained run as the harness sees it.
 
-        It answers requests, which are texts, in their order. Those that cannot be answered are
-        refused before the first is.
+        It answers requests, which are texts, in their order. One that cannot be answered is
+        refused before any is answered.
         """
 
         def loglikelihood(self, requests, disable_tqdm: bool = False):  # noqa: ARG002
@@ -235,10 +235,10 @@ def rehearse(opened: OpenedRun, tasks: Sequence[str], limit: int | None) -> None
     results_of(Rehearsal(), tasks, limit, bootstrap_iters=0)
 
 
-def generated(opened: OpenedRun, text: AskedText, programs: Programs, key: jax.Array) -> str:
-    """Generates a text, up to what it is cut at or its own end."""
-    generate = programs.generate(text.length, text.choice)
-    ids = generate(opened.params, [text.context], key)[0][len(text.context) :]
+def generated(opened: OpenedRun, request: TextRequest, programs: Programs, key: jax.Array) -> str:
+    """Generates the text of a request, up to its own end or the first stop of the request."""
+    generate = programs.generate(request.length, request.choice)
+    ids = generate(opened.params, [request.context], key)[0][len(request.context) :]
     is_end = np.isin(ids, () if opened.end_of_text is None else (opened.end_of_text,))
     own = ids[: int(is_end.argmax())] if is_end.any() else ids
-    return text.cut(opened.tokenizer.decode(own))
+    return request.cut(opened.tokenizer.decode(own))

@@ -52,7 +52,7 @@ def read_prompts(opened: OpenedRun, prompt: Any, parse_special: bool = False) ->
             line = "the prompt spells a special token, which is read as text"
             print(f"{line} (--parse-special, or --chat)", file=sys.stderr)
         ids = [tokenizer.encode(text, parse_special=parse_special) for text in items]
-        begun = [opened.begun(each) for each in _full(ids)]
+        begun = [opened.begun(text_ids) for text_ids in _full(ids)]
         added = len(begun[0]) - len(ids[0])
         return Prompts(begun, tokenizer, is_one=isinstance(prompt, str), added=added)
     is_one = bool(items) and all(isinstance(item, dict) for item in items)
@@ -105,27 +105,27 @@ def ids_of(ids: Any, vocab: int) -> list[np.ndarray]:
     Raises ConfigError if they are not token ids, or not in the vocabulary.
     """
     try:
-        found = np.asarray(ids)
+        array = np.asarray(ids)
     except ValueError:  # rows of different lengths
         raise ConfigError(
             "a prompt whose rows have several lengths", fix="integer ids [time] or [batch, time]"
         ) from None
-    is_ids = found.ndim in (1, 2) and np.issubdtype(found.dtype, np.integer)
+    is_ids = array.ndim in (1, 2) and np.issubdtype(array.dtype, np.integer)
     # numpy reads an empty list as floats.
-    if not found.size and found.ndim in (1, 2):
+    if not array.size and array.ndim in (1, 2):
         raise ConfigError(NOTHING)
     if not is_ids:
         raise ConfigError(
-            f"a prompt of shape {found.shape} and dtype {found.dtype}",
+            f"a prompt of shape {array.shape} and dtype {array.dtype}",
             fix="text, a list of messages, or integer ids [time] or [batch, time]",
         )
-    outside = (found < 0) | (found >= vocab)
+    outside = (array < 0) | (array >= vocab)
     if outside.any():
         raise ConfigError(
-            f"a prompt with the id {found[outside].flat[0]}",
+            f"a prompt with the id {array[outside].flat[0]}",
             found=f"ids from 0 to {vocab - 1} in the vocabulary",
         )
-    return list(found.reshape(-1, found.shape[-1]).astype(np.int32))
+    return list(array.reshape(-1, array.shape[-1]).astype(np.int32))
 
 
 def texts_to_stop(stop: Any) -> list[str]:
@@ -153,18 +153,18 @@ def stops_of(prompts: Prompts, texts: Sequence[str], end: int | None) -> Stops:
     return Stops(tuple(ids), tuple(texts))
 
 
-def ended(prompts: Prompts, ids: np.ndarray, size: int, stops: Stops) -> str:
+def text_until_stop(prompts: Prompts, ids: np.ndarray, size: int, stops: Stops) -> str:
     """Returns the text of `ids`, whose first `size` are the prompt, up to what ends it.
 
     For a conversation it is the answer alone.
     """
     tokenizer = prompts.tokenizer
-    assert tokenizer is not None, "ids give ids"
+    assert tokenizer is not None, "only texts have an end in text"
     is_end = np.isin(ids[size:], stops.ids)
     if is_end.any():
         ids = ids[: size + int(is_end.argmax())]
     text = tokenizer.decode(ids)
     behind = len(tokenizer.decode(ids[:size]))
-    places = [at for at in (text.find(each, behind) for each in stops.texts) if at >= 0]
+    places = [at for at in (text.find(stop, behind) for stop in stops.texts) if at >= 0]
     first = behind if prompts.ending else len(tokenizer.decode(ids[: prompts.added]))
     return text[first : min(places, default=len(text))]

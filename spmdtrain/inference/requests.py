@@ -1,8 +1,8 @@
 """Reads the requests of lm-evaluation-harness: which tokens are scored after which, and how a text
 is generated.
 
-Every edge is that of the harness's own models (`TemplateLM`, `HFLM`). What these assert is refused
-here, as a score of no token would be that of a certain one.
+Every edge case is as in the harness's own models (`TemplateLM`, `HFLM`). What these assert is
+refused here: a continuation without tokens would score like a certain one.
 """
 
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ from spmdtrain.inference.sample import Choice
 from spmdtrain.inference.trained_run import OpenedRun
 
 NEW_TOKENS = 256  # of a generated text, if the task does not say
-# The names that tasks have for the number of new tokens; the first that is there counts.
+# The names by which tasks set the number of new tokens; the first that is present counts.
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 GENERATION = (*LENGTHS, "until", "do_sample", "temperature", "top_k", "top_p")
-# What generates one text, token by token, is what we do; the harness passes others to transformers.
+# Options that change nothing here: one text is generated, token by token.
 NO_EFFECT = {"num_beams": 1, "use_cache": True}
 
 Ids = np.ndarray
@@ -68,7 +68,7 @@ def rolling_windows(ids: Ids, first: int, limit: int) -> list[Pair]:
 
 
 @dataclass(frozen=True)
-class AskedText:
+class TextRequest:
     """A text to generate: after `context`, up to `length` tokens or the first of `until`."""
 
     context: Ids
@@ -82,11 +82,11 @@ class AskedText:
         return text[: min((place for place in places if place >= 0), default=len(text))]
 
 
-def generation(opened: OpenedRun, context: str, options: dict[str, Any]) -> AskedText:
-    """Reads what a task asks of a generated text.
+def generation(opened: OpenedRun, context: str, options: dict[str, Any]) -> TextRequest:
+    """Reads how a task wants a text generated.
 
     Of a long context the model sees the last tokens, as many as leave room for the text. Raises
-    DataError if there is room for none, or if the task asks for what we do not do.
+    DataError if no token of the context fits, or for an option that we do not support.
     """
     unknown = [
         f"{name}={shown(value)}"
@@ -110,7 +110,7 @@ def generation(opened: OpenedRun, context: str, options: dict[str, Any]) -> Aske
     ids = opened.begun(opened.tokenizer.encode(context)) if context else token_before_text(opened)
     until = options.get("until") or ()
     stops = (until,) if isinstance(until, str) else tuple(until)
-    return AskedText(ids[length - longest :], length, _choice(options), stops)
+    return TextRequest(ids[length - longest :], length, _choice(options), stops)
 
 
 def token_before_text(opened: OpenedRun) -> Ids:
@@ -124,7 +124,7 @@ def token_before_text(opened: OpenedRun) -> Ids:
 
 
 def _after_prefix(opened: OpenedRun, ids: Ids) -> Pair:
-    """Returns ids after the token before a text; one that they begin with themselves is it."""
+    """Returns ids after the token before a text, which may be their own first token."""
     prefix = token_before_text(opened)
     marks = (opened.begin_of_text, opened.end_of_text)
     if len(ids) and ids[0] == prefix[-1] and ids[0] in marks:

@@ -18,7 +18,13 @@ from jax.sharding import Mesh
 from spmdtrain.config.errors import CheckpointError, ConfigError
 from spmdtrain.config.given import as_flag, check_kind, shown
 from spmdtrain.config.schema import SEEDS, RunConfig
-from spmdtrain.inference.prompts import ended, ids_of, read_prompts, stops_of, texts_to_stop
+from spmdtrain.inference.prompts import (
+    ids_of,
+    read_prompts,
+    stops_of,
+    text_until_stop,
+    texts_to_stop,
+)
 from spmdtrain.inference.trained_run import OpenedRun, open_run
 from spmdtrain.models.abstract import make_gather_layer, matmuls, needs_order
 from spmdtrain.models.choose import MakeModel
@@ -62,8 +68,8 @@ class Choice:
         if not _is_number(self.temperature) or not (
             self.temperature == 0 or COLDEST <= self.temperature <= HOTTEST
         ):
-            given = shown(self.temperature).strip("'")
-            what = f"--temperature {given} is not 0"
+            temperature = shown(self.temperature).strip("'")
+            what = f"--temperature {temperature} is not 0"
             raise ConfigError(f"{what}, nor a number from {COLDEST:g} to {HOTTEST:g}")
         if self.top_k is not None and (not _is_whole(self.top_k) or self.top_k < 1):
             raise ConfigError(f"--top-k {self.top_k} leaves no token, or is not a whole number")
@@ -123,11 +129,11 @@ def generate(  # noqa: PLR0913 - one keyword for each thing that a caller may ch
     made = make_ids(opened.params, prompts.ids, key)
     if prompts.tokenizer is None:
         return np.stack(made).reshape(*np.shape(prompt)[:-1], -1)
-    found = [
-        ended(prompts, ids, len(before), stops)
+    texts = [
+        text_until_stop(prompts, ids, len(before), stops)
         for ids, before in zip(made, prompts.ids, strict=True)
     ]
-    return found[0] if prompts.is_one else found
+    return texts[0] if prompts.is_one else texts
 
 
 def generate_ids(
@@ -324,7 +330,7 @@ def _has_cache(config: RunConfig, module: Any, length: int) -> bool:
     layer = module.blocks.layer
     blocks = list(layer.block) if isinstance(layer, Round) else [layer]
     return hasattr(module, "extend") and all(
-        _goes_with_its_call(type(block), "extend") and _has_parts(block) for block in blocks
+        _belongs_to_call(type(block), "extend") and _has_parts(block) for block in blocks
     )
 
 
@@ -333,20 +339,20 @@ def _has_parts(block: Any) -> bool:
     sequence.
     """
     if isinstance(block, Block):
-        keeps = _goes_with_its_call(type(block.attention), "keeps_cache")
+        keeps = _belongs_to_call(type(block.attention), "keeps_cache")
         return keeps and not needs_order(block.mlp)
     return True
 
 
-def _goes_with_its_call(owner: type, name: str) -> bool:
+def _belongs_to_call(owner: type, name: str) -> bool:
     """Returns True if a class gets `name` from the class of its `__call__`, or from a subclass of
     that.
     """
     if not hasattr(owner, name):
         return False
-    call = next(kind for kind in owner.__mro__ if "__call__" in vars(kind))
-    found = next(kind for kind in owner.__mro__ if name in vars(kind))
-    return issubclass(found, call)
+    owner_of_call = next(kind for kind in owner.__mro__ if "__call__" in vars(kind))
+    owner_of_name = next(kind for kind in owner.__mro__ if name in vars(kind))
+    return issubclass(owner_of_name, owner_of_call)
 
 
 def _logits(
@@ -389,21 +395,21 @@ def _context(rules: Rules, positions_bt: jax.Array) -> ForwardContext:
     )
 
 
-def _length(config: RunConfig, prompts: Sequence[np.ndarray], asked: int | None) -> int:
+def _length(config: RunConfig, prompts: Sequence[np.ndarray], requested: int | None) -> int:
     """Returns the number of tokens to generate after each prompt. Raises ConfigError."""
-    if asked is not None:
-        return check_length(asked)
+    if requested is not None:
+        return check_length(requested)
     room = config.model.max_length - max(len(prompt) for prompt in prompts)
     return min(room if room > 0 else LONGEST, LONGEST)
 
 
-def check_length(asked: int | None) -> int:
-    if asked is None:
+def check_length(length: int | None) -> int:
+    if length is None:
         return LONGEST
-    if not _is_whole(asked) or not 1 <= asked <= MOST_TOKENS:
-        what = f"--length {shown(asked)} is not a whole number from 1 to {MOST_TOKENS}"
+    if not _is_whole(length) or not 1 <= length <= MOST_TOKENS:
+        what = f"--length {shown(length)} is not a whole number from 1 to {MOST_TOKENS}"
         raise ConfigError(what, fix=f"--length {LONGEST}")
-    return int(asked)
+    return int(length)
 
 
 def checked_choice(choice: Any) -> Choice:

@@ -47,14 +47,14 @@ def make_task_figures(setup: Setup, data: Data) -> Callable[[TrainState], dict[s
     """Returns `figures(state)`: the harness's results with these weights for each of `eval.tasks`.
 
     A figure is called task/TASK/METRIC. All processes call it, with the same requests. Raises
-    UserError if the run cannot answer, of one request even, or if the harness is not installed or
-    knows no such task.
+    UserError if the run cannot answer every request, or if the harness is not installed or does not
+    know a task.
     """
     tasks, limit = setup.config.eval.tasks, setup.config.eval.task_examples
-    asked = f"eval.tasks={','.join(tasks)}"
+    setting = f"eval.tasks={','.join(tasks)}"
     check_tasks(tasks)
     if data.tokenizer is None:
-        raise ConfigError(f"{asked} asks in texts, and the data has no tokenizer")
+        raise ConfigError(f"{setting} asks in texts, and the data has no tokenizer")
     programs = make_programs(setup, data.end_of_text)
 
     def opened(step: int, params: dict[str, jax.Array]) -> OpenedRun:
@@ -63,10 +63,10 @@ def make_task_figures(setup: Setup, data: Data) -> Callable[[TrainState], dict[s
 
     def figures(state: TrainState) -> dict[str, float]:
         model = harness_model(opened(int(state.step), state.params), programs)
-        found = results_of(model, tasks, limit)
+        results = results_of(model, tasks, limit)
         return {
             f"task/{task}/{metric.removesuffix(',none')}": float(value)
-            for task, metrics in found.items()
+            for task, metrics in results.items()
             for metric, value in metrics.items()
             if isinstance(value, int | float) and not isinstance(value, bool)
         }

@@ -61,7 +61,7 @@ class OpenedRun:
         return from_spec(self.tokenizer_spec)
 
     def begun(self, ids: np.ndarray) -> np.ndarray:
-        """Returns a text as the documents of the run begin: with its begin of text, if it has one.
+        """Returns a text that begins like the documents of the run: with a begin of text, if any.
 
         A text that begins with that token already is returned as it is.
         """
@@ -104,7 +104,7 @@ def open_run(
     saved["config"]["model"]["attention"] = "auto"
     saved["config"]["train"] |= {"zero": 0, "microbatch": None, "stages": []}
     saved["config"]["optimizer"]["rate_by_batch"] = "none"
-    saved["config"]["distill"] = {}  # whoever has the run need not have its teacher
+    saved["config"]["distill"] = {}  # the teacher may not be at hand
     dropped = (
         *("mesh.", "model.attention", "train.zero", "train.microbatch", "train.stages"),
         *("optimizer.rate_by_batch", "distill."),
@@ -119,8 +119,8 @@ def open_run(
     trained_batch = saved["config"]["train"]["global_batch"]
     config = from_resolved(saved, overrides)
     # As many windows as the run itself evaluates on, however many are computed together here.
-    asked = config.train.model_copy(update={"global_batch": trained_batch})
-    windows = config.model_copy(update={"train": asked}).eval_windows
+    as_trained = config.train.model_copy(update={"global_batch": trained_batch})
+    windows = config.model_copy(update={"train": as_trained}).eval_windows
     setup = shard(_with_batch(config), make, _devices(config))
     with contextlib.closing(Checkpoints(run, setup, keep=None)) as checkpoints:
         at, (params, meta) = read_step(

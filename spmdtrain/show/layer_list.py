@@ -52,8 +52,8 @@ def describe_experts(model: TransformerConfig) -> str:
 
 
 def _line(row: dict[str, Any], model: TransformerConfig) -> str:
-    seen = f"the last {row['window']:,} tokens" if row["window"] else "all tokens"
-    parts = [f"layers {_ranges(row['layers'])} see {seen}"]
+    span = f"the last {row['window']:,} tokens" if row["window"] else "all tokens"
+    parts = [f"layers {_ranges(row['layers'])} see {span}"]
     if model.positions == "rope":
         theta = row["rope_theta"]
         parts.append("no rotary positions" if theta is None else f"theta {theta:,.10g}")

@@ -58,7 +58,7 @@ def describe(
         "accumulation": setup.batch_shape.accumulation,
         "sequences_at_once": setup.batch_shape.sequences,
     }
-    found = {
+    described = {
         "mesh": dict(setup.mesh.shape),
         "pipeline": pipeline,
         "layers": layer_rows(setup.config.model),
@@ -66,7 +66,7 @@ def describe(
         "parameters": rows,
         "totals": totals,
     }
-    return resolved(setup.config) | found, setup
+    return resolved(setup.config) | described, setup
 
 
 def show(config: RunConfig) -> str:

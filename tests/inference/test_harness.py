@@ -19,7 +19,7 @@ from spmdtrain.data.chats.jinja_template import JinjaText
 from spmdtrain.data.chats.simple_template import CHATML
 from spmdtrain.data.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
 from spmdtrain.inference import evaluate, harness, requests
-from spmdtrain.inference.prompts import Stops, ended, read_prompts
+from spmdtrain.inference.prompts import Stops, read_prompts, text_until_stop
 
 SMALL = (
     "model.layers=1",
@@ -266,7 +266,7 @@ def test_what_is_asked_begins_as_the_documents_of_the_run(opened):
     for one, other in zip(asked.ids, plain.ids, strict=True):
         assert one.tolist() == [254, *other.tolist()]
     assert begun.begun(asked.ids[0]) is asked.ids[0]  # one that has it gets no second
-    assert ended(asked, asked.ids[0], len(asked.ids[0]), Stops((), ())) == "to be"
+    assert text_until_stop(asked, asked.ids[0], len(asked.ids[0]), Stops((), ())) == "to be"
     ids = evaluate._as_document(dataclasses.replace(begun, end_of_text=255), encode("be"))
     assert ids.tolist() == [254, *encode("be"), 255]
     # A published template writes it itself.
