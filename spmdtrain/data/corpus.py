@@ -145,9 +145,9 @@ class Corpus:
     def _marks(self, start: int, stop: int) -> np.ndarray:
         assert self.loss is not None, "it has marks"
         marks = self.loss[start:stop]
-        most = COUNTS + SECOND * self.has_pairs
-        if marks.max(initial=0) > most:
-            path, offset = self._place(start + int((marks > most).argmax()))
+        largest = COUNTS + SECOND * self.has_pairs
+        if marks.max(initial=0) > largest:
+            path, offset = self._place(start + int((marks > largest).argmax()))
             raise DataError(
                 f"{loss_path(path)} is damaged: its mark at token offset {offset} is not "
                 f"{'from 0 to 3' if self.has_pairs else '0 or 1'}"
@@ -157,7 +157,10 @@ class Corpus:
     def has_tokenizer_of(self, other: "Corpus") -> bool:
         """Returns True if ids mean the same in both corpora."""
         tokenizers = (self.tokenizer, other.tokenizer)
-        prints = {tokenizer_fingerprint(each.spec() if each else None) for each in tokenizers}
+        prints = {
+            tokenizer_fingerprint(tokenizer.spec() if tokenizer else None)
+            for tokenizer in tokenizers
+        }
         return self.vocab == other.vocab and len(prints) == 1
 
     def _refuse(self, offset: int, token: int):
@@ -375,7 +378,7 @@ def token_corpus(
     """Opens token files as one corpus, one after another.
 
     Our token files carry their tokenizer; `tokenizer` only checks it. The default "bytes" checks
-    nothing, since nobody may have asked for it. Files of other programs carry none: theirs is
+    nothing, since nobody may have chosen it. Files of other programs carry none: theirs is
     `tokenizer`, or unknown with `vocab` ids. `dtype` is the type of the ids in files that do not
     declare it. The files named by `validation` come last and validate. With `references`, a
     reference model's log-probabilities of pairs are read too, if all files have them.
@@ -461,7 +464,7 @@ def _joined(
         document_starts=np.concatenate(starts),
         vocab=vocab,
         tokenizer=from_spec(spec) if spec else None,
-        fingerprint=united(each.fingerprint for each in sources),
+        fingerprint=united(source.fingerprint for source in sources),
         files=tuple((at, source.path) for at, source in zip(offsets, sources, strict=True)),
         rows=tuple(zip(offsets, rows, strict=True)),
         loss=loss,
@@ -477,10 +480,10 @@ def _joined(
 def _with_references(corpus: Corpus, sources: Sequence[TokenSource | ForeignTokens]) -> Corpus:
     """Returns a corpus of pairs with its log-probabilities, if all of its files have them.
 
-    They are float32 [documents, 2], and part of its fingerprint.
+    They are float32 [documents, 2], and change the fingerprint.
     """
-    found = [read_references(source) for source in sources if isinstance(source, TokenSource)]
-    parts = [part for part in found if part is not None]
+    read = [read_references(source) for source in sources if isinstance(source, TokenSource)]
+    parts = [part for part in read if part is not None]
     if len(parts) < len(sources):
         return corpus
     references = np.concatenate(parts)
@@ -490,8 +493,8 @@ def _with_references(corpus: Corpus, sources: Sequence[TokenSource | ForeignToke
 
 def common_template(templates: Iterable[str | dict | None]) -> str | dict | None:
     """Returns the template shared by all sources with conversations; None if there are several."""
-    found = [template for template in templates if template]
-    return found[0] if found and found.count(found[0]) == len(found) else None
+    specs = [template for template in templates if template]
+    return specs[0] if specs and specs.count(specs[0]) == len(specs) else None
 
 
 def _with_ending(pattern: str) -> str:
@@ -538,18 +541,18 @@ def _open_source(
     return open_foreign(bin_path, idx_path, vocab, dtype), (vocab, spec)
 
 
-def _check_tokenizer(asked: str, spec: dict, path: str):
-    """Raises DataError if the tokenizer `spec` of the file at `path` is not the one asked for."""
-    if asked == spec.get("kind"):
+def _check_tokenizer(name: str, spec: dict, path: str):
+    """Raises DataError if the file at `path` has another tokenizer (`spec`) than the named one."""
+    if name == spec.get("kind"):
         return
-    if asked != "characters":  # cannot be opened without a text
-        asked_spec = open_tokenizer(asked).spec()
-        if tokenizer_fingerprint(asked_spec) == tokenizer_fingerprint(spec):
+    if name != "characters":  # cannot be opened without a text
+        named_spec = open_tokenizer(name).spec()
+        if tokenizer_fingerprint(named_spec) == tokenizer_fingerprint(spec):
             return
     made_with = spec.get("path") or spec.get("kind")
     raise DataError(
         f"{path} was made with another tokenizer",
-        asked=f"data.tokenizer={asked!r}",
+        asked=f"data.tokenizer={name!r}",
         found=f"{made_with!r}",
         fix="leaving data.tokenizer out: a token file has its own",
     )

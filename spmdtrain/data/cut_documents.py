@@ -8,10 +8,10 @@ from spmdtrain.data.batches import Range
 def count_cut(
     document_starts: np.ndarray, span: Range, length: int, packing: str
 ) -> tuple[int, int]:
-    """Returns how many documents of a range are not whole in a window, and how many there are.
+    """Returns how many documents of a range are cut, and how many there are.
 
     Windows have `length` positions. With "best_fit" only longer documents are cut; otherwise
-    windows follow each other, and cut what lies across their bounds.
+    windows follow each other, and cut the documents that lie across their bounds.
     """
     first = np.searchsorted(document_starts, span.start, side="right") - 1
     last = np.searchsorted(document_starts, span.stop)
@@ -26,8 +26,8 @@ def count_cut(
     return int(np.count_nonzero(is_cut)), len(begins)
 
 
-def said_of_cut(cut: int, documents: int, packing: str) -> str:
-    """Returns what a run says of conversations that are cut; empty if none is."""
+def cut_note(cut: int, documents: int, packing: str) -> str:
+    """Returns a note about conversations that are cut; empty if none is."""
     if not cut:
         return ""
     noun = "conversation is" if documents == 1 else "conversations are"

@@ -18,18 +18,18 @@ def sequences_of(samples: np.ndarray, pieces: int) -> np.ndarray:
 
 
 def in_pieces(samples: Samples, pieces: int) -> Samples:
-    """Returns `samples(indices)` of sequences, given that of samples; each sample is made once."""
+    """Turns a function for samples into one for sequences. A call makes each sample once."""
     if pieces == 1:
         return samples
 
     def sequences(indices: np.ndarray) -> dict[str, np.ndarray]:
         wanted, row = np.unique(indices // pieces, return_inverse=True)
         piece = indices % pieces
-        found = {name: _cut(x, row, piece, pieces) for name, x in samples(wanted).items()}
-        if "positions" in found:
-            from_start = np.arange(found["positions"].shape[-1], dtype=np.int32)
-            found["positions"] = np.minimum(found["positions"], from_start)
-        return found | {"sample": indices.astype(np.uint32)}
+        batch = {name: _cut(x, row, piece, pieces) for name, x in samples(wanted).items()}
+        if "positions" in batch:
+            from_start = np.arange(batch["positions"].shape[-1], dtype=np.int32)
+            batch["positions"] = np.minimum(batch["positions"], from_start)
+        return batch | {"sample": indices.astype(np.uint32)}
 
     return sequences
 

@@ -27,29 +27,33 @@ def counted_in_steps(config: RunConfig, data: Sized) -> RunConfig:
     epochs = config.train.epochs
     if epochs is None:
         return config
-    asked = f"train.epochs={epochs:g}"
+    setting = f"train.epochs={epochs:g}"
     samples = data.samples_per_epoch(config)
     if samples is None:
-        found = "custom samples, without an end"
+        reason = "custom samples, without an end"
         if config.data.mix:
-            found = "a mixture, whose sources are read through at different times"
+            reason = "a mixture, whose sources are read through at different times"
         elif config.data.is_streamed:
-            found = f"data.corpus={config.data.corpus!r}, whose end is not known"
+            reason = f"data.corpus={config.data.corpus!r}, whose end is not known"
         raise ConfigError(
             "only a single corpus has epochs",
-            asked=asked,
-            found=found,
+            asked=setting,
+            found=reason,
             fix="--set train.steps=1000",
         )
     batch = config.train.global_batch
     steps = math.ceil(Fraction(repr(epochs)) * samples / batch)
     if steps > MOST_STEPS:
         raise ConfigError(
-            "a run has fewer than 2^31 steps", asked=asked, found=f"{samples:,} samples in an epoch"
+            "a run has fewer than 2^31 steps",
+            asked=setting,
+            found=f"{samples:,} samples in an epoch",
         )
     try:
         counted = config.with_steps(steps)
     except ValueError as error:
-        raise ConfigError(f"{error} ({asked})") from None
-    counted.notes.append(f"{asked}: {steps:,} steps of {batch}, with {samples:,} samples an epoch")
+        raise ConfigError(f"{error} ({setting})") from None
+    counted.notes.append(
+        f"{setting}: {steps:,} steps of {batch}, with {samples:,} samples an epoch"
+    )
     return counted

@@ -1,4 +1,4 @@
-"""Checks on what a caller asks of readers: sample indices and ranges of tokens."""
+"""Checks the arguments of readers: sample indices and ranges of tokens."""
 
 import numpy as np
 
@@ -9,17 +9,18 @@ LAST_SAMPLE = 2**62  # that a run may begin at: later ones still fit into 64 bit
 
 def sample_indices(indices: object) -> np.ndarray:
     """Returns sample indices as int64 [n]. Raises DataError if they are not valid indices."""
-    found = np.asarray(indices)
-    if np.issubdtype(found.dtype, np.floating) and (found % 1 == 0).all() and (found < 2**53).all():
-        found = found.astype(np.int64)  # whole numbers, each exact
-    if found.ndim != 1 or (found.size and not np.issubdtype(found.dtype, np.integer)):
+    numbers = np.asarray(indices)
+    if np.issubdtype(numbers.dtype, np.floating):
+        is_whole = (numbers % 1 == 0) & (numbers < 2**53)  # then each is exact
+        numbers = numbers.astype(np.int64) if is_whole.all() else numbers
+    if numbers.ndim != 1 or (numbers.size and not np.issubdtype(numbers.dtype, np.integer)):
         raise DataError(
-            "sample indices are a row of integers", found=f"{found.dtype}{list(found.shape)}"
+            "sample indices are a row of integers", found=f"{numbers.dtype}{list(numbers.shape)}"
         )
-    if found.size and (found.min() < 0 or found.max() >= 2**63):
-        outside = found[(found < 0) | (found >= 2**63)][0]
+    if numbers.size and (numbers.min() < 0 or numbers.max() >= 2**63):
+        outside = numbers[(numbers < 0) | (numbers >= 2**63)][0]
         raise DataError("a sample index is from 0 to 2**63 - 1", found=str(outside))
-    return found.astype(np.int64)
+    return numbers.astype(np.int64)
 
 
 def check_range(start: int, stop: int, tokens: int, sequence_length: int) -> None:

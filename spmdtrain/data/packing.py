@@ -104,12 +104,12 @@ def _best_fit(sizes: np.ndarray, length: int) -> np.ndarray:
         while len(pieces):
             at = bisect_left(rooms, size)
             if at == len(rooms):  # no window has room: the rest go to new ones
-                each = length // size
-                count = -(-len(pieces) // each)
-                window[pieces] = opened + np.arange(len(pieces)) // each
-                in_last = len(pieces) - (count - 1) * each
+                per_window = length // size
+                count = -(-len(pieces) // per_window)
+                window[pieces] = opened + np.arange(len(pieces)) // per_window
+                in_last = len(pieces) - (count - 1) * per_window
                 new = np.arange(opened, opened + count)
-                put_back(length - each * size, new[:-1])
+                put_back(length - per_window * size, new[:-1])
                 put_back(length - in_last * size, new[-1:])
                 opened += count
                 break
@@ -184,8 +184,8 @@ class PackedWindows:
             batch["segment_ids"][row, place] = segment
             batch["positions"][row, place] = np.arange(size)
             if self._taught is not None:
-                for name, said in self._taught.read(start, start + size).items():
-                    batch[name][row, place] = said
+                for name, values in self._taught.read(start, start + size).items():
+                    batch[name][row, place] = values
             if self._corpus.has_pairs:
                 fill_pair(batch, row, at, segment, self._corpus, start, size)
             at += size

@@ -1,4 +1,4 @@
-"""Reads samples that were recorded: the data of a bundle, whose corpus may be gone."""
+"""Serves recorded samples: the data of a bundle, whose corpus may be gone."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,16 +26,16 @@ class RecordedData:
 
     def train_samples(self, config: RunConfig) -> Callable[[np.ndarray], dict[str, np.ndarray]]:  # noqa: ARG002
         """Returns `samples(indices)`, which raises DataError for one that was not recorded."""
-        there = self.rows["sample"]
+        recorded = self.rows["sample"]
 
         def samples(indices: np.ndarray) -> dict[str, np.ndarray]:
             wanted = np.asarray(indices).astype(np.uint32)
-            places = np.minimum(np.searchsorted(there, wanted), len(there) - 1)
-            missing = wanted[there[places] != wanted]
+            places = np.minimum(np.searchsorted(recorded, wanted), len(recorded) - 1)
+            missing = wanted[recorded[places] != wanted]
             if missing.size:
                 raise DataError(
                     f"sample {missing[0]} was not recorded",
-                    found=f"samples {there[0]} to {there[-1]}",
+                    found=f"samples {recorded[0]} to {recorded[-1]}",
                 )
             return {name: x[places] for name, x in self.rows.items()}
 

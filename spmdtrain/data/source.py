@@ -20,7 +20,7 @@ from spmdtrain.data.batches import EvalSet as EvalSet
 from spmdtrain.data.batches import EvalWindows, Range, TrainStream, split
 from spmdtrain.data.batches import Windows as Windows
 from spmdtrain.data.corpus import CORPORA, Corpus, check_vocab, common_template, open_corpus
-from spmdtrain.data.cut_documents import count_cut, said_of_cut
+from spmdtrain.data.cut_documents import count_cut, cut_note
 from spmdtrain.data.epochs import counted_in_steps
 from spmdtrain.data.indices import sample_indices
 from spmdtrain.data.mixtures.mixture_phases import PhasedMixture, phased
@@ -134,7 +134,7 @@ class CorpusData:
         parts = [f"{config.data.corpus}, {self.train.size:,} tokens to train"]
         if self.taught is not None:
             parts.append(self.taught.manifest.described)
-        parts.append(said_of_cut(*self.cut_conversations(config), config.data.packing))
+        parts.append(cut_note(*self.cut_conversations(config), config.data.packing))
         return ", ".join(filter(None, parts))
 
     def cut_conversations(self, config: RunConfig) -> tuple[int, int]:
@@ -239,10 +239,8 @@ class MixtureData:
         phases = f", in {len(config.data.phases) + 1} phases" if config.data.phases else ""
         counts = [source.cut_conversations(config) for source in self.sources]
         cut, conversations = (sum(column) for column in zip(*counts, strict=True))
-        cut_note = said_of_cut(cut, conversations, config.data.packing)
-        return f"{', '.join(described)} of the samples{phases}" + (
-            f", {cut_note}" if cut_note else ""
-        )
+        note = cut_note(cut, conversations, config.data.packing)
+        return f"{', '.join(described)} of the samples{phases}" + (f", {note}" if note else "")
 
 
 def _with_seed(config: RunConfig, seed: int) -> RunConfig:

@@ -1,4 +1,4 @@
-"""Checks before a run begins that a split has a token that counts in the loss."""
+"""Checks, before a run begins, that a split has a token that counts in the loss."""
 
 import numpy as np
 
@@ -13,7 +13,7 @@ def has_target(corpus: Corpus, span: Range, packing: str) -> bool:
     """Returns True if a token of a range counts as a target.
 
     The first token of the range does not, nor, if documents are kept apart, does the first of each
-    document. Marks are read only until one is found.
+    document. Marks are read up to the first that counts.
     """
     begin = span.start + 1
     if corpus.loss is None:
@@ -41,15 +41,15 @@ def check_targets(
     whose = f" of {source}" if source else ""
     marked = corpus.loss is None or has_target(corpus, span, "stream")
     if marked and packing != "stream":
-        found = "marks on nothing but the first tokens of documents"
+        marks = "marks on nothing but the first tokens of documents"
         if corpus.loss is None:
-            found = "no document with two tokens"
+            marks = "no document with two tokens"
         fix = "--set data.packing=stream"
     else:
-        found = f"{span.size} tokens, of which its .loss marks none"
+        marks = f"{span.size} tokens, of which its .loss marks none"
         fix = "other files, or another data.validation_fraction"
     raise DataError(
-        f"the {name} split{whose} has no token that counts in the loss", found=found, fix=fix
+        f"the {name} split{whose} has no token that counts in the loss", found=marks, fix=fix
     )
 
 

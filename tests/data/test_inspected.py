@@ -105,7 +105,7 @@ def test_a_corpus_is_counted():
     assert (counts.documents, counts.longest, counts.median) == (5, 3, 3)
     assert (counts.repeated, counts.repeated_tokens) == (2, 6)
     assert (counts.unused, counts.rare, counts.unknown) == (3, 5, None)
-    assert count_corpus(corpus, most=7).repeated == 1
+    assert count_corpus(corpus, limit=7).repeated == 1
     blind = count_corpus(replace(corpus, has_documents=False))
     assert (blind.documents, blind.repeated) == (None, None)
 

@@ -961,7 +961,7 @@ BREAKAGES = [
     Breakage(
         "a pair of two equal answers is written",
         "data/prepare/encode.py",
-        "if len(found) == 2 and np.array_equal(found[0].ids, found[1].ids):",
+        "if len(answers) == 2 and np.array_equal(answers[0].ids, answers[1].ids):",
         "if False:",
         f"{DATA_ROOM}/test_pairs.py -k equal",
     ),
@@ -1039,7 +1039,7 @@ BREAKAGES = [
         "a window that has no room is taken to have some",
         "data/packing.py",
         "put_back(length - in_last * size, new[-1:])",
-        "put_back(length - each * size + size, new[-1:])",
+        "put_back(length - per_window * size + size, new[-1:])",
         f"{DATA_ROOM}/test_packing.py",
     ),
     Breakage(

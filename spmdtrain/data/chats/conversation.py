@@ -70,7 +70,7 @@ class ChatFields:
 
 @dataclass(frozen=True)
 class Conversation:
-    """The messages of a conversation and what else its template may write.
+    """The messages of a conversation, and the other variables of its template.
 
     A message has a `role` and usually a `content`, both text; other keys are as in the data.
     """
@@ -80,7 +80,7 @@ class Conversation:
     tools: list | None = None
     documents: list | None = None
     variables: dict[str, Any] = field(default_factory=dict)
-    repeats: bool = False  # what answers the prompt, a text, begins with it
+    repeats: bool = False  # the answer to the prompt, a text, begins with the prompt
 
     @property
     def texts(self) -> Iterator[str]:
@@ -89,7 +89,7 @@ class Conversation:
             yield from _texts(value)
 
     def with_last_answer_only(self) -> "Conversation":
-        """Returns the conversation up to its last learned answer, which alone is learned."""
+        """Returns the conversation up to its last learned answer, the only one still learned."""
         last = max((at for at, is_in in enumerate(self.learned) if is_in), default=-1)
         if last < 0:
             return self
@@ -114,17 +114,17 @@ def read_conversation(
     if len(form) == 1:
         return _with_others(of_messages(row[form[0]], f"{where}: {form[0]!r}"), row, where)
     prompt, completion = (row[name] for name in form)
-    found, first = _joined(_prompt_of(row, where), completion, f"{where}: {form[1]!r}")
-    found = replace(_learned_from(found, first), repeats=echoes(prompt, completion))
-    return _with_others(found, row, where)
+    conversation, first = _joined(_prompt_of(row, where), completion, f"{where}: {form[1]!r}")
+    conversation = replace(_learned_from(conversation, first), repeats=echoes(prompt, completion))
+    return _with_others(conversation, row, where)
 
 
 def read_pair(row: dict[str, Any] | None, where: str) -> tuple[Conversation, Conversation] | None:
     """Returns the conversations with the chosen and with the rejected answer of a row.
 
-    Each is a text or messages. A prompt that both repeat is in them once. The common beginning of
-    both is not learned. None if the row is empty. Raises DataError, with the name `where`, if it
-    holds no pair.
+    Each answer is a text or messages. A prompt that both repeat is written once. Their common
+    beginning is not learned. None if the row is empty. Raises DataError, with the name `where`, if
+    it holds no pair.
     """
     if row is None or not set(row).issuperset(PAIR) or all(row[name] is None for name in PAIR):
         if row and not set(row).isdisjoint(PAIR):
@@ -148,7 +148,7 @@ def read_pair(row: dict[str, Any] | None, where: str) -> tuple[Conversation, Con
 
 
 def _learned_from(conversation: Conversation, first: int) -> Conversation:
-    """Returns a conversation of which nothing is learned up to the message `first`."""
+    """Returns a conversation that is learned from the message `first` on."""
     learned = tuple(is_in and at >= first for at, is_in in enumerate(conversation.learned))
     return replace(conversation, learned=learned)
 
@@ -162,7 +162,9 @@ def of_messages(messages: Any, where: str) -> Conversation:
         raise DataError(f"{where} is not a list of messages", found=f"{messages!r:.60}")
     _check_depth(messages, where)
     checked = [_message(message, where) for message in messages]
-    return Conversation([each for each, _ in checked], tuple(learned for _, learned in checked))
+    return Conversation(
+        [message for message, _ in checked], tuple(learned for _, learned in checked)
+    )
 
 
 def _prompt_of(row: dict[str, Any], where: str) -> Conversation:
@@ -188,30 +190,36 @@ def _joined(prompt: Conversation | None, answer: Any, where: str) -> tuple[Conve
     return Conversation(messages, prompt.learned[:of_prompt] + answered.learned), first
 
 
-def _with_others(found: Conversation, row: dict, where: str) -> Conversation:
+def _with_others(conversation: Conversation, row: dict, where: str) -> Conversation:
     """Returns the conversation with the system text, tools, documents and variables of its row."""
     system = row.get("system")
     if system not in (None, ""):
-        if not isinstance(system, str) or found.messages[0]["role"] == "system":
+        if not isinstance(system, str) or conversation.messages[0]["role"] == "system":
             raise DataError(f"{where} has two system texts, or one that is not a text")
         first = {"role": "system", "content": system}
-        found = replace(found, messages=[first, *found.messages], learned=(False, *found.learned))
+        conversation = replace(
+            conversation,
+            messages=[first, *conversation.messages],
+            learned=(False, *conversation.learned),
+        )
     tools, documents = (_list(row.get(name), f"{where}: {name!r}") for name in OTHERS[1:3])
     variables = _from_json(row.get(OTHERS[3]), f"{where}: {OTHERS[3]!r}")
     if not isinstance(variables or {}, dict):
         raise DataError(f"{where}: {OTHERS[3]!r} is not an object", found=f"{variables!r:.60}")
     _check_depth([tools, documents, variables], where)
-    found = replace(found, tools=tools, documents=documents, variables=variables or {})
-    for text in found.texts:
+    conversation = replace(
+        conversation, tools=tools, documents=documents, variables=variables or {}
+    )
+    for text in conversation.texts:
         _check_text(text, where)
-    return found
+    return conversation
 
 
 def _list(value: Any, where: str) -> list | None:
     value = _from_json(value, where)
     if value in (None, [], {}):
         return None
-    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise DataError(f"{where} is not a list of objects", found=f"{value!r:.60}")
     return value
 
@@ -247,10 +255,10 @@ def _message(message: Any, where: str) -> tuple[dict[str, Any], bool]:
         raise DataError(f"{where} has a message without role and content", found=f"{message!r:.60}")
     if "tool_calls" in others:
         others["tool_calls"] = _list(others["tool_calls"], f"{where}: 'tool_calls'") or []
-    found = {"role": role} | ({} if content is None else {"content": content}) | others
-    for text in _texts(found):
+    checked = {"role": role} | ({} if content is None else {"content": content}) | others
+    for text in _texts(checked):
         _check_text(text, where)
-    return found, _is_learned(role, message.get("weight"), where)
+    return checked, _is_learned(role, message.get("weight"), where)
 
 
 def _of_sharegpt(message: dict, where: str) -> dict[str, Any]:

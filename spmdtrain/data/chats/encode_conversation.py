@@ -15,7 +15,7 @@ from spmdtrain.data.tokenizers.tokenizer import Tokenizer
 
 
 class Template(Protocol):
-    """A way to write a conversation. Call `close()` when it is not needed any more."""
+    """A way to write a conversation. Call `close()` when it is no longer needed."""
 
     @property
     def spec(self) -> "str | dict":
@@ -39,7 +39,7 @@ class Template(Protocol):
 
     @property
     def frame(self) -> Frame:
-        """The texts around an answer, as far as one could be tried out."""
+        """The texts around an answer; empty where the template refused one."""
         ...
 
     def write(self, conversation: Conversation, tokenizer: Tokenizer, where: str) -> Written:
@@ -76,8 +76,8 @@ def encode_conversation(
     """Returns the tokens of a conversation and which of them are learned.
 
     Special tokens spelled in a message are text, unless `parse_special`. `where` names the
-    conversation; `is_ended` says that an end of text follows, which is learned if the last token
-    is. Raises DataError, with that name, if the template cannot write it.
+    conversation. With `is_ended` an end of text follows, which is learned if the last token is.
+    Raises DataError, with that name, if the template cannot write it.
     """
     written = template.write(conversation, tokenizer, where)
     encoding = tokenizer.encode_parts(written.parts, parse_special=parse_special)

@@ -4,13 +4,12 @@ A template is somebody else's code. It runs in Jinja's sandbox, which denies it 
 changes to its input, and the process has limited memory, and limited time for each conversation.
 The process reads a line of JSON and writes one, until its input ends.
 
-The first line is {"text", "text_for_tools", "names", "date", "seconds"}, each later one a request
-that `answers.py` describes. An answer is {"error", "fix"} if the
-template has failed.
+The first line is {"text", "text_for_tools", "names", "date", "seconds"}, each later one an
+`AnswerRequest` (answers.py). An answer is {"error", "fix"} if the template has failed.
 
 Jinja's settings are those of transformers, whose templates these are: blocks leave no white space,
 `break` and `continue`, `tojson` for people rather than HTML, `raise_exception`, `strftime_now`, and
-the tag {% generation %}, which says what the model writes.
+the tag {% generation %}, which encloses the text that the model writes.
 """
 
 import json
@@ -25,7 +24,7 @@ from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from spmdtrain.data.chats.answers import Asked, Unsuitable, answer, probe
+from spmdtrain.data.chats.answers import AnswerRequest, Unsuitable, answer, probe
 
 MEMORY = 2**30  # bytes that the process may have
 # A text may have this many characters more than ten for each of its conversation's.
@@ -34,9 +33,7 @@ LONGEST_ERROR = 300  # characters of an error's text
 
 
 class Generation(Extension):
-    """The tag {% generation %} ... {% endgeneration %}, whose text is put between the marks of a
-    render.
-    """
+    """The tag {% generation %} ... {% endgeneration %}: a render puts its text between marks."""
 
     tags = {"generation"}
 
@@ -99,37 +96,42 @@ class Templates:
         return self._environment.marks_answers
 
     def render(
-        self, asked: Asked, messages: list[dict], marks: tuple[str, str], *, prompting: bool
+        self,
+        request: AnswerRequest,
+        messages: list[dict],
+        marks: tuple[str, str],
+        *,
+        prompting: bool,
     ) -> str:
         """Returns the text of messages, with `prompting` followed by the opening of an answer.
 
         Raises Unsuitable if it is much longer than the conversation.
         """
-        template = self._for_tools if asked.tools else self._template
+        template = self._for_tools if request.tools else self._template
         self._environment.marks = marks
-        names = self._names | asked.variables
+        names = self._names | request.variables
         names |= {
             "messages": messages,
-            "tools": asked.tools,
-            "documents": asked.documents,
+            "tools": request.tools,
+            "documents": request.documents,
             "add_generation_prompt": prompting,
         }
-        return _bounded(template.generate(**names), 10 * asked.size + SPARE_LENGTH)
+        return _bounded(template.generate(**names), 10 * request.size + SPARE_LENGTH)
 
 
-def _bounded(pieces: Iterable[str], most: int) -> str:
-    kept = []
+def _bounded(pieces: Iterable[str], limit: int) -> str:
+    written = []
     size = 0
     for piece in pieces:
         size += len(piece)
-        if size > most:
-            raise Unsuitable(f"the template writes more than {most:,} characters")
-        kept.append(piece)
-    return "".join(kept)
+        if size > limit:
+            raise Unsuitable(f"the template writes more than {limit:,} characters")
+        written.append(piece)
+    return "".join(written)
 
 
-def _said(error: BaseException) -> str:
-    """Returns an error in a few words, with the line of the template where it has one."""
+def _describe_error(error: BaseException) -> str:
+    """Describes an error in a few words, with the line of the template if it is known."""
     if isinstance(error, MemoryError):
         return f"the template needs more than {MEMORY // 2**20} MiB of memory"
     if isinstance(error, RecursionError):
@@ -145,11 +147,11 @@ def _said(error: BaseException) -> str:
 
 
 def _limit_time(seconds: int) -> None:
-    """Makes the system end the process after about this many more seconds of computing."""
+    """Limits the process to about this many more seconds of computing."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    most = int(used.ru_utime + used.ru_stime) + seconds + 1
+    limit = int(used.ru_utime + used.ru_stime) + seconds + 1
     _, hardest = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (most, hardest))
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, hardest))
 
 
 def main() -> None:
@@ -157,8 +159,8 @@ def main() -> None:
     program = None
     seconds = 1
     _, hardest = resource.getrlimit(resource.RLIMIT_AS)
-    most = MEMORY if hardest == resource.RLIM_INFINITY else min(MEMORY, hardest)
-    resource.setrlimit(resource.RLIMIT_AS, (most, hardest))
+    limit = MEMORY if hardest == resource.RLIM_INFINITY else min(MEMORY, hardest)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hardest))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for line in sys.stdin:
         try:
@@ -167,12 +169,12 @@ def main() -> None:
                 seconds = request["seconds"]
                 _limit_time(seconds)
                 program = Templates(request)
-                found = probe(program)
+                result = probe(program)
             else:
                 _limit_time(seconds)
-                found = answer(program, Asked(**request))
-            written = json.dumps(found)
+                result = answer(program, AnswerRequest(**request))
+            written = json.dumps(result)
         except Exception as error:  # a template may raise anything; the next conversation may do
             fix = error.fix if isinstance(error, Unsuitable) else ""
-            written = json.dumps({"error": _said(error), "fix": fix})
+            written = json.dumps({"error": _describe_error(error), "fix": fix})
         print(written, flush=True)

@@ -1,8 +1,8 @@
 """Applies a Jinja template, as published with a model. Its code runs in a separate process.
 
-Special tokens spelled in a conversation must not become tokens, though templates may cut and trim
-its texts. So each passes through the template as a stand-in of a few characters that occur nowhere
-else, and is put back into the result.
+Special tokens spelled in a conversation must not become tokens, and templates may cut and trim its
+texts. So each spelled token passes through the template as a stand-in, a few characters that occur
+nowhere else, and is put back into the result.
 """
 
 import importlib.util
@@ -42,7 +42,7 @@ class JinjaText(NamedTuple):
     tokens: dict[str, str] = {}  # special tokens by their names, `bos_token` etc.
     variables: dict[str, Any] = {}  # that the user has set
     ends: tuple[int, ...] = ()  # ids that end an answer
-    parses_arguments: bool = False  # a tool call's arguments that are a text are read as JSON
+    parses_arguments: bool = False  # a tool call's arguments are read as JSON if they are a text
 
     @property
     def letters(self) -> str:
@@ -97,7 +97,7 @@ class JinjaTemplate:
 
     @property
     def frame(self) -> Frame:
-        """The texts around an answer, as far as one could be tried out."""
+        """The texts around an answer; empty where the template refused one."""
         return Frame(self._tried["opening"], self._tried["lead"], self._tried["closing"])
 
     def write(self, conversation: Conversation, tokenizer: Tokenizer, where: str) -> Written:
@@ -166,18 +166,18 @@ class JinjaTemplate:
             "size": sum(map(len, conversation.texts)),
             "stops": stop_texts(self, tokenizer),
         }
-        found = self._answer(request, where)
-        text = found["text"]
+        answer = self._answer(request, where)
+        text = answer["text"]
         is_learned = np.zeros(len(text), bool)
-        for begin, end in found["spans"]:
+        for begin, end in answer["spans"]:
             is_learned[begin:end] = True
         parts, learned_of_parts = _uncovered(text, is_learned, quote, spelled, where)
         return Written(
             parts,
             learned_of_parts,
-            has_gaps=bool(found["left_out"]),
-            never_ending=tuple(found["never_ending"]),
-            quotes_arguments=found["quotes"],
+            has_gaps=bool(answer["left_out"]),
+            never_ending=tuple(answer["never_ending"]),
+            quotes_arguments=answer["quotes"],
         )
 
     def _refuse_unread(self, conversation: Conversation, where: str) -> None:
@@ -263,16 +263,16 @@ class JinjaTemplate:
             process.kill()
             code = process.wait()
             self._process = None
-            said = f"it has ended with the code {code}"
+            cause = f"it has ended with the code {code}"
             if code == -signal.SIGXCPU:
-                said = f"it computes for longer than {self._seconds} seconds"
-            raise DataError(f"{at}the template has failed: {said}")
-        found = json.loads(line)
-        if "error" in found:
+                cause = f"it computes for longer than {self._seconds} seconds"
+            raise DataError(f"{at}the template has failed: {cause}")
+        answer = json.loads(line)
+        if "error" in answer:
             may_want_values = texts_of_arguments(request.get("messages", []))
-            fix = found["fix"] or (PARSE_ARGUMENTS if may_want_values else "")
-            raise DataError(f"{at}{found['error']}", fix=fix)
-        return found
+            fix = answer["fix"] or (PARSE_ARGUMENTS if may_want_values else "")
+            raise DataError(f"{at}{answer['error']}", fix=fix)
+        return answer
 
 
 # --- texts and stand-ins --------------------------------------------------------------------------
@@ -281,13 +281,13 @@ class JinjaTemplate:
 def _unused(count: int, *texts: str) -> list[str]:
     """Returns characters that occur in none of the texts."""
     used = set().union(*texts)
-    found: list[str] = []
+    unused: list[str] = []
     point = FIRST_PRIVATE
-    while len(found) < count:
+    while len(unused) < count:
         if chr(point) not in used:
-            found.append(chr(point))
+            unused.append(chr(point))
         point += 1
-    return found
+    return unused
 
 
 def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
@@ -314,14 +314,14 @@ def _in_parts(messages: list[dict]) -> list[dict]:
 def _uncovered(
     text: str, is_learned: np.ndarray, quote: str, spelled: list[str], where: str
 ) -> tuple[list[str], np.ndarray]:
-    """Returns a text as parts, alternately the template's and others', with stand-ins replaced."""
+    """Replaces stand-ins, and returns parts: alternately the template's text and others'."""
     parts: list[str] = []
-    kept = []
+    flags = []
     done = 0
     for match in re.finditer(f"{quote}([0-9]+){quote}", text):
         others = spelled[int(match[1])]
         parts += [text[done : match.start()], others]
-        kept += [
+        flags += [
             is_learned[done : match.start()],
             np.full(len(others), is_learned[match.start()]),
         ]
@@ -331,4 +331,4 @@ def _uncovered(
         raise DataError(
             f"{where}: the template cuts a special token that a message spells, {spelled[0]!r:.40}"
         )
-    return parts, np.concatenate([*kept, is_learned[done:]])
+    return parts, np.concatenate([*flags, is_learned[done:]])

@@ -1,8 +1,9 @@
-"""Joins a prompt with what answers it, which in published data may hold the prompt again.
+"""Joins a prompt with its answer, which in published data may contain the prompt again.
 
-An answer of messages is the whole conversation if it holds those of the prompt, and goes on with
-the prompt if it begins with an answer. An answer that is a text and begins with the prompt cannot
-be told from an echo: "Hello" is answered by "Hello there". Two answers that both do so repeat it.
+An answer in messages is the whole conversation if it contains those of the prompt, and continues
+the prompt if it begins with an answer. If an answer is a text that begins with the prompt, it may
+repeat the prompt or happen to begin alike, as "Hello there" does after "Hello". If both answers of
+a pair begin so, they repeat it.
 """
 
 from typing import Any, NamedTuple
@@ -14,9 +15,9 @@ Message = dict[str, Any]
 
 
 class Seam(NamedTuple):
-    """A seam of a prompt and its answer: the first `of_prompt` messages, then the answer.
+    """The way to join a prompt and its answer: the first `of_prompt` messages, then the answer.
 
-    The messages before `first` are the prompt.
+    In the result the messages before `first` are the prompt.
     """
 
     of_prompt: int
@@ -24,23 +25,24 @@ class Seam(NamedTuple):
 
 
 def seam(prompt: list[Message], answer: list[Message], where: str) -> Seam:
-    """Returns how to join the messages of a prompt and of an answer, with the prompt in it once.
+    """Returns how to join the messages of a prompt and of an answer, with the prompt only once.
 
     Raises DataError, with the name `where`, if the answer begins with a question that is not the
     prompt.
     """
-    asked, answered = ([_key(message) for message in each] for each in (prompt, answer))
+    question = [_key(message) for message in prompt]
+    answered = [_key(message) for message in answer]
     starts_anew = answer[0]["role"] != ANSWERS
     for begin in range(len(answer) - len(prompt) if prompt and starts_anew else 0):
         end = begin + len(prompt)
-        if answered[begin:end] == asked:
+        if answered[begin:end] == question:
             return Seam(0, end)
     is_open = bool(prompt) and prompt[-1]["role"] == ASKS
     if not is_open or answer[0]["role"] not in (ASKS, "system"):
         return Seam(len(prompt), len(prompt))
     for begin in range(1, len(prompt)):
         overlap = len(prompt) - begin
-        if asked[begin:] == answered[:overlap] and len(answer) > overlap:
+        if question[begin:] == answered[:overlap] and len(answer) > overlap:
             return Seam(begin, len(prompt))
     raise DataError(
         f"{where} begins with a message of {answer[0]['role']!r}, and does not hold the prompt",
@@ -58,6 +60,6 @@ def echoes(prompt: Any, answer: Any) -> bool:
 
 
 def _key(message: Message) -> Message:
-    """Returns what makes two messages equal: all of it, but for white space around the content."""
+    """Returns the message without the white space around its content, for comparisons."""
     content = message.get("content")
     return message | ({"content": content.strip()} if content is not None else {})

@@ -1,4 +1,4 @@
-"""Defines what a template makes of a conversation, and checks roles."""
+"""Holds the text that a template renders from a conversation, and checks the names of roles."""
 
 import re
 from collections.abc import Sequence

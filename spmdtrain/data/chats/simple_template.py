@@ -1,4 +1,4 @@
-"""Applies the simple template: a text with {role} and {content}, as which every message is written.
+"""Applies the simple template: every message is written as one text with {role} and {content}.
 
 The text up to {content} opens a message; a model writes {content} and stops with the text after it.
 """
@@ -91,11 +91,11 @@ class SimpleTemplate:
     @property
     def markers(self) -> list[str]:
         """The parts that look like special tokens, with the usual roles."""
-        found = []
+        markers = []
         for role in ROLES:
             for text in (self.opening_of(role), self.closing_of(role)):
-                found += [marker for marker in MARKER.findall(text) if marker != role]
-        return list(dict.fromkeys(found))
+                markers += [marker for marker in MARKER.findall(text) if marker != role]
+        return list(dict.fromkeys(markers))
 
     def write(self, conversation: Conversation, tokenizer: Tokenizer, where: str) -> Written:
         """Returns a conversation as text. Raises DataError for what cannot be written."""
@@ -126,7 +126,7 @@ class SimpleTemplate:
     def _pieces(
         self, conversation: Conversation, tokenizer: Tokenizer, where: str
     ) -> tuple[list[str], list[str]]:
-        """Returns the texts of the template, and the contents between them."""
+        """Returns the texts of the template, and the contents that go between them."""
         if conversation.tools or conversation.documents:
             named = "tools" if conversation.tools else "documents"
             raise DataError(
@@ -160,11 +160,11 @@ def _alternating(frames: list[str], contents: list[str]) -> list[str]:
 
 
 def with_markers(tokenizer: Tokenizer, template: SimpleTemplate) -> Tokenizer:
-    """Returns the tokenizer with those of the template's markers that it has as special tokens."""
+    """Returns the tokenizer with the template's markers as control tokens, where it has them."""
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return tokenizer
-    found = []
+    control = []
     for role in ROLES:
         for text in (template.opening_of(role), template.closing_of(role)):
-            found += [token for token in tokenizer.added_in(text) if token not in role]
-    return tokenizer.with_control(found)
+            control += [token for token in tokenizer.added_in(text) if token not in role]
+    return tokenizer.with_control(control)

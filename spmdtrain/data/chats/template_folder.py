@@ -93,7 +93,7 @@ def _texts_of(folder: Path) -> dict[str, str]:
     if isinstance(value, str):
         return {"default": value}
     try:
-        texts = {each["name"]: each["template"] for each in value}
+        texts = {named["name"]: named["template"] for named in value}
         is_sound = all(isinstance(text, str) for pair in texts.items() for text in pair)
     except (TypeError, KeyError):
         texts, is_sound = {}, False

@@ -1,4 +1,4 @@
-"""Reads the arguments of tool calls that are texts of JSON, where a template wants their value."""
+"""Parses the arguments of tool calls that are JSON texts, for templates that need their value."""
 
 import json
 from typing import Any
@@ -7,7 +7,7 @@ PARSE_ARGUMENTS = "--parse-arguments"  # of `data prepare`
 
 
 def with_parsed_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns messages whose tool calls have objects as arguments, where these are texts of one."""
+    """Returns messages whose tool calls have objects as arguments, in place of texts of them."""
     return [
         message | {"tool_calls": [_parsed(call) for call in message["tool_calls"]]}
         if "tool_calls" in message

@@ -1,8 +1,8 @@
 """Finds out what a template does with each message, from a copy of a conversation with labels.
 
 A label is a text that occurs nowhere else. Each content, name of a tool and arguments of a call get
-one. Where a label is missing, the template has left something out; behind the last label of a
-message stands what ends it.
+one. If a label is missing, the template has left something out; the text after the last label of a
+message ends it.
 
 This runs in the process of `jinja_program.py`.
 """
@@ -32,7 +32,7 @@ def labelled(messages: list[dict[str, Any]], text: str) -> Trial:
 
 
 def left_out(trial: Trial, text: str) -> list[int]:
-    """Returns the messages of which a part is missing in what a template has made of a trial."""
+    """Returns the messages of which a part is missing in the text rendered from a trial."""
     return [
         at for at, labels in enumerate(trial.labels) if any(label not in text for label in labels)
     ]
@@ -45,13 +45,13 @@ def never_ending(
     learned: Sequence[bool],
     stops: Sequence[str],
 ) -> list[int]:
-    """Returns the learned messages without a stop among what is learned behind their last label.
+    """Returns the learned messages that have no stop in the learned text after their last label.
 
-    `spans` are what is learned of `text`, which a template made of a trial. A message that is not
-    learned at all is none of them.
+    `spans` are the learned parts of `text`, which a template rendered from a trial. A message of
+    which nothing is learned is not among them.
     """
     places = [[text.rfind(label) for label in labels if label in text] for labels in trial.labels]
-    found = []
+    endless = []
     for at, starts in enumerate(places):
         if not learned[at] or not any(_within(spans, start, start + 1, text) for start in starts):
             continue
@@ -59,8 +59,8 @@ def never_ending(
         following = [start for others in places[at + 1 :] for start in others if start > last]
         behind = _within(spans, last, min(following, default=len(text)), text)
         if not any(stop in behind for stop in stops):
-            found.append(at)
-    return found
+            endless.append(at)
+    return endless
 
 
 def _within(spans: Sequence[tuple[int, int]], first: int, stop: int, text: str) -> str:

@@ -41,7 +41,7 @@ class CorpusCounts:
 
 
 def count_data(data: Data) -> list[CorpusCounts]:
-    """Returns the counts of each corpus of a run; none where data is made as it is read."""
+    """Returns the counts of each corpus of a run; empty if its data is made while it is read."""
     if isinstance(data, CorpusData):
         return [count_corpus(data.corpus)]
     if isinstance(data, MixtureData):
@@ -50,9 +50,9 @@ def count_data(data: Data) -> list[CorpusCounts]:
     return []
 
 
-def count_corpus(corpus: Corpus, name: str = "", most: int = MOST_TOKENS) -> CorpusCounts:
-    """Returns the counts of the first `most` tokens of a corpus."""
-    counted = min(len(corpus.tokens), most)
+def count_corpus(corpus: Corpus, name: str = "", limit: int = MOST_TOKENS) -> CorpusCounts:
+    """Returns the counts of the first `limit` tokens of a corpus."""
+    counted = min(len(corpus.tokens), limit)
     often = np.zeros(corpus.vocab, np.int64)
     masked = 0
     for start in range(0, counted, AT_ONCE):
@@ -91,19 +91,19 @@ def _unknown_id(corpus: Corpus) -> int | None:
 
 def _repeated(corpus: Corpus, counted: int) -> tuple[int, int]:
     """Returns how many documents among the first tokens equal an earlier one, and their tokens."""
-    seen: set[bytes] = set()
+    earlier: set[bytes] = set()
     documents, tokens = 0, 0
     for ids in _documents(corpus, counted):
         digest = hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
-        if digest in seen:
+        if digest in earlier:
             documents += 1
             tokens += len(ids)
-        seen.add(digest)
+        earlier.add(digest)
     return documents, tokens
 
 
 def _documents(corpus: Corpus, counted: int) -> Iterator[np.ndarray]:
-    """Yields the ids of each document that lies whole among the first `counted` tokens."""
+    """Yields the ids of each document that lies entirely within the first `counted` tokens."""
     bounds = np.append(corpus.document_starts, len(corpus.tokens))
     for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         if stop > counted:

@@ -60,7 +60,7 @@ def windows_of(data: Data, batch: Mapping[str, np.ndarray], packing: str) -> lis
     """Returns the windows of a batch from `data.train_samples`, with `data.packing` as given."""
     decode = from_spec(data.tokenizer).decode if data.tokenizer else _numbers
     names = data.names if isinstance(data, MixtureData) else ()
-    found = []
+    windows = []
     for at, sample in enumerate(batch["sample"].tolist()):
         rows = _rows({name: values[at] for name, values in batch.items()}, packing)
         rows = [part for row in rows for part in _cut_at(row, data.end_of_text)]
@@ -70,8 +70,8 @@ def windows_of(data: Data, batch: Mapping[str, np.ndarray], packing: str) -> lis
             for passage in _passages(row, number, decode, data.end_of_text)
         ]
         source = names[int(batch["source"][at])] if names else ""
-        found.append(Window(sample, source, passages))
-    return found
+        windows.append(Window(sample, source, passages))
+    return windows
 
 
 def _rows(window: Mapping[str, np.ndarray], packing: str) -> Iterator[_Row]:

@@ -1,13 +1,11 @@
-"""Renders what `data inspect` prints: counts in sentences, and windows with their marks or
-colours.
-"""
+"""Renders the output of `data inspect`: counts in sentences, and windows with marks or colours."""
 
 from collections.abc import Sequence
 
 from spmdtrain.data.inspected.counts import RARE, CorpusCounts
 from spmdtrain.data.inspected.passages import Kind, Window
 
-# What stands around the text of a passage: in a terminal with colours, and elsewhere.
+# The strings around the text of a passage: in a terminal with colours, and elsewhere.
 COLOURS: dict[Kind, tuple[str, str]] = {
     "counts": ("\x1b[32m", "\x1b[0m"),
     "masked": ("\x1b[2m", "\x1b[0m"),
@@ -61,16 +59,16 @@ def step_text(windows: Sequence[Window]) -> str:
 
 
 def window_text(window: Window, *, colours: bool) -> str:
-    """Returns a window: a line above each document, and what is masked dim, or in [- -]."""
+    """Returns a window: a line above each document, and masked tokens dimmed, or in [- -]."""
     around = COLOURS if colours else MARKS
     of_source = f" of {window.source}" if window.source else ""
-    said = [f"=== sample {window.sample}{of_source}"]
+    texts = [f"=== sample {window.sample}{of_source}"]
     document = None
     for passage in window.passages:
         if passage.document != document and passage.kind != "padding":
-            said.append(f"\n--- document {passage.document + 1}\n")
+            texts.append(f"\n--- document {passage.document + 1}\n")
         document = passage.document
         text = f"\n--- {passage.tokens:,} tokens of padding" if passage.kind == "padding" else None
         before, after = around[passage.kind]
-        said.append(before + (passage.text if text is None else text) + after)
-    return "".join(said)
+        texts.append(before + (passage.text if text is None else text) + after)
+    return "".join(texts)

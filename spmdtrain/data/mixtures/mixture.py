@@ -120,8 +120,8 @@ def _place_regular(counts: Sequence[int]) -> np.ndarray:
     """Puts each source with 1 slot in m into every m-th slot, the largest source first."""
     length = sum(counts)
     period = np.full(length, FREE)
-    there = [source for source, count in enumerate(counts) if count]
-    by_size = sorted(there, key=lambda source: -counts[source])
+    drawn = [source for source, count in enumerate(counts) if count]
+    by_size = sorted(drawn, key=lambda source: -counts[source])
     for count, sources in groupby(by_size, key=lambda source: counts[source]):
         if length % count:
             continue
@@ -146,8 +146,8 @@ def _fill(counts: Sequence[int], regular: np.ndarray) -> np.ndarray | None:
     length = len(regular)
     period = regular.copy()
     placed = set(regular.tolist())
-    left = [source for source, count in enumerate(counts) if count and source not in placed]
-    waiting = [(0, source, 0) for source in left]
+    unplaced = [source for source, count in enumerate(counts) if count and source not in placed]
+    waiting = [(0, source, 0) for source in unplaced]
     ready: list[tuple[int, int, int]] = []  # (deadline, source, index of the sample)
     for slot in np.flatnonzero(regular == FREE).tolist():
         while waiting and waiting[0][0] <= slot:  # (first slot, source, index of the sample)

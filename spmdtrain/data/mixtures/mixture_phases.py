@@ -25,7 +25,7 @@ PARTS = 2**12  # of the samples of a piece: its weights are rounded to these
 
 @dataclass(frozen=True)
 class PhasedMixture:
-    """The mixtures of a run, each from one of the samples `firsts` on, of which the first is 0."""
+    """The mixtures of a run, each with the sample from which it applies; `firsts[0]` is 0."""
 
     firsts: tuple[int, ...]
     mixtures: tuple[Mixture, ...]
@@ -37,16 +37,18 @@ class PhasedMixture:
 
     @property
     def identity(self) -> list[str]:
-        """The numbers that decide the order of the sources, in words without spaces."""
-        counts = [list(map(str, each.counts)) for each in self.mixtures]
+        """The numbers that decide the order of the sources, as words without spaces."""
+        counts = [list(map(str, mixture.counts)) for mixture in self.mixtures]
         later = zip(self.firsts[1:], counts[1:], strict=True)
-        return counts[0] + [word for first, each in later for word in (f"from={first}", *each)]
+        return counts[0] + [
+            word for first, of_phase in later for word in (f"from={first}", *of_phase)
+        ]
 
     @cached_property
     def _before(self) -> np.ndarray:
         """The samples of each source before each mixture begins, int64 [mixtures, sources]."""
         lengths = np.diff(self.firsts).tolist()
-        drawn = [each.drawn(n) for each, n in zip(self.mixtures, lengths, strict=False)]
+        drawn = [mixture.drawn(n) for mixture, n in zip(self.mixtures, lengths, strict=False)]
         return np.cumsum([np.zeros(len(self.mixtures[0].counts), np.int64), *drawn], 0)
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -73,8 +75,8 @@ def phased(
 ) -> PhasedMixture:
     """Returns the mixture of a run whose phases end with these weights.
 
-    A phase ends with the sample in which the run has read its tokens. Raises ConfigError if a
-    weight is too small to ever be drawn.
+    A phase ends with the sample that completes its tokens. Raises ConfigError if a weight is too
+    small to ever be drawn.
     """
     firsts: list[int] = []
     mixtures: list[Mixture] = []

@@ -65,8 +65,8 @@ def texts_of_chats(files: Iterable[str], fields: ChatFields) -> Iterator[str]:
             for number, value in enumerate(values_of(chunk, fields), chunk.first):
                 where = row_name(chunk, number)
                 if fields.pairs:
-                    found = read_pair(value, where) or ()
+                    conversations = read_pair(value, where) or ()
                 else:
-                    found = [read_conversation(value, fields, where)]
-                for conversation in found:
+                    conversations = [read_conversation(value, fields, where)]
+                for conversation in conversations:
                     yield from conversation.texts if conversation else ()

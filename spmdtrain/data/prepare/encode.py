@@ -135,7 +135,7 @@ def _encode_conversations(
     def encode(conversation: Conversation, where: str) -> EncodedConversation:
         if recipe.last_answer_only:
             conversation = conversation.with_last_answer_only()
-        found = encode_conversation(
+        encoding = encode_conversation(
             conversation,
             template,
             tokenizer,
@@ -143,9 +143,9 @@ def _encode_conversations(
             parse_special=recipe.parse_special,
             is_ended=recipe.end_of_text is not None,
         )
-        if not found.loss.any():
+        if not encoding.loss.any():
             raise _unlearned(conversation, where)
-        return found
+        return encoding
 
     nothing = EncodedConversation(np.zeros(0, np.int32), np.zeros(0, np.uint8), 0)
     for number, value in enumerate(values_of(chunk, recipe.field), chunk.first):
@@ -155,30 +155,33 @@ def _encode_conversations(
         else:
             only = read_conversation(value, recipe.field, where)
             conversations = () if only is None else (only,)
-        found = [encode(conversation, where) for conversation in conversations]
-        if len(found) == 2 and np.array_equal(found[0].ids, found[1].ids):
+        answers = [encode(conversation, where) for conversation in conversations]
+        if len(answers) == 2 and np.array_equal(answers[0].ids, answers[1].ids):
             raise DataError(
                 f"{where}: the chosen answer is the rejected one, so neither is preferred",
                 fix="data without this row",
             )
-        encoded.append(_as_document(found, recipe) if found else nothing)
-        spells = any(_spells(each, spelled_as_text, tokenizer) for each in conversations)
-        repeats = any(each.repeats for each in conversations)
-        notes.append(SPELLS * spells + REPEATS * repeats + _notes_of(found))
-    ids = [each.ids for each in encoded]
-    losses = [each.loss for each in encoded]
-    return _joined(ids, [each.text_bytes for each in encoded], losses, notes, recipe, tokenizer)
+        encoded.append(_as_document(answers, recipe) if answers else nothing)
+        spells = any(
+            _spells(conversation, spelled_as_text, tokenizer) for conversation in conversations
+        )
+        repeats = any(conversation.repeats for conversation in conversations)
+        notes.append(SPELLS * spells + REPEATS * repeats + _notes_of(answers))
+    ids = [document.ids for document in encoded]
+    losses = [document.loss for document in encoded]
+    sizes = [document.text_bytes for document in encoded]
+    return _joined(ids, sizes, losses, notes, recipe, tokenizer)
 
 
-def _as_document(found: list[EncodedConversation], recipe: Recipe) -> EncodedConversation:
+def _as_document(encoded: list[EncodedConversation], recipe: Recipe) -> EncodedConversation:
     """Returns a conversation, or both of a pair, as one document.
 
     The marks of the second have SECOND added. The first ends with the end of text, and the second
     begins with the begin of text, as `_joined` ends and begins every document.
     """
-    if len(found) == 1:
-        return found[0]
-    first, second = found
+    if len(encoded) == 1:
+        return encoded[0]
+    first, second = encoded
     if recipe.end_of_text is not None:
         ids, loss = np.append(first.ids, recipe.end_of_text), np.append(first.loss, first.loss[-1])
         first = first._replace(ids=ids.astype(np.int32), loss=loss)
@@ -192,17 +195,17 @@ def _as_document(found: list[EncodedConversation], recipe: Recipe) -> EncodedCon
     )
 
 
-def _notes_of(found: list[EncodedConversation]) -> int:
-    """Returns the notes on the conversations of a document that their template gives rise to."""
+def _notes_of(encoded: list[EncodedConversation]) -> int:
+    """Returns the notes on a document that are due to how its template writes conversations."""
     return (
-        HAS_GAPS * any(each.has_gaps for each in found)
-        + NEVER_ENDS * any(each.never_ends for each in found)
-        + QUOTES * any(each.quotes_arguments for each in found)
+        HAS_GAPS * any(conversation.has_gaps for conversation in encoded)
+        + NEVER_ENDS * any(conversation.never_ends for conversation in encoded)
+        + QUOTES * any(conversation.quotes_arguments for conversation in encoded)
     )
 
 
 def row_name(chunk: Chunk, number: int) -> str:
-    """Returns how messages name a row: by its line, where a row is one."""
+    """Returns the name of a row in messages: the number of its line or row."""
     kind = "line" if format_of(chunk.path) == "jsonl" else "row"
     return f"{chunk.path}, {kind} {number + 1}"
 
@@ -217,7 +220,7 @@ def _unlearned(conversation: Conversation, where: str) -> DataError:
 
 
 def _spells(conversation: Conversation, markers: list[str], tokenizer: Tokenizer) -> bool:
-    """Returns True if a message spells out a special token, or a marker that is none."""
+    """Returns True if a message spells out a special token, or a marker of the template."""
     return any(
         tokenizer.spells_special(text) or any(marker in text for marker in markers)
         for text in conversation.texts

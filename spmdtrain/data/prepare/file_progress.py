@@ -36,13 +36,13 @@ def heartbeat(state: Callable[[], str]) -> Iterator[None]:
     is_done = threading.Event()
 
     def watch() -> None:
-        seen = state()
+        last = state()
         while not is_done.wait(SILENCE):
             now = state()
-            if now == seen:
+            if now == last:
                 seconds = time.monotonic() - began
                 print(f"{now}, {seconds:.0f} s: still at work", file=sys.stderr, flush=True)
-            seen = now
+            last = now
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()

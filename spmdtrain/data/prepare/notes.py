@@ -1,4 +1,4 @@
-"""What is noted of each document while it is encoded, and how the counts of the notes are said."""
+"""The notes made on each document while it is encoded, and the lines that report their counts."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ HOLDS_END = 2  # it also contains the token that ends it
 HAS_GAPS = 4  # the template has left out a part of a message
 NEVER_ENDS = 8  # a learned answer has an end that is not learned
 QUOTES = 16  # the template writes a tool call's arguments, a text, in quotes
-REPEATS = 32  # what answers the prompt, a text, begins with it
+REPEATS = 32  # the answer to the prompt, a text, begins with the prompt
 
 COUNTED = {
     "spelling": SPELLS,
@@ -21,7 +21,7 @@ COUNTED = {
     "repeating": REPEATS,
 }
 
-# What is said of one conversation and of several.
+# The verb for one conversation and for several, and what follows it.
 OF_CONVERSATIONS = {
     "with_gaps": ("has", "have", "a message of which the template leaves out a part"),
     "never_ending": (
@@ -38,15 +38,15 @@ OF_CONVERSATIONS = {
     ),
 }
 
-# Of a pair the beginning is known to be the prompt, as both of its answers have it.
+# In a pair the common beginning is known to be the prompt, as both answers have it.
 REPEATED = "the prompt again at the beginning of what answers it"
 OF_PAIR, OF_ONE = "; it is written once", "; it is learned as part of the answer"
 
 
-def said_of_conversations(counts: Mapping[str, int], pairs: bool) -> list[str]:
-    """Returns a line for each kind of note that a conversation has, with their number.
+def lines_of_notes(counts: Mapping[str, int], pairs: bool) -> list[str]:
+    """Returns a line for each kind of note, with the number of conversations that have it.
 
-    `pairs` says that each holds two answers.
+    With `pairs` each holds two answers.
     """
     repeated = ("has", "have", REPEATED + (OF_PAIR if pairs else OF_ONE))
     lines = []

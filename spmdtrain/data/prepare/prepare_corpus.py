@@ -24,15 +24,15 @@ from spmdtrain.data.chats.tool_calls import PARSE_ARGUMENTS
 from spmdtrain.data.prepare.chats import choose_template, texts_of_chats
 from spmdtrain.data.prepare.encode import Recipe, encode_all
 from spmdtrain.data.prepare.file_progress import heartbeat, plain_lines
-from spmdtrain.data.prepare.notes import COUNTED, said_of_conversations
+from spmdtrain.data.prepare.notes import COUNTED, lines_of_notes
 from spmdtrain.data.prepare.token_shards import Output, Position
 from spmdtrain.data.prepare.token_writer import Summary, TokenWriter, share_tokenizer
 from spmdtrain.data.texts.documents import (
     Chunk,
     find_inputs,
     format_of,
+    lines_of_separator,
     read_chunks,
-    said_of_separator,
     texts_in,
 )
 from spmdtrain.data.token_files.tokens import open_tokens
@@ -87,7 +87,7 @@ def prepare(job: Job) -> None:
     files = find_inputs(job.paths)
     recipe, origin = _recipe(job, files)
     tokenizer = from_spec(recipe.tokenizer)
-    marker_faults = _said_of_template(recipe, tokenizer)
+    marker_faults = _warn_of_template(recipe, tokenizer)
 
     @cache
     def shared_spec() -> dict | None:
@@ -151,8 +151,8 @@ def _recipe(job: Job, files: list[str]) -> tuple[Recipe, str]:
     return replace(recipe, begin_of_text=begin), origin
 
 
-def _said_of_template(recipe: Recipe, tokenizer: Tokenizer) -> bool:
-    """Prints how the tokenizer handles the template; returns whether a marker is text to it."""
+def _warn_of_template(recipe: Recipe, tokenizer: Tokenizer) -> bool:
+    """Prints warnings about the template. Returns whether the tokenizer lacks a marker of it."""
     if recipe.template is None:
         return False
     with closing(template_from_spec(recipe.template, recipe.today)) as template:
@@ -181,7 +181,7 @@ def _chunks(files: list[str], job: Job, position: Position) -> Iterator[Chunk]:
 
 
 def _identity(job: Job, recipe: Recipe, files: list[str]) -> dict[str, Any]:
-    """Returns what a job must share with an interrupted one to continue it."""
+    """Returns the values that must equal those of an interrupted job in order to continue it."""
     stats = [os.stat(file) for file in files]
     described = asdict(replace(job, workers=1))
     for name in (
@@ -235,9 +235,9 @@ def _report(
     if begin is not None:
         ending = f"token {begin} begins each document; {ending}"
     source = open_tokens(first.path)
-    said = _said_of_specials(summaries, job, marker_faults)
+    lines = _lines_of_specials(summaries, job, marker_faults)
     if job.chat:
-        said.insert(0, f"{_learned(summaries, tokens)}; template {origin!r:.80}")
+        lines.insert(0, f"{_learned(summaries, tokens)}; template {origin!r:.80}")
     starts = source.document_starts
     stop = min(SHOWN, starts[1] if len(starts) > 1 else len(source.row))
     sample = tokenizer.decode(source.row[:stop])
@@ -246,8 +246,8 @@ def _report(
             f"{name}: {tokens:,} tokens ({first.dtype}) in {documents}, "
             f"vocabulary {first.vocab:,}, tokenizer {job.tokenizer}",
             f"{tokens / max(size, 1):.3f} tokens per byte of text; {ending}",
-            *said_of_separator(find_inputs(job.paths), job.split_on),
-            *said,
+            *lines_of_separator(find_inputs(job.paths), job.split_on),
+            *lines,
             f"the first {stop} tokens: {sample!r}",
         ]
     )
@@ -265,7 +265,7 @@ def _learned(summaries: list[Summary], tokens: int) -> str:
     )
 
 
-def _said_of_specials(summaries: list[Summary], job: Job, marker_faults: bool) -> list[str]:
+def _lines_of_specials(summaries: list[Summary], job: Job, marker_faults: bool) -> list[str]:
     """Returns lines about documents that spell out special tokens or markers."""
     lines = []
     what = "a special token; kept as text (--parse-special reads it as the token)"
@@ -281,8 +281,8 @@ def _said_of_specials(summaries: list[Summary], job: Job, marker_faults: bool) -
     if holding:
         documents = "1 document holds" if holding == 1 else f"{holding:,} documents hold"
         lines.append(f"{documents} the token that ends one before the end")
-    counts = {name: sum(getattr(each, name) for each in summaries) for name in COUNTED}
-    return lines + said_of_conversations(counts, job.pairs)
+    counts = {name: sum(getattr(summary, name) for summary in summaries) for name in COUNTED}
+    return lines + lines_of_notes(counts, job.pairs)
 
 
 @contextmanager

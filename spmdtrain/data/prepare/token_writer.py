@@ -112,8 +112,8 @@ class TokenWriter:
 
     def write(self, encoded: Encoded) -> None:
         """Appends documents. Raises StorageError if they cannot be written."""
-        kept = encoded.lengths[encoded.lengths > 0]
-        starts = self.tokens + np.cumsum(kept) - kept
+        lengths = encoded.lengths[encoded.lengths > 0]
+        starts = self.tokens + np.cumsum(lengths) - lengths
         with writing(self.path):
             self._append(".bin", encoded.ids.tobytes())
             self._append(".idx", starts.astype("<i8").tobytes())
@@ -124,7 +124,7 @@ class TokenWriter:
         if encoded.notes is not None:
             for name, note in COUNTED.items():
                 self._noted[name] += int(np.count_nonzero(encoded.notes & note))
-        self.documents += len(kept)
+        self.documents += len(lengths)
         self.tokens += len(encoded.ids)
         self._text_bytes += int(encoded.text_bytes.sum())
 

@@ -24,8 +24,8 @@ from spmdtrain.data.token_files.blocks import hash_of_blocks
 class LogitsWriter:
     """A folder of saved logits being written. Use it as a context, and call `finish` at the end.
 
-    Until then the folder has no manifest, so that nobody takes it for whole. What an earlier or an
-    interrupted writing has left there is replaced.
+    Until then the folder has no manifest, and so does not count as complete. Files of earlier or
+    interrupted writing are replaced.
     """
 
     def __init__(self, folder: Path, manifest: Manifest):
@@ -44,9 +44,9 @@ class LogitsWriter:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             earlier = [folder / name for name in (MANIFEST_FILE, *widths)]
-            self._refuse_full_disk(sum(each.stat().st_size for each in earlier if each.is_file()))
-            for each in earlier:
-                each.unlink(missing_ok=True)
+            self._refuse_full_disk(sum(file.stat().st_size for file in earlier if file.is_file()))
+            for file in earlier:
+                file.unlink(missing_ok=True)
             self._open = {
                 name: self._files.enter_context((folder / name).open("wb")) for name in widths
             }

@@ -1,4 +1,4 @@
-"""Describes a folder of saved logits: what a teacher says of each training token.
+"""Describes a folder of saved logits: a teacher's prediction at each training token.
 
 ids.bin      [tokens, top] little endian: the ids of the likeliest next tokens, likeliest first;
              uint16 if the vocabulary fits, else uint32
@@ -6,8 +6,9 @@ logs.bin     [tokens, top + 1] little endian float16: their log-probabilities, o
              logits over the temperature, and last that of all other tokens together
 logits.json  what the other two files hold, and of which teacher and data: a Manifest
 
-Record i is about the token after token i of the corpus. So what a sample needs follows from where
-its tokens lie, however they are shuffled. logits.json is written last: without it nothing is whole.
+Record i is about the token after token i of the corpus. So the records of a sample follow from the
+offsets of its tokens, however samples are shuffled. logits.json is written last: without it the
+folder is incomplete.
 """
 
 import hashlib
@@ -49,13 +50,13 @@ class Manifest:
 
     @property
     def fingerprint(self) -> str:
-        """The hex digits that tell these logits from others, wherever the folder lies."""
-        said = asdict(self) | {"teacher": ""}
-        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+        """The hex digits that identify these logits, wherever the folder is."""
+        content = asdict(self) | {"teacher": ""}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def described(self) -> str:
-        """The words for them in the first lines of a run."""
+        """The description in the first lines of a run."""
         return f"the {self.top} likeliest by {self.teacher} ({self.fingerprint})"
 
     @property
@@ -79,17 +80,18 @@ def rows_of(folder: Path, manifest: Manifest) -> tuple[StoredRow, StoredRow]:
 
 
 def read_manifest(name: str) -> tuple[Path, Manifest]:
-    """Returns a folder of saved logits and what it holds, of which no record is read.
+    """Returns a folder of saved logits and its manifest. No record is read.
 
-    `name` is what the user calls it. Raises DataError if nothing was saved there, or not all of it.
+    `name` is the folder as the user writes it. Raises DataError if nothing was saved there, or not
+    all of it.
     """
     folder = Path(os.path.expanduser(name))
     file = folder / MANIFEST_FILE
-    asked = f"distill.logits={name!r}"
+    setting = f"distill.logits={name!r}"
     require_file(file)
     if not file.exists():
         raise DataError(
-            f"{asked} holds no saved logits",
+            f"{setting} holds no saved logits",
             found=f"no {MANIFEST_FILE}, which is written last",
             fix=f"spmdtrain data teach CONFIG TEACHER --out {name}",
         )
@@ -100,18 +102,18 @@ def read_manifest(name: str) -> tuple[Path, Manifest]:
     except (ValueError, TypeError, RecursionError):
         raise DataError(f"{file} is damaged", fix="writing the logits again") from None
     if manifest.version != VERSION:
-        found = f"{file} has version {manifest.version}"
-        raise DataError(f"{found}; this program reads version {VERSION}")
+        version = f"{file} has version {manifest.version}"
+        raise DataError(f"{version}; this program reads version {VERSION}")
     return folder, manifest
 
 
-def _as_manifest(said: object) -> Manifest:
-    if not isinstance(said, dict):
+def _as_manifest(document: object) -> Manifest:
+    if not isinstance(document, dict):
         raise TypeError("a manifest is a table")
     for field in fields(Manifest):
-        if type(said.get(field.name)) is not field.type:
+        if type(document.get(field.name)) is not field.type:
             raise TypeError(f"{field.name} is a {field.type}")
-    manifest = Manifest(**said)
+    manifest = Manifest(**document)
     sizes = (manifest.tokens, manifest.top, manifest.sequence_length, manifest.temperature)
     if min(sizes) <= 0 or not manifest.top <= manifest.vocab < 2**32 or manifest.tokens >= 2**48:
         raise ValueError("a size is out of its range")
@@ -119,7 +121,7 @@ def _as_manifest(said: object) -> Manifest:
 
 
 def saved_for(config: RunConfig) -> Manifest | None:
-    """Returns what `distill.logits` holds; None without it.
+    """Returns the manifest of `distill.logits`; None without it.
 
     Raises UserError if nothing was saved there, or for another vocabulary or temperature. `config`
     has its vocabulary resolved.

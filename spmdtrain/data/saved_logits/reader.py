@@ -1,4 +1,4 @@
-"""Reads the saved logits of the tokens that a sample holds.
+"""Reads the saved logits of the tokens of a sample.
 
 A batch of n samples of T tokens then also has
 
@@ -33,7 +33,7 @@ class SavedLogits:
         self._logs = logs
 
     def blank(self, shape: tuple[int, int]) -> dict[str, np.ndarray]:
-        """Returns the entries of a batch for tokens [n, T] of which nothing was said."""
+        """Returns the entries of a batch for tokens [n, T] without saved logits."""
         top = self.manifest.top
         ids = np.broadcast_to(np.arange(top, dtype=np.int32), (*shape, top))
         return {IDS: ids.copy(), LOGS: np.zeros((*shape, top + 1), np.float32)}
@@ -47,8 +47,8 @@ class SavedLogits:
 
     def of_windows(self, starts: np.ndarray, length: int) -> dict[str, np.ndarray]:
         """Returns the entries of windows of `length` inputs that begin at the offsets `starts`."""
-        found = [self.read(start, start + length) for start in starts.tolist()]
-        return {name: np.stack([each[name] for each in found]) for name in (IDS, LOGS)}
+        windows = [self.read(start, start + length) for start in starts.tolist()]
+        return {name: np.stack([window[name] for window in windows]) for name in (IDS, LOGS)}
 
 
 def open_logits(
@@ -64,7 +64,7 @@ def open_logits(
     if name is None:
         return None
     folder, manifest = read_manifest(name)
-    asked = f"distill.logits={name!r}"
+    setting = f"distill.logits={name!r}"
     again = f"spmdtrain data teach CONFIG {manifest.teacher} --out {name}"
     matches = {
         "the tokenizer": (tokenizer_fingerprint(tokenizer)[:16], manifest.tokenizer[:16]),
@@ -75,28 +75,28 @@ def open_logits(
     for what, (ours, theirs) in matches.items():
         if ours != theirs:
             raise DataError(
-                f"{asked} was written for other settings or data: {what}",
+                f"{setting} was written for other settings or data: {what}",
                 asked=f"{ours}",
                 found=f"{theirs} there",
                 fix=again,
             )
     if tokens > manifest.tokens:
         raise DataError(
-            f"{asked} says nothing of the last tokens that train",
+            f"{setting} says nothing of the last tokens that train",
             asked=f"{tokens:,} tokens",
             found=f"{manifest.tokens:,} there",
             fix=again,
         )
     rows = rows_of(folder, manifest)
-    for file, row, said in zip(
+    for file, row, hashed in zip(
         (IDS_FILE, LOGS_FILE), rows, (manifest.ids, manifest.logs), strict=True
     ):
         path = folder / file
         wanted = len(row) * row.dtype.itemsize
         size = path.stat().st_size if path.is_file() else None
-        if size != wanted or hash_of_blocks(row.path, wanted) != said:
-            found = "no such file" if size is None else f"{size} bytes, {wanted} were written"
+        if size != wanted or hash_of_blocks(row.path, wanted) != hashed:
+            damage = "no such file" if size is None else f"{size} bytes, {wanted} were written"
             if size == wanted:
-                found = "other contents than were written"
-            raise DataError(f"{path} is damaged", found=found, fix=again)
+                damage = "other contents than were written"
+            raise DataError(f"{path} is damaged", found=damage, fix=again)
     return SavedLogits(manifest, *rows)

@@ -47,11 +47,11 @@ def passes(corpus: Corpus, span: Range, config: RunConfig) -> Iterator[Pass]:
 
 def _packed(windows: PackedWindows) -> Pass:
     def saved(window: int) -> list[SavedInputs]:
-        place, found = 0, []
+        place, inputs = 0, []
         for start, size in windows.pieces(window):
-            found.append(SavedInputs(place, start, size))
+            inputs.append(SavedInputs(place, start, size))
             place += size
-        return found
+        return inputs
 
     return Pass(windows, saved)
 

@@ -1,7 +1,7 @@
-"""Records what is known about the tokens of each shard once they have been made.
+"""Records the number of tokens in each shard, once they have been made.
 
-It is not a position: the index alone determines a sample. But a resumed run need not tokenise again
-everything before that sample; each checkpoint includes the ledger.
+It is not a position: the index alone determines a sample. But with the ledger, which each
+checkpoint includes, a resumed run need not tokenise everything before that sample again.
 """
 
 import threading
@@ -40,7 +40,7 @@ class Ledger:
         with self._lock:
             if shard not in self._places:
                 last = list(self._places)[-1:]
-                self._places = {each: self._places[each] for each in last}
+                self._places = {number: self._places[number] for number in last}
             places = self._places.setdefault(shard, [(0, 0)])
             if tokens >= places[-1][0] + MARK_TOKENS:
                 places.append((tokens, row))
@@ -57,7 +57,7 @@ class Ledger:
             return places[bisect_right(places, (tokens, 2**62)) - 1]
 
     def document(self) -> dict[str, Any]:
-        """Returns what is known, for JSON."""
+        """Returns the ledger as a JSON value."""
         with self._lock:
             return {
                 "totals": [[shard, total] for shard, total in self._totals.items()],
@@ -65,7 +65,7 @@ class Ledger:
             }
 
     def recall(self, document: Mapping[str, Any]) -> None:
-        """Learns what `document()` of an earlier run over the same shards has said."""
+        """Adds what `document()` returned in an earlier run over the same shards."""
         with self._lock:
             self._totals |= {shard: total for shard, total in document["totals"]}
             for shard, places in document["places"]:

@@ -24,7 +24,7 @@ STAMPS = (
     *("ETag", "etag", "md5Hash", "Content-MD5", "Digest"),
     *("generation", "LastModified", "Last-Modified", "updated", "mtime"),
 )
-Found = TypeVar("Found")
+Answer = TypeVar("Answer")
 
 
 class RemoteFile(NamedTuple):
@@ -50,8 +50,8 @@ def find_remote(pattern: str) -> list[RemoteFile]:
     files = _file_system(scheme)
     addresses = [pattern]
     if glob.has_magic(pattern.partition("?")[0] if scheme.startswith("http") else pattern):
-        found = _patiently(lambda: files.glob(pattern), pattern)
-        addresses = sorted(files.unstrip_protocol(name) for name in found)
+        names = _with_retries(lambda: files.glob(pattern), pattern)
+        addresses = sorted(files.unstrip_protocol(name) for name in names)
     if not addresses:
         raise DataError(f"no file matches {pattern}")
     return [describe(address) for address in addresses]
@@ -65,13 +65,13 @@ def describe(address: str) -> RemoteFile:
         files.invalidate_cache()
         return files.info(address)
 
-    said = _patiently(ask, address)
-    if said.get("type") == "directory":
+    listing = _with_retries(ask, address)
+    if listing.get("type") == "directory":
         raise DataError(f"{address} is a folder", fix=f"{address.rstrip('/')}/*.jsonl")
-    size = said.get("size")
+    size = listing.get("size")
     if not isinstance(size, int):
         raise DataError(f"{address} does not say its size", fix="a copy of it on this machine")
-    stamp = next((str(said[name]) for name in STAMPS if said.get(name)), "")
+    stamp = next((str(listing[name]) for name in STAMPS if listing.get(name)), "")
     return RemoteFile(address, size, stamp)
 
 
@@ -89,7 +89,7 @@ def parts_of(address: str, size: int) -> Iterator[bytes]:
                 raise EOFError(f"{len(content)} of {stop - start} bytes came")
             return content
 
-        yield _patiently(ask, address)
+        yield _with_retries(ask, address)
 
 
 @functools.cache
@@ -114,15 +114,16 @@ def _file_system(scheme: str) -> Any:
         ) from None
 
 
-def _patiently(ask: Callable[[], Found], address: str) -> Found:
+def _with_retries(ask: Callable[[], Answer], address: str) -> Answer:
     """Returns the result of `ask`, repeated after failures. Raises DataError after the last one."""
     for number in range(TRIES):
         try:
             return ask()
-        except Exception as error:  # each package has errors of its own
+        except Exception as error:  # each package has its own errors
             if _is_final(error) or number == TRIES - 1:
                 raise DataError(
-                    f"cannot read {address}: {_said(error)}", fix="the address and its credentials"
+                    f"cannot read {address}: {_reason(error)}",
+                    fix="the address and its credentials",
                 ) from None
         time.sleep(FIRST_PAUSE * 2**number)
     raise AssertionError("the last try returns or raises")
@@ -137,7 +138,7 @@ def _status(error: Exception) -> int | None:
     return getattr(error, "status", None) or getattr(error.__cause__, "status", None)
 
 
-def _said(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     status = _status(error)
     cause = error.__cause__
     if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError) and not status:

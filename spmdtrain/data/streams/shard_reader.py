@@ -1,4 +1,4 @@
-"""Tokenises shards, one epoch after another, from any place on."""
+"""Tokenises shards, one epoch after another, from any token on."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ class DocumentTokens(NamedTuple):
     is_end: bool = False  # no token of the epoch follows
 
 
-class _Handed(NamedTuple):
+class _Event(NamedTuple):
     """A chunk that is being encoded, or (None) the end of a shard."""
 
     chunk: Chunk | None
@@ -40,7 +40,7 @@ class _Handed(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardReader:
-    """A reader of shards in an order that depends only on `seed`; None: as they are named."""
+    """A reader of shards in an order that depends only on `seed`; None: the order of the config."""
 
     shards: tuple[Shard, ...]
     recipe: Recipe
@@ -66,25 +66,25 @@ class ShardReader:
         turn, before = self._shard_of(epoch, offset)
         tokens, row = self.ledger.place_before(self.order(epoch)[turn], offset - before)
         at = before + tokens
-        events: deque[_Handed] = deque()
+        events: deque[_Event] = deque()
         chunks = self._chunks(epoch, turn, row, events)
         encoded: Any = encode_all(self.recipe, chunks, self.workers)
         with closing(encoded):
-            for chunk, found in encoded:
+            for chunk, documents in encoded:
                 while (event := events.popleft()).chunk is None:
                     self.ledger.finish(event.shard, tokens)
                     tokens = 0
                     if event.is_last:
                         yield DocumentTokens(
-                            event.epoch, at, found.ids[:0], found.lengths[:0], is_end=True
+                            event.epoch, at, documents.ids[:0], documents.lengths[:0], is_end=True
                         )
                         at = 0
                 assert event.chunk is chunk, "chunks come out in the order in which they went in"
                 self.ledger.pass_by(event.shard, tokens, chunk.first)
-                starts = np.cumsum(found.lengths) - found.lengths
-                yield DocumentTokens(event.epoch, at, found.ids, starts[found.lengths > 0])
-                tokens += len(found.ids)
-                at += len(found.ids)
+                starts = np.cumsum(documents.lengths) - documents.lengths
+                yield DocumentTokens(event.epoch, at, documents.ids, starts[documents.lengths > 0])
+                tokens += len(documents.ids)
+                at += len(documents.ids)
 
     def _shard_of(self, epoch: int, offset: int) -> tuple[int, int]:
         """Returns the place in the order of the shard to read from for a token, and the tokens
@@ -101,7 +101,7 @@ class ShardReader:
             before += total
         raise AssertionError(f"token {offset} is beyond the {before} of an epoch")
 
-    def _chunks(self, epoch: int, turn: int, row: int, events: deque[_Handed]) -> Iterator[Chunk]:
+    def _chunks(self, epoch: int, turn: int, row: int, events: deque[_Event]) -> Iterator[Chunk]:
         """Yields chunks endlessly, and notes each, and the end of each shard, in `events`."""
         while True:
             order = self.order(epoch)
@@ -110,9 +110,9 @@ class ShardReader:
             for place in range(turn, len(order)):
                 for chunk in self._chunks_of(order, place, row):
                     has_rows = True
-                    events.append(_Handed(chunk, epoch, order[place]))
+                    events.append(_Event(chunk, epoch, order[place]))
                     yield chunk
-                events.append(_Handed(None, epoch, order[place], is_last=place + 1 == len(order)))
+                events.append(_Event(None, epoch, order[place], is_last=place + 1 == len(order)))
                 row = 0
             if is_whole and not has_rows:
                 raise DataError("the files hold no text", found=self.shards[0].address)

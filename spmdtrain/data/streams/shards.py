@@ -30,14 +30,14 @@ def find_shards(patterns: Iterable[str], kind: str) -> tuple[Shard, ...]:
     `kind` is "jsonl" or "parquet". Raises DataError if a pattern matches nothing, if a file is
     named twice, or if one is of another kind.
     """
-    found: dict[str, Shard] = {}
+    by_address: dict[str, Shard] = {}
     for pattern in patterns:
         shards = _find_remote(pattern) if is_remote(pattern) else _find_local(pattern)
         for shard in shards:
-            if shard.address in found:
+            if shard.address in by_address:
                 raise DataError(f"{shard.address} is named twice", fix="naming it once")
-            found[shard.address] = shard
-    for shard in found.values():
+            by_address[shard.address] = shard
+    for shard in by_address.values():
         if format_of(shard.address) != kind:
             fix = "other files"
             if format_of(shard.address) in ("jsonl", "parquet"):
@@ -49,16 +49,16 @@ def find_shards(patterns: Iterable[str], kind: str) -> tuple[Shard, ...]:
                 asked=f"data.corpus={kind!r}",
                 fix=fix,
             )
-    return tuple(found.values())
+    return tuple(by_address.values())
 
 
 def _find_remote(pattern: str) -> list[Shard]:
-    return [Shard(each.address, each.size, each.stamp) for each in find_remote(pattern)]
+    return [Shard(*file) for file in find_remote(pattern)]
 
 
 def _find_local(pattern: str) -> list[Shard]:
-    found = []
+    shards = []
     for path in find_files([pattern]):
         size = os.path.getsize(path)
-        found.append(Shard(path, size, hash_of_blocks(path, size)))
-    return found
+        shards.append(Shard(path, size, hash_of_blocks(path, size)))
+    return shards

@@ -28,7 +28,7 @@ class WindowBlock:
 
 
 class WindowBlocks:
-    """The blocks of a stream, made when they are asked for; the last two are held.
+    """The blocks of a stream, made on demand; the last two are held.
 
     A block has at most `size` windows of `length` tokens. With a `seed`, the first window of each
     epoch starts at a random phase.
@@ -89,7 +89,7 @@ class WindowBlocks:
     def _make(self, epoch: int, number: int) -> WindowBlock | None:
         start = self._phase(epoch) + number * self._size * self._length
         last = self._size * self._length  # the token after the last window, from `start`
-        # So many tokens of the epoch tell that the block is a full one.
+        # If the epoch has this many tokens, the block is a full one.
         enough = (number + 1) * self._size * self._length + self._reserve
         is_end = self._read_to(epoch, start, max(start + last + 1, enough))
         windows = self._size
@@ -115,9 +115,9 @@ class WindowBlocks:
 
         Returns whether the epoch has ended.
         """
-        there = self._read[0] if self._read else None
-        if self._pieces is None or there is None or there.epoch != epoch or there.at > start:
-            follows = there is not None and there.epoch + 1 == epoch and self._read[-1].is_end
+        oldest = self._read[0] if self._read else None
+        if self._pieces is None or oldest is None or oldest.epoch != epoch or oldest.at > start:
+            follows = oldest is not None and oldest.epoch + 1 == epoch and self._read[-1].is_end
             if not follows:
                 self._pieces = self._reader.pieces(epoch, start)
             self._read = []

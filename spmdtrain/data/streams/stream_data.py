@@ -109,13 +109,16 @@ class StreamData:
             if not len(indices):
                 raise DataError("a batch has at least one sample", found="no sample index")
             order = np.argsort(indices, kind="stable")
-            left = indices[order]
-            made = []
-            while len(left):
-                made.append(rows_of(left))
-                left = left[len(made[-1]["sample"]) :]
+            remaining = indices[order]
+            batches = []
+            while len(remaining):
+                batches.append(rows_of(remaining))
+                remaining = remaining[len(batches[-1]["sample"]) :]
             back = np.argsort(order)
-            return {name: np.concatenate([each[name] for each in made])[back] for name in made[0]}
+            return {
+                name: np.concatenate([batch[name] for batch in batches])[back]
+                for name in batches[0]
+            }
 
         return samples
 
@@ -196,12 +199,12 @@ def _read_whole(
             with copies.held(shard) as path:
                 yield from read_chunks(path, recipe.field)
 
-    found = [encoded for _, encoded in encode_all(recipe, chunks(), workers)]
-    lengths = np.concatenate([np.zeros(0, np.int64), *(each.lengths for each in found)])
+    encoded_chunks = [encoded for _, encoded in encode_all(recipe, chunks(), workers)]
+    lengths = np.concatenate([np.zeros(0, np.int64), *(chunk.lengths for chunk in encoded_chunks)])
     if lengths.sum() < 2:
         raise DataError("the files to validate on hold no text", found=shards[0].address)
     starts = (np.cumsum(lengths) - lengths)[lengths > 0]
-    tokens = np.concatenate([each.ids for each in found])
+    tokens = np.concatenate([chunk.ids for chunk in encoded_chunks])
     return replace(empty, tokens=tokens, document_starts=starts)
 
 

@@ -94,9 +94,9 @@ def refuse_unread(path: str) -> None:
     """Raises DataError for a file in an unsupported packed format."""
     for ending, command in UNREAD.items():
         if path.lower().endswith(ending):
-            said = path[-len(ending) :]
+            written_ending = path[-len(ending) :]
             raise DataError(
-                f"{path} is packed as {said}, which cannot be read",
+                f"{path} is packed as {written_ending}, which cannot be read",
                 fix=f"{command} {shlex.quote(path)}",
             )
 

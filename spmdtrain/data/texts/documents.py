@@ -79,7 +79,7 @@ def _arrow_files(folder: Path) -> list[str]:
     path = folder / "state.json"
     state = read_json(str(path))
     try:
-        names = [each["filename"] for each in state["_data_files"]]
+        names = [file["filename"] for file in state["_data_files"]]
         has_indices = bool(state.get("_indices_data_files"))
     except (KeyError, TypeError, AttributeError):
         raise DataError(f"{path} is not the state of a saved dataset") from None
@@ -151,8 +151,8 @@ def values_of(chunk: Chunk, field: str | ChatFields) -> list:
     return [_value_of_line(line, f"{chunk.path}:{number}", field) for number, line in numbered]
 
 
-def said_of_separator(files: Iterable[str], split_on: str | None) -> list[str]:
-    """Returns a line if `split_on` is given, and is in none of the text files.
+def lines_of_separator(files: Iterable[str], split_on: str | None) -> list[str]:
+    """Returns a line if `split_on` is set, but occurs in none of the text files.
 
     It reads each of them up to the first separator.
     """
@@ -208,9 +208,9 @@ def _without_nulls(value: Any) -> Any:
     keys.
     """
     if isinstance(value, dict):
-        held = value.items()
-        return {key: _without_nulls(each) for key, each in held if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+        entries = value.items()
+        return {key: _without_nulls(inner) for key, inner in entries if inner is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _value_of_line(line: bytes, where: str, field: str | ChatFields) -> Any:

@@ -17,7 +17,7 @@ LISTED = 5
 
 
 def find_files(patterns: Iterable[str]) -> list[str]:
-    """Returns the files that paths and globs (including `**`) name.
+    """Returns the files named by paths and globs (including `**`).
 
     Patterns keep their order; the files of one glob are sorted.
 
@@ -25,17 +25,17 @@ def find_files(patterns: Iterable[str]) -> list[str]:
     Repeating a file could put training text into the validation tail; to weight a text more, use
     `[[data.mix]]`.
     """
-    found: dict[str | tuple[int, int], str] = {}  # file -> the path that names it
+    path_of: dict[str | tuple[int, int], str] = {}  # file -> the path that names it
     for pattern in patterns:
         for path in _matches(pattern):
             real = identity_of(path)
-            if real in found:
+            if real in path_of:
                 raise DataError(
                     f"{path} is named twice",
                     fix="naming it once; [[data.mix]] takes more of one source than of another",
                 )
-            found[real] = path
-    return list(found.values())
+            path_of[real] = path
+    return list(path_of.values())
 
 
 def identity_of(path: str) -> str | tuple[int, int]:
@@ -75,10 +75,10 @@ def _no_match(pattern: str, path: str) -> DataError:
     if near:
         return DataError(f"no file matches {pattern}", fix=os.path.join(folder, alike[near[0]]))
     names = list(alike.values())
-    found = ", ".join(names[:LISTED])
+    listed = ", ".join(names[:LISTED])
     if len(names) > LISTED:
-        found += f" and {len(names) - LISTED} more"
-    return DataError(f"no file matches {pattern}", found=found)
+        listed += f" and {len(names) - LISTED} more"
+    return DataError(f"no file matches {pattern}", found=listed)
 
 
 def read_text(path: str) -> str:

@@ -189,8 +189,8 @@ def _parser_of(kind: Any, metadata: Mapping[bytes, bytes]) -> Parse | None:
 
 
 def _parser_of_fields(fields: Iterable[Any]) -> Parse | None:
-    found = {field.name: _parser_of(field.type, field.metadata or {}) for field in fields}
-    parsers = {name: parse for name, parse in found.items() if parse is not None}
+    parser_of = {field.name: _parser_of(field.type, field.metadata or {}) for field in fields}
+    parsers = {name: parse for name, parse in parser_of.items() if parse is not None}
     if not parsers:
         return None
 

@@ -1,7 +1,7 @@
 """Reads the token files of other programs as they are: nanoGPT, llm.c, Megatron and datatrove.
 
-None of them says what its ids mean; only a run can give the vocabulary, by `model.vocab` or
-`data.tokenizer`. A file is accepted only if everything known about it fits.
+None of them states its vocabulary; a run must, by `model.vocab` or `data.tokenizer`. A file is
+accepted only if everything known about it fits.
 
     nanoGPT    NAME.bin alone: ids, little endian. Nothing says their type: it is `data.dtype`, or
                else the smallest that holds the vocabulary
@@ -111,7 +111,7 @@ class ForeignTokens:
             )
 
     def _other_type(self, vocab: int) -> str:
-        """Returns what to try if the ids of a bare file are of another type; "": none fits."""
+        """Returns the remedy if the ids of a bare file are of another type; "": none fits."""
         size = self.size * self.dtype.itemsize
         for name, dtype in TYPES.items():
             if size % dtype.itemsize or dtype == self.dtype:
@@ -158,8 +158,8 @@ def _is_wider(ids: np.ndarray) -> bool:
 def _is_above(lower: np.ndarray, upper: np.ndarray) -> bool:
     if not len(upper) or not len(lower):
         return False
-    most = int(upper.max())
-    return most < FEW_IDS and int((lower > most).sum()) * 4 > len(lower)
+    highest = int(upper.max())
+    return highest < FEW_IDS and int((lower > highest).sum()) * 4 > len(lower)
 
 
 def is_foreign(bin_path: Path, idx_path: Path, json_path: Path) -> bool:
@@ -205,10 +205,10 @@ def _of_megatron(bin_path: Path, idx_path: Path, size: int) -> ForeignTokens:
     return ForeignTokens(str(bin_path), index.dtype, index.size, index.starts)
 
 
-def _check_size(path: Path, size: int, expected: int, asked: str) -> None:
+def _check_size(path: Path, size: int, expected: int, expectation: str) -> None:
     if size != expected:
         wrong = "truncated" if size < expected else "too long"
-        raise DataError(f"{path} is {wrong}", asked=asked, found=f"{size} bytes")
+        raise DataError(f"{path} is {wrong}", asked=expectation, found=f"{size} bytes")
 
 
 def _of_llmc(path: Path, size: int) -> ForeignTokens | None:
@@ -231,10 +231,10 @@ def _of_llmc(path: Path, size: int) -> ForeignTokens | None:
         return None
     dtype = DTYPES[LLMC_MAGICS[magic]]
     if version not in LLMC_VERSIONS:
-        asked = f"version {' or '.join(map(str, LLMC_VERSIONS))}"
+        versions = f"version {' or '.join(map(str, LLMC_VERSIONS))}"
         raise DataError(
             f"{path} has a header of llm.c that this program does not read",
-            asked=asked,
+            asked=versions,
             found=f"version {version}",
         )
     expected = LLMC_HEADER + count * dtype.itemsize
@@ -245,9 +245,9 @@ def _of_llmc(path: Path, size: int) -> ForeignTokens | None:
     return ForeignTokens(str(path), dtype, count, None, LLMC_HEADER)
 
 
-def _bare(path: Path, size: int, vocab: int, asked: str | None) -> ForeignTokens:
+def _bare(path: Path, size: int, vocab: int, dtype: str | None) -> ForeignTokens:
     """Returns the ids of a file that has no header."""
-    kind = kind_of_file(path, size, vocab, certain=asked is not None)
+    kind = kind_of_file(path, size, vocab, certain=dtype is not None)
     if kind:
         fixes = {
             "plain text": f"spmdtrain data prepare {shlex.quote(str(path))} --out NAME",
@@ -257,18 +257,18 @@ def _bare(path: Path, size: int, vocab: int, asked: str | None) -> ForeignTokens
             f"{path} holds no bare token ids: it is {kind}",
             fix=fixes.get(kind, "a token file, or --set data.dtype=uint16 if it is one"),
         )
-    name = asked or storage_dtype(vocab)
-    dtype = DTYPES[name]
-    if size == 0 or size % dtype.itemsize:
+    name = dtype or storage_dtype(vocab)
+    number_type = DTYPES[name]
+    if size == 0 or size % number_type.itemsize:
         raise DataError(
             f"{path} has neither sidecar nor .idx, and is not a row of {name}",
             found=f"{size} bytes",
             fix=_other_width(size, name) or "spmdtrain data prepare FILE --out NAME",
         )
-    return ForeignTokens(str(path), dtype, size // dtype.itemsize, None)
+    return ForeignTokens(str(path), number_type, size // number_type.itemsize, None)
 
 
 def _other_width(size: int, name: str) -> str:
-    """Returns what to type if the file can only be of the narrower type."""
+    """Returns the setting to type if the file can only be of the narrower type."""
     fits: Sequence[str] = [other for other in DTYPES if size and size % DTYPES[other].itemsize == 0]
     return f"--set data.dtype={fits[0]}" if fits and fits[0] != name else ""

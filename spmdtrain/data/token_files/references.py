@@ -42,9 +42,9 @@ def read_references(source: TokenSource) -> np.ndarray | None:
     with reading(reference):
         numbers = np.fromfile(reference, DTYPE)
     try:
-        said = json.loads(content)
-        is_whole = said["sha256"] == hashlib.sha256(numbers.data).hexdigest()
-        is_of_these = said["tokens"] == _tokens_of(source)
+        record = json.loads(content)
+        is_whole = record["sha256"] == hashlib.sha256(numbers.data).hexdigest()
+        is_of_these = record["tokens"] == _tokens_of(source)
     except (ValueError, KeyError, TypeError, RecursionError):
         is_whole = is_of_these = False
     count = source.sidecar["documents"]
@@ -71,13 +71,13 @@ def write_references(source: TokenSource, numbers: np.ndarray, run: str, step: i
     """
     reference, described = reference_paths(source.path)
     content = numbers.astype(DTYPE).tobytes()
-    said = {
+    record = {
         "run": run,
         "step": step,
         "sha256": hashlib.sha256(content).hexdigest(),
         "tokens": _tokens_of(source),
     }
-    text = json.dumps(said, indent=1) + "\n"
+    text = json.dumps(record, indent=1) + "\n"
     with writing(reference):
         described.unlink(missing_ok=True)  # an interruption leaves no pair of old and new
     for path, written in ((reference, content), (described, text.encode())):

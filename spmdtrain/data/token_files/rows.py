@@ -64,12 +64,12 @@ class StoredRow:
         wanted = max(stop - start, 0) * self.dtype.itemsize
         begin = self.skip + start * self.dtype.itemsize
         with reading(self.path):
-            kept = self._descriptor()
-            file = os.open(self.path, os.O_RDONLY) if kept is None else kept
+            descriptor = self._descriptor()
+            file = os.open(self.path, os.O_RDONLY) if descriptor is None else descriptor
             try:
                 content = _pread(file, wanted, begin)
             finally:
-                if kept is None:
+                if descriptor is None:
                     os.close(file)
         if len(content) < wanted:
             raise DataError(
@@ -107,7 +107,7 @@ class StoredRow:
             except OSError:
                 _opened.give()
                 raise
-            if not _may_be_kept(file):
+            if not _can_stay_open(file):
                 _close(file)
                 return None
             weakref.finalize(self, _close, file)
@@ -139,7 +139,7 @@ class _Opened:
 _opened = _Opened()
 
 
-def _may_be_kept(file: int) -> bool:
+def _can_stay_open(file: int) -> bool:
     """Returns True if the process can spare this descriptor.
 
     A descriptor is the lowest number that was free: all below it are in use, whoever opened them.

@@ -222,8 +222,8 @@ def _read_sidecar(path: Path) -> dict:
     if not isinstance(sidecar, dict) or "version" not in sidecar:
         raise DataError(f"{path} is not the sidecar of a token file: it has no version")
     if sidecar["version"] != VERSION:
-        found = f"{path} has version {sidecar['version']!r}"
-        raise DataError(f"{found}; this program reads version {VERSION}")
+        version = f"{path} has version {sidecar['version']!r}"
+        raise DataError(f"{version}; this program reads version {VERSION}")
     for key, kind in SIDECAR_TYPES.items():
         if type(sidecar.get(key)) is not kind:
             raise DataError(f"the sidecar {path} is damaged: {key}={sidecar.get(key)!r}")

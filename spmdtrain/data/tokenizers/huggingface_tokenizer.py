@@ -24,9 +24,9 @@ from spmdtrain.data.tokenizers.windows import LONGEST, encode_in_windows, groupe
 # fullwidth ones of DeepSeek.
 CONTROL = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
 PREFIX = re.compile(r'"continuing_subword_prefix"\s*:\s*"[^"]')
-# What lets a model cut a text at random: subword regularisation of BPE, and of unigrams.
+# Settings that let a model cut a text at random: subword regularisation of BPE, and of unigrams.
 RANDOM = ("dropout", "alpha", "nbest_size")
-SAID = 200  # characters of a package's error that are quoted
+QUOTED = 200  # characters of a package's error in a message
 
 
 class HuggingFaceTokenizer:
@@ -64,17 +64,17 @@ class HuggingFaceTokenizer:
 
     def encode_batch(self, texts: Sequence[str], *, parse_special: bool = True) -> list[np.ndarray]:
         tokenizer = self._parsing if parse_special else self._tokenizer
-        found: list[np.ndarray] = []
+        rows: list[np.ndarray] = []
         with self._refusing("cannot encode a text"):
             # The package needs over a hundred bytes for each byte of text.
             for group in grouped(texts, LONGEST):
                 if len(group[0]) > LONGEST:
-                    found.append(encode_in_windows(group[0], self._encode_window(tokenizer)))
+                    rows.append(encode_in_windows(group[0], self._encode_window(tokenizer)))
                     continue
                 # The fast call does not track offsets.
                 encodings = tokenizer.encode_batch_fast(group, add_special_tokens=False)
-                found += [self._checked(encoding.ids) for encoding in encodings]
-        return found
+                rows += [self._checked(encoding.ids) for encoding in encodings]
+        return rows
 
     def _encode_window(self, tokenizer: Any) -> Callable[[str], Encoding]:
         return lambda text: self._with_offsets(tokenizer, text)
@@ -129,8 +129,8 @@ class HuggingFaceTokenizer:
             # A processor does not depend on the vocabulary. This one surely encodes its one word.
             model = tokenizers.models.WordLevel({"x": 0}, "x")
             text = tokenizers.Tokenizer(model).encode("x", add_special_tokens=False)
-            found = processor.process(text)
-        return found.ids[: found.special_tokens_mask.index(0)]
+            processed = processor.process(text)
+        return processed.ids[: processed.special_tokens_mask.index(0)]
 
     def with_control(self, tokens: Iterable[str]) -> "HuggingFaceTokenizer":
         """Returns the tokenizer with further control tokens."""
@@ -185,7 +185,7 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _normalizes(self) -> bool:
-        """True if a control token may be spelled in another way than it is written."""
+        """True if a text may spell a control token differently from the file."""
         flags = (self._flags.get(token) for token in self.control)
         is_any = any(token is not None and token.normalized for token in flags)
         return is_any and self._tokenizer.normalizer is not None
@@ -203,9 +203,9 @@ class HuggingFaceTokenizer:
         origin = []  # the place in the text of each written character
         place = 0
         for number, part in enumerate(parts):
-            found = pattern.finditer(part) if number % 2 == 0 else ()
+            spelled = pattern.finditer(part) if number % 2 == 0 else ()
             done = 0
-            for match in found:
+            for match in spelled:
                 stand_in = stand_ins[match.group()]
                 written += [part[done : match.start()], stand_in]
                 origin.append(np.arange(place + done, place + match.start()))
@@ -272,7 +272,7 @@ class HuggingFaceTokenizer:
         except BaseException as error:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
-            raise DataError(f"{self._path} {what}: {str(error)[:SAID]}") from None
+            raise DataError(f"{self._path} {what}: {str(error)[:QUOTED]}") from None
 
 
 def _refuse_aborting(content: str, path: str) -> None:

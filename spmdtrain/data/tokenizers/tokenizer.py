@@ -170,8 +170,8 @@ class CharacterTokenizer(_NoSpecialTokens):
         return Encoding(self.encode(text), places, places + 1)
 
     def id_of(self, token: str) -> int | None:
-        found = self.alphabet.find(token) if len(token) == 1 else -1
-        return None if found < 0 else found
+        place = self.alphabet.find(token) if len(token) == 1 else -1
+        return None if place < 0 else place
 
     def decode(self, ids) -> str:
         ids = np.asarray(ids).tolist()
@@ -211,19 +211,19 @@ def open_tokenizer(name: str, texts: Iterable[str] | None = None) -> Tokenizer:
     return HuggingFaceTokenizer(content, str(name), specials_named(path.parent))
 
 
-def end_of_text(tokenizer: Tokenizer, asked: str, name: str) -> tuple[Tokenizer, int | None]:
-    """Returns the tokenizer with an end of text, and its id, which is None if `asked` is "none".
+def end_of_text(tokenizer: Tokenizer, requested: str, name: str) -> tuple[Tokenizer, int | None]:
+    """Returns the tokenizer with an end of text, and its id; None if `requested` is "none".
 
-    `asked` may be a token of the tokenizer or "auto". "auto" is the byte 0xFF; or the character
-    U+10FFFF, which is added to the alphabet; or, for a `tokenizer.json`, what the files next to it
-    name (`ends_named`), or else the special token with a known name.
+    `requested` may be a token of the tokenizer or "auto". "auto" is the byte 0xFF; or the character
+    U+10FFFF, which is added to the alphabet; or, for a `tokenizer.json`, the token that the files
+    next to it name (`ends_named`), or else the special token with a known name.
 
     `name` is the tokenizer's, as for `open_tokenizer`. Raises DataError if there is no such token.
     """
-    if asked == "none":
+    if requested == "none":
         return tokenizer, None
-    if asked != "auto":
-        return _with_asked(tokenizer, asked, name, "end")
+    if requested != "auto":
+        return _with_named(tokenizer, requested, name, "end")
     if isinstance(tokenizer, ByteTokenizer):
         return tokenizer, END_BYTE
     if isinstance(tokenizer, CharacterTokenizer):
@@ -237,9 +237,9 @@ def end_of_text(tokenizer: Tokenizer, asked: str, name: str) -> tuple[Tokenizer,
     assert isinstance(tokenizer, HuggingFaceTokenizer), "the only other kind"
     for named in ends_named(tokenizer_file(name).parent):
         token = named if isinstance(named, str) else tokenizer.token_of(named)
-        found = None if token is None else tokenizer.id_of(token)
-        if token is not None and found is not None:
-            return tokenizer.with_control([token]), found
+        i = None if token is None else tokenizer.id_of(token)
+        if token is not None and i is not None:
+            return tokenizer.with_control([token]), i
     for token in END_NAMES:
         if token in tokenizer.control:
             return tokenizer, tokenizer.control[token]
@@ -250,47 +250,47 @@ def end_of_text(tokenizer: Tokenizer, asked: str, name: str) -> tuple[Tokenizer,
     )
 
 
-def begin_of_text(tokenizer: Tokenizer, asked: str, name: str) -> tuple[Tokenizer, int | None]:
+def begin_of_text(tokenizer: Tokenizer, requested: str, name: str) -> tuple[Tokenizer, int | None]:
     """Returns the tokenizer with a begin of text, and its id, which is None if there is none.
 
-    `asked` is "none", a token of the tokenizer, or "auto". "auto" is the token that the
+    `requested` is "none", a token of the tokenizer, or "auto". "auto" is the token that the
     post-processor of a `tokenizer.json` puts before a text, as transformers does, unless the
     `add_bos_token` in the file next to it disagrees. Bytes and characters have none.
 
     `name` is the tokenizer's, as for `open_tokenizer`. Raises DataError if there is no such token,
     or if the files disagree.
     """
-    if asked == "none":
+    if requested == "none":
         return tokenizer, None
-    if asked != "auto":
-        return _with_asked(tokenizer, asked, name, "begin")
+    if requested != "auto":
+        return _with_named(tokenizer, requested, name, "begin")
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return tokenizer, None
     folder = tokenizer_file(name).parent
-    adds, found = adds_begin(folder), tokenizer.begin_of_text()
+    adds, ids = adds_begin(folder), tokenizer.begin_of_text()
     # Where they disagree, so do the versions of transformers.
-    if len(found) > 1 or adds not in (None, bool(found)):
-        before = " ".join(tokenizer.token_of(i) or str(i) for i in found) or "nothing"
-        said = "" if adds is None else f", and add_bos_token={json.dumps(adds)}"
+    if len(ids) > 1 or adds not in (None, bool(ids)):
+        before = " ".join(tokenizer.token_of(i) or str(i) for i in ids) or "nothing"
+        setting = "" if adds is None else f", and add_bos_token={json.dumps(adds)}"
         raise DataError(
             f"the files of {name} do not say which token begins a text",
-            found=f"a post-processor that puts {before} before it{said}",
+            found=f"a post-processor that puts {before} before it{setting}",
             fix="--begin-of-text TOKEN or none (for a stream: data.begin_of_text)",
         )
-    if not found:
+    if not ids:
         return tokenizer, None
-    return tokenizer.with_control(filter(None, [tokenizer.token_of(found[0])])), found[0]
+    return tokenizer.with_control(filter(None, [tokenizer.token_of(ids[0])])), ids[0]
 
 
-def _with_asked(tokenizer: Tokenizer, asked: str, name: str, does: str) -> tuple[Tokenizer, int]:
+def _with_named(tokenizer: Tokenizer, token: str, name: str, does: str) -> tuple[Tokenizer, int]:
     """Returns the tokenizer with a token that a person named, and its id.
 
-    Raises DataError if there is no such token, which `does` something to a text: "end" or "begin".
+    `does` is "end" or "begin", for the message. Raises DataError if there is no such token.
     """
-    found = tokenizer.id_of(asked)
-    if found is None:
-        raise DataError(f"the tokenizer {name} has no token {asked!r} to {does} a text with")
-    return _with_control(tokenizer, asked), found
+    i = tokenizer.id_of(token)
+    if i is None:
+        raise DataError(f"the tokenizer {name} has no token {token!r} to {does} a text with")
+    return _with_control(tokenizer, token), i
 
 
 def _with_control(tokenizer: Tokenizer, token: str) -> Tokenizer:

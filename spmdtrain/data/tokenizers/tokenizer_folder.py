@@ -27,7 +27,7 @@ def tokenizer_file(name: str) -> Path:
     if os.path.isfile(path):
         return path
     if name and os.path.isdir(path):
-        names = sorted(each.name for each in path.glob("*token*"))
+        names = sorted(file.name for file in path.glob("*token*"))
         raise DataError(
             f"the folder {name} holds no {NAME}",
             found=", ".join(names[:5]),
@@ -47,19 +47,19 @@ def specials_named(folder: Path) -> list[str]:
 
     Raises DataError if one of them is damaged.
     """
-    found = []
+    tokens = []
     for content in map(_read, _existing(folder, OF_TOKENS)):
         for key, value in content.items():
             if key.endswith("_token"):
-                found.append(_text_of(value))
+                tokens.append(_text_of(value))
             elif key == "additional_special_tokens" and isinstance(value, list):
-                found += map(_text_of, value)
+                tokens += map(_text_of, value)
         described = content.get("added_tokens_decoder")
         if isinstance(described, dict):
             for token in described.values():
                 if isinstance(token, dict) and token.get("special") is True:
-                    found.append(_text_of(token))
-    return list(dict.fromkeys(token for token in found if token))
+                    tokens.append(_text_of(token))
+    return list(dict.fromkeys(token for token in tokens if token))
 
 
 def ends_named(folder: Path) -> Iterator[str | int]:
@@ -83,8 +83,8 @@ def adds_begin(folder: Path) -> bool | None:
 
     Raises DataError if the file is damaged.
     """
-    said = read_config(folder / OF_TOKENS[0]).get("add_bos_token")
-    return said if isinstance(said, bool) else None
+    value = read_config(folder / OF_TOKENS[0]).get("add_bos_token")
+    return value if isinstance(value, bool) else None
 
 
 def named_tokens(folder: Path) -> dict[str, str]:
@@ -92,13 +92,13 @@ def named_tokens(folder: Path) -> dict[str, str]:
 
     These are `bos_token`, `eos_token` etc. Raises DataError if one of the files is damaged.
     """
-    found: dict[str, str] = {}
+    token_of: dict[str, str] = {}
     for content in map(_read, _existing(folder, reversed(OF_TOKENS))):
         for key, value in content.items():
             token = _text_of(value)
             if key.endswith("_token") and token is not None:
-                found[key] = token
-    return found
+                token_of[key] = token
+    return token_of
 
 
 def read_config(path: Path) -> dict[str, Any]:

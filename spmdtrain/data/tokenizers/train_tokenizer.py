@@ -10,7 +10,7 @@ import numpy as np
 from spmdtrain.config.errors import DataError
 from spmdtrain.config.writing import writing
 from spmdtrain.data.prepare.file_progress import plain_lines
-from spmdtrain.data.texts.documents import find_inputs, said_of_separator, texts_in
+from spmdtrain.data.texts.documents import find_inputs, lines_of_separator, texts_in
 from spmdtrain.data.tokenizers.tokenizer import END_NAMES
 
 BYTES = 256  # every byte is a token, so every text has tokens
@@ -69,7 +69,7 @@ def train_tokenizer(
     finally:
         spare.unlink(missing_ok=True)
     size = tokenizer.get_vocab_size()
-    for line in said_of_separator(files, split_on):
+    for line in lines_of_separator(files, split_on):
         print(line)
     print(f"{out}: {size:,} tokens, of which {len(named)} special: {', '.join(named)}")
 
