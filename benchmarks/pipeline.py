@@ -47,6 +47,7 @@ from spmdtrain.config.schema import GPT, MeshConfig, PipelineConfig, RunConfig, 
 from spmdtrain.models.abstract import AbstractModel
 from spmdtrain.parallel.axes import batch_shards
 from spmdtrain.parallel.mesh import build_mesh
+from spmdtrain.train.all_parts import PARTS
 from spmdtrain.train.batch import batch_sharding
 from spmdtrain.train.gradients import grad_pipeline
 from spmdtrain.train.gradients.inputs import StepInputs
@@ -150,7 +151,7 @@ def build(config: RunConfig, program: Variant, microbatches: int) -> Built:
 
 
 def _gradients_of_step(setup: Setup) -> Callable[..., Any]:
-    find = grad_pipeline.make_gradients(setup)
+    find = grad_pipeline.make_gradients(setup, PARTS)
     return lambda params, step, batch: find(params, StepInputs(step, batch))[:2]
 
 

@@ -38,9 +38,9 @@ FEATURES = {
             "config/schema/compression.py",
             "parallel/compress.py",
             "parallel/feedback",
-            "train/items/feedback.py",
+            "train/compression",
         ),
-        18,
+        13,
     ),
     "delayed scaling": Feature(
         r"delayed|scaling_history",
@@ -60,7 +60,7 @@ FEATURES = {
             "running/distillation",
             "train/distillation",
         ),
-        40,
+        30,
     ),
     "ema": Feature(r"\bema\b", ("train/items/ema.py",), 22),
     "experts": Feature(
@@ -78,7 +78,13 @@ FEATURES = {
     ),
     "loss scale": Feature(r"loss_?scale", ("train/items/loss_scale.py",), 7),
     "multi token": Feature(
-        r"multi_?token", ("config/schema/model/multi_token.py", "models/layers/multi_token.py"), 21
+        r"multi_?token",
+        (
+            "config/schema/model/multi_token.py",
+            "models/layers/multi_token.py",
+            "train/gradients/further_losses.py",
+        ),
+        21,
     ),
     "muP": Feature(r"\bmup|width_rule", ("config/schema/model/mup.py",), 15),
     "page": Feature(r"spmdtrain\.lab\.page", ("lab/page",), 4),

@@ -49,8 +49,8 @@ from spmdtrain.checkpoints.saved_steps import SavedSteps
 from spmdtrain.checkpoints.store import read_leaves, saved_tree
 from spmdtrain.config.errors import DamagedError, UnfitError
 from spmdtrain.pipeline.stage_layout import StageLayout
+from spmdtrain.train.all_parts import all_items
 from spmdtrain.train.fresh import with_items_begun
-from spmdtrain.train.items import items
 from spmdtrain.train.items.item import Item, Value, as_parameters
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
@@ -141,7 +141,7 @@ class Checkpoints(SavedSteps):
         meta, _ = self._meta(step)
         found, meta = self._restored(step, saved_by_parameter(abstract, meta))
         values = {}
-        for item, asked in items.of(items.saved(abstract.items)):
+        for item, asked in all_items().of(all_items().saved(abstract.items)):
             value = found.get(item.name)
             if item.note:
                 value = from_note(item, asked, meta)
@@ -191,7 +191,7 @@ class Checkpoints(SavedSteps):
     def check_items(self, step: int, abstract: TrainState) -> None:
         """Raises the error of an item of the state that was not saved, if it defines one."""
         meta, _ = self._meta(step)
-        for item, _ in items.of(abstract.items):
+        for item, _ in all_items().of(abstract.items):
             if item.lacking and not is_in(meta, item):
                 raise item.lacking(self._store.at(step))
 

@@ -15,6 +15,8 @@ from spmdtrain.config.load import resolved
 from spmdtrain.config.own_parts import own_sources
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.source import Data
+from spmdtrain.train.distillation.run_teacher import teacher_of
+from spmdtrain.train.distillation.saved import NAME as SAVED_LOGITS
 from spmdtrain.train.setup import Setup
 
 Meta = dict[str, Any]
@@ -87,11 +89,12 @@ def identity(setup: Setup, fingerprint: str, seams: Mapping[str, Any]) -> Meta:
 
 def _teacher(setup: Setup) -> Meta:
     """Returns the fingerprint of the weights of a teacher that was opened, or of saved logits."""
-    if setup.logits is not None:
-        return {"teacher": setup.logits.fingerprint}
-    if setup.teacher is None or setup.teacher.on_disk is None:
+    saved, teacher = setup.own.get(SAVED_LOGITS), teacher_of(setup)
+    if saved is not None:
+        return {"teacher": saved.fingerprint}
+    if teacher is None or teacher.on_disk is None:
         return {}
-    return {"teacher": setup.teacher.on_disk.fingerprint()}
+    return {"teacher": teacher.on_disk.fingerprint()}
 
 
 def changes(meta: Meta, config: RunConfig, seams: Mapping[str, Any]) -> Changes:

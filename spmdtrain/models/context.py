@@ -7,8 +7,8 @@ state: a layer without one cannot silently run unsharded. It is a pytree of its 
 b: sequences, t: tokens of a sequence.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -34,7 +34,7 @@ def _unsplit(x: jax.Array, *_: str | None) -> jax.Array:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["positions_bt", "segment_ids_bt", "mask_bt", "noise_b", "layer"],
+    data_fields=["positions_bt", "segment_ids_bt", "mask_bt", "noise_b", "layer", "read"],
     meta_fields=[
         "constrain",
         "local_map",
@@ -49,6 +49,7 @@ def _unsplit(x: jax.Array, *_: str | None) -> jax.Array:
         "dropout_rate",
         "context_method",
         "frozen_layers",
+        "around_layer",
     ],
 )
 @dataclass(frozen=True)
@@ -91,6 +92,10 @@ class ForwardContext:
     frozen_layers: int = 0
     # The number of the layer in the model, 0 for the first; traced in scans. None: outside them.
     layer: jax.Array | int | None = None
+    # What parts of the step have brought beside the weights, by the name of the part.
+    read: Mapping[str, Any] = field(default_factory=dict)
+    # Runs a layer: see AroundLayer. None: it is run as it is.
+    around_layer: "AroundLayer | None" = None
 
     def column_parallel(self, x: jax.Array, weight: Weight | jax.Array, names: Names) -> jax.Array:
         """Returns x [b, t, e] of the residual stream times a weight [e, *f]: [b, t, *f].
@@ -144,6 +149,13 @@ class ForwardContext:
         keys = _fold_in(self.noise_b, site)
         draw = partial(jax.random.uniform, shape=x.shape[1:], minval=1 - share, maxval=1 + share)
         return x * self.as_tokens(jax.vmap(draw)(keys)).astype(x.dtype)
+
+
+# around_layer(run, x, ctx) -> what `run(x)` returns: x after a layer, and its side losses.
+AroundLayer = Callable[
+    [Callable[[jax.Array], tuple[jax.Array, dict[str, jax.Array]]], jax.Array, ForwardContext],
+    tuple[jax.Array, dict[str, jax.Array]],
+]
 
 
 def _fold_in(keys_b: jax.Array, number: jax.Array | int) -> jax.Array:

@@ -173,9 +173,16 @@ def run_block(
 
     `block` holds the weights of the layer.
     """
-    with refusing_writes(block):
-        out = block(x, ctx.at_layer(number, count))
-    y, side_losses = with_losses(out, block)
+    at_layer = ctx.at_layer(number, count)
+
+    def run(x: jax.Array) -> tuple[jax.Array, SideLosses]:
+        with refusing_writes(block):
+            out = block(x, at_layer)
+        return with_losses(out, block)
+
+    # A round is no layer: each of its blocks is one.
+    around = None if isinstance(block, Round) else ctx.around_layer
+    y, side_losses = around(run, x, at_layer) if around else run(x)
     if (y.shape, y.dtype) != (x.shape, x.dtype):
         raise ConfigError(
             f"a {type(block).__name__} turns {x.dtype}{list(x.shape)} "

@@ -16,7 +16,7 @@ from spmdtrain.running.guards.bad_steps import BadSteps
 from spmdtrain.running.guards.early_stop import EarlyStop
 from spmdtrain.running.published.exports import Exports
 from spmdtrain.running.report.reporter import Reporter
-from spmdtrain.train.items import items
+from spmdtrain.train.all_parts import all_items
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
 
@@ -62,7 +62,7 @@ class Saves:
             self.announce()
             self._exports.wait()
         self.checkpoints.save(step, state, self._meta_after(step))
-        kept = replace(state, items=items.saved(state.items))
+        kept = replace(state, items=all_items().saved(state.items))
         arrays = sum(leaf.nbytes for leaf in jax.tree.leaves(kept))
         self._held[step] = {"bytes": arrays}
 

@@ -13,7 +13,7 @@ from spmdtrain.parallel.axes import axes_of_dim
 from spmdtrain.parallel.mesh import describe_mesh
 from spmdtrain.pipeline.draw import describe_pipeline
 from spmdtrain.show.layer_list import describe_experts, describe_layers, experts_row, layer_rows
-from spmdtrain.train.items.items import by_parameter
+from spmdtrain.train.all_parts import all_items
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.shard import shard
 from spmdtrain.train.state import bytes_per_device
@@ -46,7 +46,10 @@ def describe(
             "dtype": str(abstract.params[path].dtype),
             "bytes_per_device": bytes_per_device(abstract.params[path]),
             "optimizer_bytes_per_device": bytes_per_device(
-                [tree.get(path) for tree in (abstract.opt_state, *by_parameter(abstract.items))]
+                [
+                    tree.get(path)
+                    for tree in (abstract.opt_state, *all_items().by_parameter(abstract.items))
+                ]
             ),
         }
         for path, parameter in model.parameters.items()

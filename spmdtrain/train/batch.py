@@ -3,12 +3,13 @@
 It also chooses the order of the tokens, which is that of the data except with ring attention.
 
 A batch is a dict of arrays [accumulation, sequences, time]; those in OF_SEQUENCES have no time dim,
-and the saved logits of a teacher have one more, of its likeliest tokens.
+and those that parts add may have more.
 One microbatch of it, [sequences, time], is what a model sees at once.
 """
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -18,8 +19,6 @@ from jax.sharding import PartitionSpec as P
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig, TrainConfig
-from spmdtrain.data.saved_logits.manifest import Manifest
-from spmdtrain.data.saved_logits.reader import IDS, LOGS
 from spmdtrain.parallel.axes import BATCH_AXES, Rules, batch_shards, partition_spec
 from spmdtrain.parallel.context.context_method import (
     ContextMethod,
@@ -28,6 +27,8 @@ from spmdtrain.parallel.context.context_method import (
 )
 
 Batch = dict[str, jax.Array]
+# Further arrays of a batch by name: the dtype, and the dims that follow those of tokens.
+BatchArrays = Mapping[str, tuple[str, tuple[int, ...]]]
 Samples = Callable[[np.ndarray], Mapping[str, np.ndarray]]
 OF_SEQUENCES = ("sample", "source")  # arrays with one number per sequence
 
@@ -106,10 +107,10 @@ def abstract_batch(
     mesh: Mesh,
     rules: Rules,
     zigzag: int = 1,
-    logits: Manifest | None = None,
+    further: BatchArrays = MappingProxyType({}),
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the abstract form of what `to_devices` returns for a training batch: shapes with
-    shardings. `logits`: those that the run learns from, if it learns from saved ones.
+    shardings. `further`: the arrays that parts add.
     """
     data, length = config.data, config.train.sequence_length
     dtypes = {"tokens": "int32", "targets": "int32", "mask": "float32", "sample": "uint32"}
@@ -121,18 +122,14 @@ def abstract_batch(
         dtypes |= {"positions": "int32"}
     if config.train.needs_reference:
         dtypes |= {"reference": "float32"}
-    likeliest: dict[str, int] = {}
-    if logits is not None:
-        dtypes |= {IDS: "int32", LOGS: "float32"}
-        likeliest = {IDS: logits.top, LOGS: logits.top + 1}
 
-    def one(name: str, dtype: str) -> jax.ShapeDtypeStruct:
-        whole = tuple(shape) if name in OF_SEQUENCES else (*shape, length)
-        if name in likeliest:
-            whole = (*whole, likeliest[name])
+    def one(name: str, dtype: str, dims: tuple[int, ...] = ()) -> jax.ShapeDtypeStruct:
+        of_tokens = () if name in OF_SEQUENCES else (length,)
+        whole = (*shape, *of_tokens, *dims)
         return jax.ShapeDtypeStruct(whole, dtype, sharding=batch_sharding(mesh, rules, name))
 
-    return {name: one(name, dtype) for name, dtype in dtypes.items()}
+    arrays = {name: one(name, dtype) for name, dtype in dtypes.items()}
+    return arrays | {name: one(name, *array) for name, array in further.items()}
 
 
 def in_zigzag(rows: Mapping[str, np.ndarray], ways: int) -> dict[str, np.ndarray]:

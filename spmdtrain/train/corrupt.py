@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.models.context import sample_corruption
 from spmdtrain.train.batch import Batch
+from spmdtrain.train.gradients.inputs import StepInputs
+from spmdtrain.train.part import Part
 from spmdtrain.train.setup import Setup
 
 
@@ -58,3 +60,13 @@ def _check(one: Callable, setup: Setup) -> None:
             asked=f"(tokens int32{list(shape)}, chosen bool{list(shape)})",
             found=", ".join(found),
         )
+
+
+def _make_inputs(setup: Setup) -> Callable[[StepInputs], StepInputs] | None:
+    corrupt = make_corrupt(setup)
+    if corrupt is None:
+        return None
+    return lambda inputs: inputs._replace(batch=corrupt(inputs.batch))
+
+
+CORRUPT = Part("corrupt", make_inputs=_make_inputs)

@@ -8,9 +8,8 @@ import jax
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.models.context import random_key
 from spmdtrain.processes.compiler_options import options_of_one_run
-from spmdtrain.train.distillation.teacher_item import ITEM as TEACHER
-from spmdtrain.train.items import items
 from spmdtrain.train.items.item import Start
+from spmdtrain.train.items.items import Values
 from spmdtrain.train.setup import Setup, check_setup
 from spmdtrain.train.state import TrainState, fresh_state
 from spmdtrain.train.updates import optimizers
@@ -40,7 +39,7 @@ def fresh_but_for(setup: Setup, given: Collection[str]) -> TrainState:
 
     def lacking(state: TrainState) -> TrainState:
         params = {path: x for path, x in state.params.items() if path not in given}
-        return replace(state, params=params, items=items.saved(state.items))
+        return replace(state, params=params, items=setup.items.saved(state.items))
 
     def fresh(key: jax.Array, yes: jax.Array) -> TrainState:
         whole = fresh_state(
@@ -51,6 +50,7 @@ def fresh_but_for(setup: Setup, given: Collection[str]) -> TrainState:
             setup.mesh,
             setup.specs,
             setup.padding,
+            setup.items,
             yes,
         )
         return lacking(whole)
@@ -59,31 +59,32 @@ def fresh_but_for(setup: Setup, given: Collection[str]) -> TrainState:
     key = random_key(setup.config.train.seed, "init")
     options = options_of_one_run(setup.mesh.devices.flat[0].platform)
     made = jax.jit(fresh, out_shardings=shardings, compiler_options=options)(key, True)
-    return _with_teacher(setup, made)
+    return _with_items_read(setup, made)
 
 
 def with_items_begun(setup: Setup, state: TrainState, names: Collection[str]) -> TrainState:
     """Returns the state with these items begun from its weights."""
-    state = _with_teacher(setup, state)
-    abstract = {name: setup.state.items[name] for name in names if name != TEACHER.name}
+    state = _with_items_read(setup, state)
+    saved = setup.items.saved(setup.state.items)
+    abstract = {name: saved[name] for name in names if name in saved}
     if not abstract:
         return state
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
 
-    def begin(params: dict[str, jax.Array]) -> items.Values:
+    def begin(params: dict[str, jax.Array]) -> Values:
         learned = optimizers.learned(setup.update_rules)
         sizes = setup.mesh.shape
-        subjects = items.subjects(setup.config, setup.model, sizes)
+        subjects = setup.items.subjects(setup.config, setup.model, sizes)
         start = Start(setup.config, params, learned, setup.specs, sizes, subjects)
-        begun = items.begin(start)
+        begun = setup.items.begin(start)
         return {name: begun[name] for name in abstract}
 
     begun = jax.jit(begin, out_shardings=shardings)(state.params)
     return replace(state, items=state.items | begun)
 
 
-def _with_teacher(setup: Setup, state: TrainState) -> TrainState:
-    """Returns the state with the weights of the teacher, which are read if it has none yet."""
-    if setup.teacher is None or TEACHER.name in state.items:
-        return state
-    return replace(state, items=state.items | {TEACHER.name: setup.teacher.opened.read()})
+def _with_items_read(setup: Setup, state: TrainState) -> TrainState:
+    """Returns the state with the items that are never saved, those that it lacks read anew."""
+    lacking = setup.state.items.keys() - setup.items.saved(setup.state.items) - state.items.keys()
+    values = {name: setup.own[name].read() for name in sorted(lacking)}
+    return replace(state, items=state.items | values) if values else state

@@ -13,6 +13,7 @@ from spmdtrain.parallel.axes import Rules, make_rules
 from spmdtrain.parallel.padding import Padding, Shape, pad_vocabulary, round_up
 from spmdtrain.parallel.reduce import scatter_dim, scattered_spec
 from spmdtrain.train.items.item import Specs
+from spmdtrain.train.items.items import Items
 from spmdtrain.train.state import Shapes, TrainState, abstract_state
 from spmdtrain.train.updates import optimizers
 
@@ -23,6 +24,7 @@ def lay_to_rest(
     model: AbstractModel,
     update_rules: optimizers.UpdateRules,
     zero: int,
+    items: Items,
     shapes: Shapes | None = None,
 ) -> tuple[Specs, Padding, TrainState]:
     """Returns (specs, padding, abstract state) of a model between the steps on this mesh.
@@ -32,7 +34,7 @@ def lay_to_rest(
     """
     rules = make_rules(config.rules, mesh.shape)
     specs, padding = resting_specs(model, rules, zero)
-    state = abstract_state(model, update_rules, config, mesh, specs, padding, shapes)
+    state = abstract_state(model, update_rules, config, mesh, specs, padding, items, shapes)
     return specs, padding, state
 
 

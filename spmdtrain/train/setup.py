@@ -6,8 +6,8 @@ the planner take it; no other code derives a spec.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,59 +19,25 @@ from spmdtrain.models.abstract import AbstractModel
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.parallel.axes import Rules
 from spmdtrain.parallel.copies import Copies
-from spmdtrain.parallel.feedback.feedback_sums import Codecs
 from spmdtrain.parallel.padding import Padding
 from spmdtrain.parallel.reduce import Reduction
 from spmdtrain.pipeline.schedule import Table
 from spmdtrain.train.batch import (
     Batch,
+    BatchArrays,
     BatchShape,
     ContextMethod,
-    Manifest,
     Samples,
     abstract_batch,
     to_devices,
 )
 from spmdtrain.train.items.item import Specs
+from spmdtrain.train.items.items import Items
 from spmdtrain.train.layer_loop import scans_layers
 from spmdtrain.train.state import TrainState
 from spmdtrain.train.token_loss import TokenLoss
 from spmdtrain.train.updates import optimizers
 from spmdtrain.train.updates.learning_rates import LearningRate
-
-
-class OnDisk(Protocol):
-    """The weights of a model on disk, which can be read again and again."""
-
-    def read(self) -> dict[str, jax.Array]:
-        """Returns the weights at rest, by path, in new arrays: a step donates those it gets."""
-        ...
-
-    def fingerprint(self) -> str:
-        """Returns a text that tells these weights from others, on any mesh."""
-        ...
-
-
-@dataclass(frozen=True)
-class Teacher:
-    """The model that a run learns from: frozen, on the same mesh, by the same rules.
-
-    `setup` is that of a run of its own, in which every weight is frozen. `on_disk` reads its
-    weights; None: nobody has opened them.
-    """
-
-    setup: "Setup"
-    on_disk: OnDisk | None = None
-
-    @property
-    def opened(self) -> OnDisk:
-        """The weights on disk. Raises ConfigError if nobody has opened them."""
-        if self.on_disk is None:
-            raise ConfigError(
-                "the weights of the teacher have not been opened",
-                fix="setup = st.with_teacher(setup), and a state of that setup",
-            )
-        return self.on_disk
 
 
 @dataclass(frozen=True)
@@ -95,12 +61,12 @@ class Setup:
     specs: Specs  # specs of parameters at rest, and of their reduced gradients, moments and updates
     padding: Padding  # of the parameters, if the mesh does not divide a dim
     reductions: Mapping[str, Reduction]  # of the gradients that a shard has accumulated
-    codecs: Codecs  # with error feedback, of gradients that cross `data`
     copies: Mapping[str, Copies]  # of the weights, if several devices share one sequence
     gathered: Mapping[str, tuple[str, ...]]  # the axes over which a layer gathers each weight
+    items: Items  # that states may have besides weights and optimizer state
     state: TrainState  # abstract: shapes, dtypes and shardings
-    teacher: Teacher | None = None  # whose weights the state holds, too
-    logits: Manifest | None = None  # what a teacher has said, in the arrays of a batch
+    own: Mapping[str, Any] = field(default_factory=dict)  # what parts know of the run, by part
+    batch_arrays: BatchArrays = field(default_factory=dict)  # what parts add to a batch
 
     @property
     def frozen(self) -> int:
@@ -125,7 +91,7 @@ class Setup:
         """An abstract training batch."""
         zigzag = self.context_method.zigzag
         return abstract_batch(
-            self.batch_shape, self.config, self.mesh, self.rules, zigzag, self.logits
+            self.batch_shape, self.config, self.mesh, self.rules, zigzag, self.batch_arrays
         )
 
     def to_devices(self, samples: Samples, ids: np.ndarray) -> Batch:

@@ -14,10 +14,10 @@ from spmdtrain.train import token_loss
 from spmdtrain.train.batch import choose_context_method, cut_batch
 from spmdtrain.train.exchange import (
     copies_of_weights,
-    feedback_codecs,
     gathered_weights,
     reductions_of,
 )
+from spmdtrain.train.items.items import Items
 from spmdtrain.train.resting import lay_to_rest
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.token_loss import TokenLoss
@@ -35,8 +35,9 @@ def setup_alone(
     with_rules: Callable[[RunConfig, AbstractModel], Ruled],
     learning_rate: LearningRate | None,
     loss: TokenLoss | None,
+    items: Items,
 ) -> Setup:
-    """Returns the setup of the config's model, whatever teacher it has.
+    """Returns the setup of the config's model, before parts join it.
 
     `with_rules` returns the model with what has no rule frozen, and the rules of the others.
     """
@@ -52,8 +53,8 @@ def setup_alone(
     check_frozen(config, model)
     model.check_blocks(rules, batch_shape.sequences, config.train.sequence_length)
     token_loss.check_multi_token(config, model)
-    loss = token_loss.choose(config, loss)
-    specs, padding, state = lay_to_rest(config, mesh, model, update_rules, config.train.zero)
+    loss = token_loss.choose(config, loss, items)
+    specs, padding, state = lay_to_rest(config, mesh, model, update_rules, config.train.zero, items)
     gathered = gathered_weights(model, specs)
     by_layers = gathered if table is None else {}
     return Setup(
@@ -71,8 +72,8 @@ def setup_alone(
         specs=specs,
         padding=padding,
         reductions=reductions_of(config, model, mesh, specs, by_layers),
-        codecs=feedback_codecs(config, model, mesh.shape),
         copies=copies_of_weights(model, rules, specs, by_layers),
         gathered=gathered,
+        items=items,
         state=state,
     )

@@ -5,11 +5,12 @@ one stage takes the state that the step of another has returned.
 """
 
 from dataclasses import replace
+from typing import Any
 
 from spmdtrain.config.stage_timetable import TimedStage
 from spmdtrain.pipeline.find_table import pipeline_schedule
 from spmdtrain.train.batch import choose_context_method, cut_batch
-from spmdtrain.train.setup import Setup, Teacher
+from spmdtrain.train.setup import Setup
 
 
 def stages_of(setup: Setup) -> tuple[TimedStage, ...]:
@@ -39,16 +40,15 @@ def setup_of(setup: Setup, stage: TimedStage) -> Setup:
         batch_shape=batch_shape,
         context_method=choose_context_method(config, setup.rules, setup.model.order_reason),
         pipeline=table,
-        teacher=setup.teacher and _in_stage(setup.teacher, stage),
+        own={name: _in_stage(own, stage) for name, own in setup.own.items()},
     )
 
 
-def _in_stage(teacher: Teacher, stage: TimedStage) -> Teacher:
-    """Returns the teacher of a stage, which reads the batches of the stage."""
-    setup = teacher.setup
-    config = setup.config.in_stage(stage)
-    method = choose_context_method(config, setup.rules, setup.model.order_reason)
-    return replace(teacher, setup=replace(setup, config=config, context_method=method))
+def _in_stage(own: Any, stage: TimedStage) -> Any:
+    """Returns what a part knows of the run, in a stage: another value if it reads batches."""
+    if not hasattr(own, "of_batches"):
+        return own
+    return own.of_batches(lambda config: config.in_stage(stage))
 
 
 def setup_at(setup: Setup, step: int) -> Setup:

@@ -20,9 +20,8 @@ from spmdtrain.models.abstract import AbstractModel, cast_floating
 from spmdtrain.parallel import host
 from spmdtrain.parallel.axes import axes_of_dim
 from spmdtrain.parallel.padding import Padding, Shape, add_zeros_apart
-from spmdtrain.train.items import items
 from spmdtrain.train.items.item import Specs, Start
-from spmdtrain.train.items.items import Values, at_rest
+from spmdtrain.train.items.items import Items, Values, at_rest
 from spmdtrain.train.updates import optimizers
 
 
@@ -32,8 +31,7 @@ class TrainState:
     """The training state between steps, its dicts by dotted parameter path.
 
     `step`: optimizer steps done. Frozen parameters have no `opt_state`. `items`: the other values
-    that the settings ask for, by name: the items of train/items/items.py that have an initial
-    value.
+    that the settings ask for, by name: the items of all parts that have an initial value.
     """
 
     step: jax.Array
@@ -78,6 +76,7 @@ def abstract_state(  # noqa: PLR0913 - all that a state hangs on
     mesh: Mesh,
     specs: Specs,
     padding: Padding,
+    items: Items,
     shapes: Shapes | None = None,
 ) -> TrainState:
     """Returns a TrainState of ShapeDtypeStructs, each with its sharding; allocates nothing.
@@ -106,7 +105,7 @@ def abstract_state(  # noqa: PLR0913 - all that a state hangs on
         step=at_rest(jax.ShapeDtypeStruct((), jnp.int32), mesh, P()),
         params=params,
         opt_state={path: leaves(path, tree) for path, tree in of_optimizer.items()},
-        items=items.abstract(_start(model, config, params, update_rules, specs, mesh), mesh),
+        items=items.abstract(_start(model, config, params, update_rules, specs, mesh, items), mesh),
     )
 
 
@@ -140,6 +139,7 @@ def fresh_state(  # noqa: PLR0913 - all that a state hangs on
     mesh: Mesh,
     specs: Specs,
     padding: Padding,
+    items: Items,
     yes: jax.Array,
 ) -> TrainState:
     """Returns the state at step 0, for tracing.
@@ -159,7 +159,7 @@ def fresh_state(  # noqa: PLR0913 - all that a state hangs on
         opt_state={
             path: jax.tree.map(partial(to_rest, path), tree) for path, tree in opt_state.items()
         },
-        items=items.begin(_start(model, config, resting, update_rules, specs, mesh)),
+        items=items.begin(_start(model, config, resting, update_rules, specs, mesh, items)),
     )
 
 
@@ -170,6 +170,7 @@ def _start(  # noqa: PLR0913 - all that items begin from
     update_rules: optimizers.UpdateRules,
     specs: Specs,
     mesh: Mesh,
+    items: Items,
 ) -> Start:
     learned = optimizers.learned(update_rules)
     subjects = items.subjects(config, model, mesh.shape)
@@ -203,10 +204,10 @@ def _resting(
     return params, optimizers.init(update_rules, model.parameters, params)
 
 
-def resting_bytes(abstract: TrainState) -> tuple[int, int]:
+def resting_bytes(abstract: TrainState, items: Items) -> tuple[int, int]:
     """Returns the bytes per device of the parameters, and of everything else in the state.
 
-    The parameters include those of a teacher.
+    Items that are never saved, because they do not change, count as parameters.
     """
     saved = items.saved(abstract.items)
     frozen = [value for name, value in abstract.items.items() if name not in saved]
@@ -221,7 +222,7 @@ def bytes_per_device(tree: Any) -> int:
     return sum(math.prod(shape) * itemsize for shape, itemsize in shards)
 
 
-def is_finite(state: TrainState) -> bool:
+def is_finite(state: TrainState, items: Items) -> bool:
     """Returns True if every number of weights, optimizer state and items is finite.
 
     Only items that must be finite count. Waits for the devices.

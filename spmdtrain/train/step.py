@@ -13,14 +13,15 @@ import jax
 import jax.numpy as jnp
 
 from spmdtrain.models.abstract import matmuls
+from spmdtrain.train.all_parts import PARTS
 from spmdtrain.train.batch import Batch
-from spmdtrain.train.corrupt import make_corrupt
 from spmdtrain.train.given.arrays import Checked, check_batch, check_params, check_state_here
 from spmdtrain.train.gradients import grad_accumulation, grad_pipeline
 from spmdtrain.train.gradients.inputs import FindGradients, StepInputs
 from spmdtrain.train.gradients.sums import means, number_of
-from spmdtrain.train.items import items, loss_scale
 from spmdtrain.train.items.item import Metrics, Moved, Taken
+from spmdtrain.train.items.items import unless_skipped
+from spmdtrain.train.part import Graded
 from spmdtrain.train.setup import Setup, check_setup
 from spmdtrain.train.state import TrainState
 from spmdtrain.train.updates import optimizers
@@ -59,16 +60,17 @@ def traced_step(setup: Setup, see: See | None = None) -> Callable[..., Any]:
     of the trained parameters, sharded like them.
     """
     config = setup.config
-    find_gradients = make_coded_gradients(setup)
+    find_gradients = find_gradients_of(setup)
+    change_gradients = _make_gradient_changes(setup)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         points = optimizers.gradient_points(setup.update_rules, state.params, state.opt_state)
         with matmuls(config.precision.compute):
-            cotangent = loss_scale.cotangent(config, state.items.get(loss_scale.ITEM.name))
-            inputs = StepInputs(state.step, batch, cotangent, state.items)
+            inputs = StepInputs(state.step, batch, items=state.items)
             found = find_gradients(points, inputs)
         unclipped = {p: x for p, x in found.gradients.items() if p in setup.update_rules}
         gradients, norm = optimizers.clip(unclipped, config.train.clip, setup.update_rules)
+        gradients = change_gradients(Graded(gradients, norm, state.step, state.items))
         rate = setup.learning_rate(state.step)
         figures = means(setup, found.sums, gradients)
         number = number_of(figures)
@@ -80,14 +82,14 @@ def traced_step(setup: Setup, see: See | None = None) -> Callable[..., Any]:
         key = optimizers.rounding_key(config, state.step)
         params = optimizers.apply(setup.update_rules, state.params, updates, rate, key)
         moved = Moved(config, setup.model, setup.padding, state.step + 1, params)
-        params, projected = items.project(state.items, moved)
+        params, projected = setup.items.project(state.items, moved)
         figures |= {"grad_norm": norm, "learning_rate": rate}
         judged = (limits, good, projected, found.made)
         taken = Taken(config, params, gradients, batch, loss, norm, number, *judged)
         if good is not None:
             figures["skipped"] = 1.0 - good.astype(jnp.float32)
-            params = items.unless_skipped(good, params, state.params)
-        after_items, of_items = items.after_step(state.items, taken)
+            params = unless_skipped(good, params, state.params)
+        after_items, of_items = setup.items.after_step(state.items, taken)
         # The batch of a skipped step is used up: the counter advances.
         after = TrainState(state.step + 1, params, opt_state, after_items)
         return after, figures | of_items
@@ -134,7 +136,7 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
     """Returns `find(params, step, batch, cotangent=None, items=None)`, which gives (gradients of
     the mean objective, sums). See `StepInputs`; without `items` of a state it does without any.
     """
-    find = make_coded_gradients(setup)
+    find = find_gradients_of(setup)
 
     def gradients_and_sums(
         params,
@@ -149,23 +151,45 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
     return gradients_and_sums
 
 
-def make_coded_gradients(setup: Setup) -> FindGradients:
-    """Returns what `grad_accumulation.make_gradients` does, on corrupted tokens where a model
-    restores them. The mesh decides between accumulation and pipeline.
+def find_gradients_of(setup: Setup) -> FindGradients:
+    """Returns what `grad_accumulation.make_gradients` does, of inputs that parts may have changed.
+    The mesh decides between accumulation and pipeline.
     """
     way = grad_pipeline if setup.pipeline else grad_accumulation
-    gradients = way.make_gradients(setup)
-    corrupt = make_corrupt(setup)
-    if corrupt is None:
-        return gradients
-    return lambda params, inputs: gradients(params, inputs._replace(batch=corrupt(inputs.batch)))
+    gradients = way.make_gradients(setup, PARTS)
+    change = _make_input_changes(setup)
+    return lambda params, inputs: gradients(params, change(inputs))
 
 
 def make_losses(setup: Setup) -> Callable[..., Any]:
     """Returns `(params, batch) -> sums` in the same way, without dropout."""
     way = grad_pipeline if setup.pipeline else grad_accumulation
-    losses = way.make_losses(setup)
-    corrupt = make_corrupt(setup)
-    if corrupt is None:
-        return losses
-    return lambda params, batch: losses(params, corrupt(batch))
+    losses = way.make_losses(setup, PARTS)
+    change = _make_input_changes(setup)
+    return lambda params, batch: losses(params, change(StepInputs(None, batch)).batch)
+
+
+def _make_input_changes(setup: Setup) -> Callable[[StepInputs], StepInputs]:
+    """Returns what all parts make of the inputs of a step, one after another."""
+    makers = (part.make_inputs for part in PARTS if part.make_inputs)
+    changes = [change for make in makers if (change := make(setup))]
+
+    def change_inputs(inputs: StepInputs) -> StepInputs:
+        for change in changes:
+            inputs = change(inputs)
+        return inputs
+
+    return change_inputs
+
+
+def _make_gradient_changes(setup: Setup) -> Callable[[Graded], dict[str, jax.Array]]:
+    """Returns what all parts make of clipped gradients, one after another."""
+    makers = (part.make_gradients for part in PARTS if part.make_gradients)
+    changes = [change for make in makers if (change := make(setup))]
+
+    def change_gradients(graded: Graded) -> dict[str, jax.Array]:
+        for change in changes:
+            graded = graded._replace(gradients=change(graded))
+        return graded.gradients
+
+    return change_gradients

@@ -4,7 +4,7 @@ Both become a function of the head's hidden states and table, which returns sums
 minimises the sum of all of them; evaluation has only `loss`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from spmdtrain.config.own_parts import own_part
 from spmdtrain.config.schema import RunConfig, TrainConfig
 from spmdtrain.models.abstract import AbstractModel
 from spmdtrain.models.logits import logit_shape
-from spmdtrain.train.items import items
+from spmdtrain.train.items.items import Items
 
 Losses = dict[str, jax.Array]  # by name, float32
 # What a user may give: (logits [b, t, v], targets [b, t]) -> losses [b, t], one array of them or
@@ -36,9 +36,9 @@ TAKES = (
 )
 
 
-def of_the_step() -> set[str]:
+def of_the_step(items: Items) -> set[str]:
     """Returns the names of a step's other figures: all remaining ones are means."""
-    return OF_THE_STEP | items.figure_names()
+    return OF_THE_STEP | items.figure_names
 
 
 def make_sum_losses(
@@ -58,7 +58,7 @@ def make_sum_losses(
     return partial(_sum_cross_entropy, options)
 
 
-def choose(config: RunConfig, own: TokenLoss | None) -> TokenLoss | None:
+def choose(config: RunConfig, own: TokenLoss | None, items: Items) -> TokenLoss | None:
     """Returns `own`, or the loss that `own.loss` names; None if it is that of the settings.
 
     Raises ConfigError if it is not a loss of tokens, if a token's loss depends on the others, or if
@@ -72,11 +72,11 @@ def choose(config: RunConfig, own: TokenLoss | None) -> TokenLoss | None:
         if config.precision.logits != "float32":
             what = f"precision.logits={config.precision.logits!r} is of the shipped loss, not loss="
             raise ConfigError(what, fix="--set precision.logits=float32")
-        _check(config.train, own, config.vocab)
+        _check(config.train, own, config.vocab, of_the_step(items))
     return own
 
 
-def _check(config: TrainConfig, own: TokenLoss, vocab: int) -> None:
+def _check(config: TrainConfig, own: TokenLoss, vocab: int, others: Collection[str]) -> None:
     if config.learns_pairs:
         what = f"train.preference={config.preference!r} is a loss of pairs, not loss="
         raise ConfigError(what, fix="one of both")
@@ -91,12 +91,15 @@ def _check(config: TrainConfig, own: TokenLoss, vocab: int) -> None:
     logits = jax.ShapeDtypeStruct((2, 3, vocab), jnp.float32)
     targets = jax.ShapeDtypeStruct((2, 3), jnp.int32)
     try:
-        jax.eval_shape(partial(_by_name, own), logits, targets)
+        losses = jax.eval_shape(partial(_by_name, own), logits, targets)
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
         what = "loss= asks for the value of an array while the step is compiled"
         raise ConfigError(
             what, fix=f"only jax.numpy, and jnp.where instead of if: {TAKES}"
         ) from None
+    for name in losses:
+        if name in others:
+            raise ConfigError(f"loss= gives {name!r}, another figure of a step", fix="another name")
     _check_alone(own, vocab)
 
 
@@ -208,8 +211,6 @@ def _by_name(own: TokenLoss, logits_btv: jax.Array, targets_bt: jax.Array) -> Lo
     if "loss" not in losses:
         raise ConfigError(f"loss= gives {sorted(losses)} and no 'loss'", fix=TAKES)
     for name, loss_bt in losses.items():
-        if name in of_the_step():
-            raise ConfigError(f"loss= gives {name!r}, another figure of a step", fix="another name")
         shape = jnp.shape(loss_bt)
         if shape != targets_bt.shape:
             raise ConfigError(

@@ -21,6 +21,7 @@ from spmdtrain.running.distillation import teacher_weights
 from spmdtrain.running.start import compiling, session
 from spmdtrain.train import evaluation
 from spmdtrain.train import fresh as fresh_weights
+from spmdtrain.train.distillation.run_teacher import teacher_of
 from spmdtrain.train.fresh import init_state
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.shard import shard
@@ -49,7 +50,8 @@ def shared() -> Iterator[None]:
         return replace(found, config=config)
 
     def fresh(setup):
-        if setup.teacher is not None and setup.teacher.on_disk is None:
+        teacher = teacher_of(setup)
+        if teacher is not None and teacher.on_disk is None:
             return init_state(setup)  # refuses
         key = _key_of(setup)
         if ("state", *key) not in _kept:

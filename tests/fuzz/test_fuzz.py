@@ -298,14 +298,14 @@ def test_a_planted_fault_of_resuming_is_found(monkeypatch, oracles, room):
 def test_a_planted_traceback_is_found(monkeypatch, oracles, room):
     make = grad_accumulation.make_gradients
 
-    def broken(setup):
+    def broken(setup, parts):
         if setup.rules.parameters["ffn"] == ("fsdp",):
             raise KeyError("ffn")
-        return make(setup)
+        return make(setup, parts)
 
     monkeypatch.setattr(grad_accumulation, "make_gradients", broken)
     (kind,) = examine(Draw(0, TWO, FFN_OVER_FSDP), oracles, room).kinds()
-    assert kind.startswith("traceback: KeyError in step.py:make_coded_gradients: _")
+    assert kind.startswith("traceback: KeyError in step.py:find_gradients_of: _")
 
 
 def test_a_failing_draw_is_made_small():

@@ -12,6 +12,7 @@ from spmdtrain.planner.cost import memory
 from spmdtrain.planner.cost.hardware import hardware
 from spmdtrain.planner.cost.workload import workload_of
 from spmdtrain.planner.estimate import estimate_on_mesh
+from spmdtrain.train.distillation.run_teacher import teacher_of
 from spmdtrain.train.state import bytes_per_device
 
 LARGE = ("model.embed=256", "model.ffn=1024", "model.layers=3")
@@ -26,8 +27,9 @@ def taught(*settings: str) -> tuple[str, ...]:
 def test_its_weights_are_those_of_the_state_and_split_by_the_rules():
     """They are frozen: ZeRO-1, which splits what is trained, leaves them whole over `data`."""
     setup = prepared(*taught(*MESH, "precision.frozen=bfloat16"))
-    assert setup.teacher is not None
-    own = sum(x.size for x in jax.tree.leaves(setup.teacher.setup.state.params))
+    teacher = teacher_of(setup)
+    assert teacher is not None
+    own = sum(x.size for x in jax.tree.leaves(teacher.setup.state.params))
     held = bytes_per_device(setup.state.items["teacher"])
     assert held == pytest.approx(2 * own / 4, rel=0.02), "but for norms and biases"
     config, sizes = setup.config, dict(setup.mesh.shape)

@@ -16,6 +16,7 @@ from spmdtrain.config import CheckpointError, ConfigError, DataError, to_toml
 from spmdtrain.running.distillation.teacher_weights import with_teacher
 from spmdtrain.running.distillation.write_logits import write_logits
 from spmdtrain.running.published.export_run import export_run
+from spmdtrain.train.distillation.run_teacher import teacher_of
 from spmdtrain.train.shard import shard
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("shared_programs")]
@@ -78,8 +79,9 @@ def test_another_teacher_is_refused(tmp_path, teacher):
 def fingerprint(teacher: Path, *mesh: str) -> str:
     config = tiny(*STUDENT, f"distill.teacher={teacher}", *mesh)
     setup = with_teacher(shard(config, devices=jax.devices()[: mesh_of(mesh)]))
-    assert setup.teacher is not None
-    return setup.teacher.opened.fingerprint()
+    teacher = teacher_of(setup)
+    assert teacher is not None
+    return teacher.opened.fingerprint()
 
 
 def test_its_fingerprint_is_one_on_any_mesh_and_of_the_published_model(tmp_path, teacher):

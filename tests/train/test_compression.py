@@ -15,12 +15,12 @@ from helpers import assert_same_bits, batches_of, compiled_step, mesh_of, prepar
 import spmdtrain as st
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.planner.cost.workload import workload_of
+from spmdtrain.train.all_parts import all_items
 from spmdtrain.train.compared.in_order import plain_arrays
 from spmdtrain.train.gradients.inputs import StepInputs
-from spmdtrain.train.items import items
 from spmdtrain.train.items.item import Taken
 from spmdtrain.train.setup import Setup
-from spmdtrain.train.step import make_coded_gradients, make_gradients
+from spmdtrain.train.step import find_gradients_of, make_gradients
 
 pytestmark = pytest.mark.long
 
@@ -98,7 +98,7 @@ def sent_and_kept(layout: tuple[str, ...], codec: tuple[str, ...]) -> tuple[dict
     setup = on_mesh(layout + codec)
     state = st.init_state(setup)
     with batches_of(setup) as ahead:
-        find = jax.jit(make_coded_gradients(setup))
+        find = jax.jit(find_gradients_of(setup))
         found = find(state.params, StepInputs(state.step, next(ahead), items=state.items))
     kept = {path: x.sum(0) for path, x in jax.device_get(found.made["errors"]).items()}
     return plain_arrays(setup, found.gradients), plain_arrays(setup, kept)
@@ -205,7 +205,7 @@ def test_a_skipped_step_keeps_what_was_kept_before_it():
     figures = dict(loss=0, grad_norm=0, number=1)
     for good, want in ((False, before), (True, bad)):
         taken = Taken(config, {}, {}, {}, **figures, good=np.bool_(good), made=bad)
-        after, _ = items.after_step(before, taken)
+        after, _ = all_items().after_step(before, taken)
         for name, arrays in want.items():
             assert np.array_equal(after[name]["w"], arrays["w"], equal_nan=True)
 

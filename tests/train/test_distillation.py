@@ -17,8 +17,9 @@ from spmdtrain.data.saved_logits.reader import IDS, LOGS, SavedLogits
 from spmdtrain.running.distillation.write_logits import write_logits
 from spmdtrain.running.save_state import save
 from spmdtrain.train.compared.in_order import placed_arrays, plain_arrays
+from spmdtrain.train.distillation.run_teacher import with_opened
 from spmdtrain.train.fresh import init_state
-from spmdtrain.train.setup import Setup, Teacher
+from spmdtrain.train.setup import Setup
 from spmdtrain.train.shard import shard
 from spmdtrain.train.step import make_gradients
 
@@ -71,9 +72,8 @@ def taught(*settings: str, teacher: tuple[str, ...] = TEACHER) -> Setup:
     """The setup of a run with the teacher of these settings, whose weights are at hand."""
     config = tiny(*STUDENT, f"distill.teacher={described_run(*teacher)}", *settings)
     setup = shard(config, devices=jax.devices()[: mesh_of(settings)])
-    assert setup.teacher is not None
-    its = setup.teacher.setup
-    return replace(setup, teacher=Teacher(its, Held(its, weights_of(*teacher))))
+    its = setup.own["teacher"].setup
+    return with_opened(setup, Held(its, weights_of(*teacher)))
 
 
 def first_batch(setup: Setup) -> dict[str, jax.Array]:

@@ -15,8 +15,9 @@ import pytest
 from helpers import assert_same_bits, batches_of, prepared, tiny
 
 import spmdtrain as st
-from spmdtrain.train.items import items
+from spmdtrain.train import all_parts
 from spmdtrain.train.items.item import Item, Start, Taken, per_data_shard
+from spmdtrain.train.part import Part
 from spmdtrain.train.state import TrainState, bytes_per_device
 
 pytestmark = pytest.mark.long
@@ -64,7 +65,8 @@ HELD = Item(
 
 
 def with_item(monkeypatch, item: Item) -> None:
-    monkeypatch.setattr(items, "TABLE", (*items.TABLE, item))
+    parts = (*all_parts.PARTS, Part(item.name, items=(item,)))
+    monkeypatch.setattr(all_parts, "PARTS", parts)
 
 
 @pytest.fixture(scope="module")

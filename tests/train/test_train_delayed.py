@@ -21,12 +21,12 @@ from helpers import (
 import spmdtrain as st
 from spmdtrain.compiled import hlo
 from spmdtrain.config import ConfigError
+from spmdtrain.train.all_parts import all_items
 from spmdtrain.train.compared.in_order import placed_arrays
 from spmdtrain.train.gradients.inputs import StepInputs
-from spmdtrain.train.items import items
 from spmdtrain.train.items.item import Taken
 from spmdtrain.train.scaling.scales import largest_of, scales_of
-from spmdtrain.train.step import make_coded_gradients
+from spmdtrain.train.step import find_gradients_of
 
 SMALLEST = (
     "model.embed=16",
@@ -62,7 +62,7 @@ def first_magnitudes(*placement: str) -> dict[str, np.ndarray]:
     setup = prepared(*SMALLEST, *DELAYED, *placement)
     params = placed_arrays(setup, initial_weights(*SMALLEST))
     history = st.init_state(setup).items["magnitudes"]
-    find = jax.jit(make_coded_gradients(setup))
+    find = jax.jit(find_gradients_of(setup))
     with batches_of(setup) as ahead:
         inputs = StepInputs(np.int32(0), next(ahead), items={"magnitudes": history})
         found = find(params, inputs)
@@ -131,7 +131,7 @@ def test_a_skipped_step_keeps_what_was_seen_before_it():
     latest = {"magnitudes": {"w": np.array([7.0, 8.0])}}
     for good, want in ((False, before["magnitudes"]["w"]), (True, [[7, 8], [0, 1], [2, 3]])):
         given = dict(loss=0, grad_norm=0, number=1, good=np.bool_(good), made=latest)
-        after, _ = items.after_step(before, Taken(tiny(*DELAYED), {}, {}, {}, **given))
+        after, _ = all_items().after_step(before, Taken(tiny(*DELAYED), {}, {}, {}, **given))
         np.testing.assert_array_equal(after["magnitudes"]["w"], want)
 
 

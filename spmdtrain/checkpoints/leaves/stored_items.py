@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from spmdtrain.checkpoints.leaves.relayout import evenly, in_shape
 from spmdtrain.checkpoints.meta import Meta, describe, has_item, named_leaves, of_items
 from spmdtrain.pipeline.stage_layout import StageLayout
-from spmdtrain.train.items import items
+from spmdtrain.train.all_parts import all_items
 from spmdtrain.train.items.item import Item, Value, as_parameters, per_data_shard
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
@@ -27,7 +27,9 @@ OPTIMIZER_STATE = "state"
 def arrays_of(state: TrainState) -> dict[str, dict[str, Any]]:
     """Returns the trees of a state that a checkpoint stores as arrays, by item."""
     arrays = {
-        item.name: value for item, value in items.of(items.saved(state.items)) if item.note is None
+        item.name: value
+        for item, value in all_items().of(all_items().saved(state.items))
+        if item.note is None
     }
     return {WEIGHTS: state.params, OPTIMIZER_STATE: state.opt_state} | arrays
 
@@ -36,7 +38,9 @@ def by_parameter(state: TrainState) -> dict[str, dict[str, Any]]:
     """Returns the items of `arrays_of` whose leaves are sharded like the parameters, by dotted
     path.
     """
-    unlike = {item.name for item, _ in items.of(state.items) if item.rests is not as_parameters}
+    unlike = {
+        item.name for item, _ in all_items().of(state.items) if item.rests is not as_parameters
+    }
     return {item: tree for item, tree in arrays_of(state).items() if item not in unlike}
 
 
@@ -51,7 +55,11 @@ def saved_by_parameter(state: TrainState, meta: Meta) -> dict[str, dict[str, Any
 
 def notes_of(state: TrainState) -> dict[str, Any]:
     """Returns what the meta stores of a state, by item."""
-    return {item.name: item.note.write(value) for item, value in items.of(state.items) if item.note}
+    return {
+        item.name: item.note.write(value)
+        for item, value in all_items().of(state.items)
+        if item.note
+    }
 
 
 def is_in(meta: Meta, item: Item) -> bool:
@@ -63,7 +71,7 @@ def begins_anew(abstract: TrainState, meta: Meta) -> list[str]:
     """Returns the saved items that must start afresh: nothing converts them to `abstract`."""
     return [
         item.name
-        for item, asked in items.of(abstract.items)
+        for item, asked in all_items().of(abstract.items)
         if item.is_saved
         and not item.note
         and item.rests is not as_parameters

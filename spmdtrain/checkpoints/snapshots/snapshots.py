@@ -32,8 +32,8 @@ from spmdtrain.checkpoints.snapshots.array_parts import as_document, parts_of, r
 from spmdtrain.config.errors import PeerLostError
 from spmdtrain.processes.processes import said_by_all
 from spmdtrain.processes.snapshots.slot import PAGE, Head, Slot, newest_of
+from spmdtrain.train.all_parts import all_items
 from spmdtrain.train.fresh import with_items_begun
-from spmdtrain.train.items import items
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
 
@@ -124,7 +124,7 @@ class Snapshots:
             document["parts"] == as_document(self._parts)
             and meta["leaves"] == describe(named_leaves(arrays_of(state)))
             and meta["layout"] == self._setup.model.stage_layout.describe()
-            and all(is_in(meta, item) for item, _ in items.of(state.items) if item.note)
+            and all(is_in(meta, item) for item, _ in all_items().of(state.items) if item.note)
         )
         return document if fits else None
 
@@ -156,7 +156,7 @@ class Snapshots:
         abstract = self._setup.state
         values = {item: filled(item, tree) for item, tree in trees.items()}
         params, opt_state = values.pop("params"), values.pop("state")
-        for item, asked in items.of(abstract.items):
+        for item, asked in all_items().of(abstract.items):
             if item.note:
                 values[item.name] = from_note(item, asked, meta)
         state = TrainState(step_counter(step, abstract), params, opt_state, values)

@@ -18,7 +18,7 @@ from spmdtrain.models.adapters.adapted import (
     SIDE,
     AdaptedWeight,
     Adapter,
-    Part,
+    LinearPart,
     is_of_adapter,
     parts_of,
 )
@@ -107,7 +107,7 @@ def _cut(path: str, weight: MatmulWeight) -> tuple[int, int]:
 
 
 def _adapter(
-    path: str, weight: MatmulWeight, part: Part, config: FinetuneConfig, key: jax.Array
+    path: str, weight: MatmulWeight, part: LinearPart, config: FinetuneConfig, key: jax.Array
 ) -> Adapter:
     """Returns the adapter of a part of `weight`, stacked like the weight."""
     axes = tuple(weight.out_sharding)

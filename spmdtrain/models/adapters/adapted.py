@@ -24,7 +24,7 @@ SIDE = -2  # the dim along which parts are concatenated: the last but one of o
 
 
 @dataclass(frozen=True)
-class Part:
+class LinearPart:
     """A linear layer in a weight: its places [start, stop) along `SIDE`.
 
     `stop` is None if the weight is one linear layer.
@@ -39,7 +39,7 @@ class Part:
         return x if self.stop is None else x[..., self.start : self.stop, :]
 
 
-def parts_of(path: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
+def parts_of(path: str, shape: tuple[int, ...]) -> tuple[LinearPart, ...]:
     """Returns the linear layers in the weight at a dotted path, of this shape.
 
     Names are those of the shipped block. A weight with another name is one linear layer, `adapter`.
@@ -47,11 +47,15 @@ def parts_of(path: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
     name = path.rpartition(".")[2]
     if name == "qkv_eknd":
         group = shape[SIDE] - 2
-        return Part("q", 0, group), Part("k", group, group + 1), Part("v", group + 1, group + 2)
+        return (
+            LinearPart("q", 0, group),
+            LinearPart("k", group, group + 1),
+            LinearPart("v", group + 1, group + 2),
+        )
     if name == "up_ef" and shape[SIDE] == 2:
-        return Part("gate", 0, 1), Part("up", 1, 2)
+        return LinearPart("gate", 0, 1), LinearPart("up", 1, 2)
     whole = {"up_ef": "up", "down_fe": "down", "out_kgde": "out"}
-    return (Part(whole.get(name, "adapter")),)
+    return (LinearPart(whole.get(name, "adapter")),)
 
 
 class Adapter(nnx.Module):
@@ -76,7 +80,9 @@ class AdaptedWeight(nnx.Module):
 
     any_order = True
 
-    def __init__(self, weight: Any, parts: tuple[Part, ...], config: FinetuneConfig, site: int):
+    def __init__(
+        self, weight: Any, parts: tuple[LinearPart, ...], config: FinetuneConfig, site: int
+    ):
         self.adapted_weight = weight
         self.parts = parts
         self.scale = config.scale
@@ -112,7 +118,7 @@ class AdaptedWeight(nnx.Module):
             return dequantised(weight.arrays(), weight.kind, ins)
         return weight[...]
 
-    def _factor(self, product: Product, part: Part, adapter: Adapter) -> jax.Array:
+    def _factor(self, product: Product, part: LinearPart, adapter: Adapter) -> jax.Array:
         """Returns m / |W + s a b| of a part, float32 [*o]."""
         norm = partial(_norm, part=part, b=adapter.b[...], scale=self.scale)
         w = self._wide(product.contracted)
@@ -136,7 +142,7 @@ def _side_by_side(parts: list[jax.Array]) -> jax.Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, SIDE)
 
 
-def _norm(w: jax.Array, a: jax.Array, *, part: Part, b: jax.Array, scale: float) -> jax.Array:
+def _norm(w: jax.Array, a: jax.Array, *, part: LinearPart, b: jax.Array, scale: float) -> jax.Array:
     """Returns |W + s a b| over i, float32 [*o], without a further array of W's size."""
     w = part.of(w)
     over = tuple(range(a.ndim - 1))

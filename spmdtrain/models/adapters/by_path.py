@@ -10,7 +10,7 @@ import numpy as np
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import FinetuneConfig
-from spmdtrain.models.adapters.adapted import Part, parts_of
+from spmdtrain.models.adapters.adapted import LinearPart, parts_of
 from spmdtrain.models.adapters.quantised import NAMES, Kind, dequantised, quantised
 
 
@@ -123,7 +123,7 @@ def magnitude_paths(values: Mapping[str, Any]) -> set[str]:
     }
 
 
-def _adapters(values: Mapping[str, Any]) -> Iterator[tuple[str, Part, dict[str, Any]]]:
+def _adapters(values: Mapping[str, Any]) -> Iterator[tuple[str, LinearPart, dict[str, Any]]]:
     """Yields (path of the weight, part, its adapter's arrays by name) of each adapter."""
     for path, w in values.items():
         for part in parts_of(path, w.shape) if w.ndim > 1 else ():

@@ -106,7 +106,8 @@ def exact_state(
 
     # An abstract mesh has all that is needed here: sizes by axis.
     mesh: Any = jax.sharding.AbstractMesh(tuple(mesh_sizes[axis] for axis in AXES), AXES)
-    return resting_bytes(shard_on(config, mesh, optimizer=optimizer).state)
+    setup = shard_on(config, mesh, optimizer=optimizer)
+    return resting_bytes(setup.state, setup.items)
 
 
 def host_bytes(workload: Workload) -> int:

@@ -824,7 +824,7 @@ def _mean_factor_bytes(config: RunConfig) -> float:
     from spmdtrain.models.abstract import build_model
     from spmdtrain.models.choose import choose_model
     from spmdtrain.parallel.feedback.low_rank import LowRank
-    from spmdtrain.train.exchange import feedback_codecs
+    from spmdtrain.train.compression.feedback_codecs import feedback_codecs
 
     model = build_model(*choose_model(config))
     codecs = feedback_codecs(config, model, {"data": 2})
@@ -852,7 +852,7 @@ def _item_bytes(config: RunConfig) -> int:
     from jax.sharding import PartitionSpec
 
     from spmdtrain.parallel.mesh import AXES
-    from spmdtrain.train.items import items
+    from spmdtrain.train.all_parts import all_items
     from spmdtrain.train.items.item import Start
     from spmdtrain.train.sparsity import masks
 
@@ -860,5 +860,5 @@ def _item_bytes(config: RunConfig) -> int:
     where = {"weight": PartitionSpec()}
     subjects = {} if config.sparsity.pattern == "none" else {masks.NAME: weight}
     start = Start(config, weight, weight, where, dict.fromkeys(AXES, 1), subjects)
-    of_weight = [tree["weight"] for tree in items.by_parameter(items.shapes(start))]
+    of_weight = [tree["weight"] for tree in all_items().by_parameter(all_items().shapes(start))]
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(of_weight))

@@ -6,7 +6,6 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,8 @@ from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.running.published.read_weights import read_weights
 from spmdtrain.running.same_tokenizer import check_same
-from spmdtrain.train.setup import Setup, Teacher, check_setup
+from spmdtrain.train.distillation.run_teacher import teacher_of, with_opened
+from spmdtrain.train.setup import Setup, check_setup
 from spmdtrain.train.shard import shard
 
 SHOWN = 16  # hex digits of a fingerprint
@@ -45,7 +45,7 @@ def shard_with_teacher(
     """
     setup = with_teacher(shard(config, make, devices, **parts))
     name = config.distill.teacher
-    if setup.teacher is not None and name is not None:
+    if teacher_of(setup) is not None and name is not None:
         folder = Path(os.path.expanduser(name))
         fix = "a teacher with the tokenizer of the data"
         check_same(f"distill.teacher={name!r}", folder, tokenizer, "the data", fix)
@@ -59,11 +59,11 @@ def with_teacher(setup: Setup) -> Setup:
     `distill.teacher` the setup is returned unchanged. Raises ConfigError if it is no setup.
     """
     check_setup(setup)
-    name, teacher = setup.config.distill.teacher, setup.teacher
+    name, teacher = setup.config.distill.teacher, teacher_of(setup)
     if name is None or teacher is None:
         return setup
     on_disk = TeacherWeights(Path(os.path.expanduser(name)), teacher.setup)
-    return replace(setup, teacher=Teacher(teacher.setup, on_disk))
+    return with_opened(setup, on_disk)
 
 
 class TeacherWeights:

@@ -24,8 +24,9 @@ from spmdtrain.data.tokenizers.tokenizer import tokenizer_fingerprint
 from spmdtrain.models.abstract import matmuls
 from spmdtrain.parallel.context.context_method import zigzag_order
 from spmdtrain.running.distillation.teacher_weights import shard_with_teacher
+from spmdtrain.train.distillation.run_teacher import Teacher, teacher_of
 from spmdtrain.train.distillation.saved import make_likeliest
-from spmdtrain.train.setup import Setup, Teacher
+from spmdtrain.train.setup import Setup
 
 LINES = 10  # of progress
 
@@ -53,7 +54,7 @@ def write_logits(
         )
     top = as_whole(top, "top", 1, config.vocab)
     setup = shard_with_teacher(config, None, devices, data.tokenizer)
-    teacher = setup.teacher
+    teacher = teacher_of(setup)
     if teacher is None or config.distill.teacher is None:
         raise ConfigError("the config names no teacher", fix="--set distill.teacher=RUN")
     size = data.train.size * bytes_of_token(top, config.vocab)

@@ -14,6 +14,7 @@ import numpy as np
 from spmdtrain.config.schema import GuardConfig
 from spmdtrain.running.report.reporter import Reporter
 from spmdtrain.running.saves import Saves
+from spmdtrain.train.all_parts import all_items
 from spmdtrain.train.state import TrainState, is_finite
 
 NAMES = {"loss": "loss", "grad_norm": "gradient norm"}
@@ -91,7 +92,7 @@ class Guard:
 
     def check_state(self, step: int, state: TrainState) -> None:
         """Raises the same errors if a state to be saved is not finite. Waits for the devices."""
-        if is_finite(state):  # the loss of the next step would reveal it, too late
+        if is_finite(state, all_items()):  # the loss of the next step would reveal it, too late
             return
         what = f"the weights or the optimizer state after step {step} are not finite"
         if self._config.policy == "rollback":

@@ -67,7 +67,7 @@ class MemoryGuard:
 
     def _too_little(self) -> OutOfMemoryError:
         available = available_bytes(self._setup.mesh)
-        parameters, optimizer = resting_bytes(self._setup.state)
+        parameters, optimizer = resting_bytes(self._setup.state, self._setup.items)
         parts: dict[str, int] = {"parameters": parameters, "optimizer": optimizer}
         needed = None
         if self._report is not None:

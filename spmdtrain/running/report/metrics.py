@@ -21,6 +21,8 @@ from spmdtrain.models.counted_flops import counted_flops_per_token
 from spmdtrain.models.size import train_flops_per_token
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.running.report import summary
+from spmdtrain.train.all_parts import all_items
+from spmdtrain.train.distillation.run_teacher import teacher_of
 from spmdtrain.train.gradients.sums import COUNTS, number_of
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.token_loss import of_the_step
@@ -104,6 +106,7 @@ def make_figures(setup: Setup) -> Callable[[int, dict[str, Any], float], dict[st
     by_stage: dict[TimedStage, float | None] = {}
     parameters = setup.model.parameters.values()
     whole = all(each.is_trained for each in parameters)
+    teacher = teacher_of(setup)
     for stage in config.train.timetable:
         own = config.in_stage(stage)
         if setup.make is Transformer and whole and not own.finetune.frozen_layers:
@@ -111,9 +114,8 @@ def make_figures(setup: Setup) -> Callable[[int, dict[str, Any], float], dict[st
         elif peak:
             by_stage[stage] = counted_flops_per_token(own, setup.model)
         flops = by_stage.get(stage)
-        if setup.teacher is not None and flops is not None:
-            teacher = setup.teacher.setup.config.model
-            forward = train_flops_per_token(teacher, stage.sequence_length) / 3
+        if teacher is not None and flops is not None:
+            forward = train_flops_per_token(teacher.setup.config.model, stage.sequence_length) / 3
             by_stage[stage] = flops + forward
 
     def figures(step: int, metrics: dict[str, Any], seconds: float) -> dict[str, Any]:
@@ -160,4 +162,4 @@ def _is_there(name: str, metrics: dict[str, Any]) -> bool:
     _, slash, source = name.partition("/")
     if slash:
         return bool(metrics.get(f"tokens/{source}", 1))
-    return name in of_the_step() or bool(number_of(metrics))
+    return name in of_the_step(all_items()) or bool(number_of(metrics))

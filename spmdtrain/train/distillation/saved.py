@@ -4,6 +4,7 @@ Letters: B sequences of a microbatch, T tokens of a sequence, K likeliest tokens
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.loss import Head, linear_likeliest, linear_saved_distillation
 from spmdtrain.compiled.step_parts import part
+from spmdtrain.data.saved_logits.manifest import saved_for
 from spmdtrain.data.saved_logits.reader import IDS, LOGS
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.logits import logit_shape
@@ -18,33 +20,50 @@ from spmdtrain.models.model import LanguageModel
 from spmdtrain.parallel.axes import BATCH_AXES
 from spmdtrain.parallel.regions import MANUAL_AXES, manual_region
 from spmdtrain.train.batch import Batch
+from spmdtrain.train.distillation.run_teacher import DISTILLED, check_tokens
 from spmdtrain.train.gradients.forward import (
     TOKEN,
     head_arrays,
     make_context,
-    make_head_losses,
     split_axes,
 )
 from spmdtrain.train.gradients.stream import in_use, make_stream, resting_specs_in
-from spmdtrain.train.gradients.sums import DISTILLED
+from spmdtrain.train.part import HeadLosses, Part
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.token_loss import Losses
 
+NAME = "saved_logits"
 BATCH = P(None, BATCH_AXES)  # of arrays [accumulation, sequences, ...]
 LIKELIEST = (*TOKEN, None)  # the logical axes of what was said of tokens
 
 
-def choose_head_losses(
-    setup: Setup, *, training: bool, table_axes: tuple[str, ...] = ()
-) -> Callable[..., Losses]:
-    """Returns what `make_head_losses` does, or in the training of a run that learns from saved
-    logits the losses beside those.
+def _join(setup: Setup) -> Setup:
+    """Returns the setup of a run with the saved logits that it names; the same if it names none.
 
-    Then `loss` is the cross-entropy, and has the gradient of both losses; DISTILLED, T^2 KL(teacher
-    || student), has none.
+    Raises UserError if they do not fit the run.
     """
-    if not training or setup.logits is None:
-        return make_head_losses(setup, training=training, table_axes=table_axes)
+    manifest = saved_for(setup.config)
+    if manifest is None:
+        return setup
+    check_tokens(setup)
+    arrays = {IDS: ("int32", (manifest.top,)), LOGS: ("float32", (manifest.top + 1,))}
+    return replace(
+        setup,
+        own={**setup.own, NAME: manifest},
+        batch_arrays={**setup.batch_arrays, **arrays},
+    )
+
+
+def _make_head_losses(
+    setup: Setup, *, training: bool, table_axes: tuple[str, ...]
+) -> HeadLosses | None:
+    """Returns the `head_losses` of training on saved logits; None in evaluations, and without any.
+
+    `loss` is the cross-entropy, and has the gradient of both losses; DISTILLED, T^2 KL(teacher ||
+    student), has none.
+    """
+    if not training or NAME not in setup.own:
+        return None
     rules = setup.rules
     axis_name, token_axes = split_axes(rules, table_axes)
     sum_losses = _make_sum_losses(setup, axis_name)
@@ -117,3 +136,6 @@ def make_likeliest(setup: Setup, top: int, temperature: float) -> Callable[..., 
         return jax.lax.scan(one, None, batch)[1]
 
     return manual_region(local, setup.mesh, MANUAL_AXES, (resting_specs_in(setup), BATCH), BATCH)
+
+
+SAVED_LOGITS = Part(NAME, join=_join, make_head_losses=_make_head_losses, shown=(DISTILLED,))

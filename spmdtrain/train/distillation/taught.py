@@ -14,39 +14,57 @@ from spmdtrain.compiled.step_parts import part
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.logits import logit_shape
 from spmdtrain.train.batch import Batch
+from spmdtrain.train.distillation import teacher_item
+from spmdtrain.train.distillation.run_teacher import DISTILLED, NAME, Teacher, teacher_of
+from spmdtrain.train.distillation.with_teacher import join_teacher
 from spmdtrain.train.gradients.forward import head_arrays, make_context, split_axes
-from spmdtrain.train.gradients.stream import make_stream
-from spmdtrain.train.gradients.sums import DISTILLED, by_source
-from spmdtrain.train.setup import Setup, Teacher
+from spmdtrain.train.gradients.stream import in_use, make_stream, resting_specs_in
+from spmdtrain.train.gradients.sums import by_source
+from spmdtrain.train.part import HeadLosses, Part, Reading
+from spmdtrain.train.setup import Setup
 from spmdtrain.train.token_loss import Losses
 
 
-def make_taught_losses(setup: Setup) -> Callable[..., Losses] | None:
-    """Returns `taught_losses(module, x_bte, ctx, microbatch, taught)`, sums over unmasked tokens.
+def _make_reading(setup: Setup) -> Reading | None:
+    """Returns the weights of the teacher, in use once a step."""
+    teacher = teacher_of(setup)
+    if teacher is None:
+        return None
+    return Reading(
+        lambda _, inputs: inputs.items.get(NAME),
+        resting_specs_in(teacher.setup),
+        lambda weights: in_use(teacher.setup, weights),
+    )
 
-    `taught`: the weights of the teacher in use. `loss` is the cross-entropy, and has the gradient
-    of both losses; DISTILLED, T^2 KL(teacher || student), has none. In the training of a mixture
-    both are vectors, as `means` takes them. None if the run has no teacher.
+
+def _make_head_losses(
+    setup: Setup,
+    *,
+    training: bool,
+    table_axes: tuple[str, ...],  # noqa: ARG001 - those of a pipeline, which has no teacher
+) -> HeadLosses | None:
+    """Returns the `head_losses` of training beside a teacher; None in evaluations, and without one.
+
+    `loss` is the cross-entropy, and has the gradient
+    of both losses; DISTILLED, T^2 KL(teacher || student), has none. For a mixture both
+    are vectors, as `means` takes them.
     """
-    if setup.teacher is None:
+    teacher = teacher_of(setup)
+    if teacher is None or not training:
         return None
     rules = setup.rules
-    head_of_teacher = _make_head_of_teacher(setup.teacher)
+    head_of_teacher = _make_head_of_teacher(teacher)
     axis_name, token_axes = split_axes(rules, ())
-    sum_losses = _make_sum_losses(setup, setup.teacher, axis_name)
+    sum_losses = _make_sum_losses(setup, teacher, axis_name)
 
     def local(*arrays):
         losses = sum_losses(*arrays)
         return jax.lax.psum(losses, token_axes) if token_axes else losses
 
-    def taught_losses(
-        module: Any,
-        x_bte: jax.Array,
-        ctx: ForwardContext,
-        microbatch: Batch,
-        taught: dict[str, jax.Array],
+    def head_losses(
+        module: Any, x_bte: jax.Array, ctx: ForwardContext, microbatch: Batch
     ) -> Losses:
-        hidden_btf, table_vf = head_of_teacher(taught, microbatch)
+        hidden_btf, table_vf = head_of_teacher(ctx.read[NAME], microbatch)
         hidden_bte, table_ve = module.head(x_bte, ctx)
         arrays, names = head_arrays(rules, hidden_bte, table_ve, microbatch)
         hidden_name, table_name, *_ = names
@@ -57,7 +75,7 @@ def make_taught_losses(setup: Setup) -> Callable[..., Losses] | None:
             names = (*names, ("batch", None))
         return ctx.local_map(local, arrays, names, ())
 
-    return taught_losses
+    return head_losses
 
 
 def _make_head_of_teacher(teacher: Teacher) -> Callable[..., tuple[jax.Array, jax.Array]]:
@@ -100,3 +118,13 @@ def _make_sum_losses(
         return {"loss": loss, DISTILLED: distilled}
 
     return sum_losses
+
+
+TEACHER = Part(
+    NAME,
+    items=(teacher_item.ITEM,),
+    join=join_teacher,
+    make_reading=_make_reading,
+    make_head_losses=_make_head_losses,
+    shown=(DISTILLED,),
+)

@@ -13,7 +13,9 @@ import jax.numpy as jnp
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.models.abstract import matmuls
 from spmdtrain.train import step
+from spmdtrain.train.all_parts import PARTS
 from spmdtrain.train.batch import Batch
+from spmdtrain.train.distillation.run_teacher import teacher_of
 from spmdtrain.train.given.arrays import Checked, check_batch, check_params
 from spmdtrain.train.gradients.sums import COUNTS, number_of, objective, total_of
 from spmdtrain.train.setup import Setup, check_setup
@@ -29,7 +31,7 @@ def make_loss(setup: Setup) -> Checked:
     Jitted; differentiable in `params`. Raises ConfigError if either does not fit this setup.
     """
     check_setup(setup)
-    if setup.teacher is not None:
+    if teacher_of(setup) is not None:
         raise ConfigError(
             "a loss against a teacher is no function of params and batch alone",
             asked=f"distill.teacher={setup.config.distill.teacher!r}",
@@ -42,7 +44,7 @@ def make_loss(setup: Setup) -> Checked:
         with matmuls(compute):
             gradients, sums = find(params, None, batch, None)
         losses = {name: x for name, x in sums.items() if name not in COUNTS}
-        mean = objective(losses) / jnp.maximum(total_of(number_of(sums)), 1)
+        mean = objective(losses, PARTS) / jnp.maximum(total_of(number_of(sums)), 1)
         return mean, {path: x.astype(params[path].dtype) for path, x in gradients.items()}
 
     @jax.custom_vjp

@@ -4,7 +4,8 @@ B: sequences of a microbatch, T: tokens of a sequence, E: width of the stream, V
 table.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,9 +13,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spmdtrain.models.abstract import make_manual_gather_layer
-from spmdtrain.models.context import ForwardContext, sample_noise
-from spmdtrain.models.logits import logit_shape
+from spmdtrain.models.context import AroundLayer, ForwardContext, sample_noise
 from spmdtrain.models.model import LanguageModel
+from spmdtrain.models.stack import sum_losses
 from spmdtrain.parallel.axes import Rules, axes_of_dim
 from spmdtrain.parallel.experts import make_experts
 from spmdtrain.parallel.matmuls.tensor_matmul import (
@@ -35,26 +36,23 @@ from spmdtrain.parallel.regions import (
 )
 from spmdtrain.parallel.vocabulary import make_lookup
 from spmdtrain.train.batch import Batch
-from spmdtrain.train.gradients.pair_loss import (
-    Answers,
-    log_probabilities,
-    segment_count,
-    sum_pairs,
-    sum_segments,
-)
 from spmdtrain.train.gradients.sums import by_source
+from spmdtrain.train.part import HeadLosses, Parts
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.token_loss import Losses, make_sum_losses
 
 TOKEN = ("batch", "time")  # the logical axes of tokens
 
 
-def make_context(setup: Setup) -> Callable[..., ForwardContext]:
-    """Returns `context(microbatch, step) -> ForwardContext`; with `step` given, dropout is on."""
+def make_context(setup: Setup, parts: Parts = ()) -> Callable[..., ForwardContext]:
+    """Returns `context(microbatch, step, read) -> ForwardContext`; with `step` given, dropout is
+    on, and parts run around the layers. `read`: what they have brought beside the weights.
+    """
     train = setup.config.train
     dropout = setup.config.model.dropout
     experts = setup.config.model.experts
     has_noise = max(dropout, setup.config.finetune.dropout, experts.jitter if experts else 0) > 0
+    around_layer = make_around_layer(setup, parts)
     rules = setup.rules
     constrain = make_constrain(rules, MANUAL_AXES)
     local_map = make_local_map(rules, MANUAL_AXES)
@@ -83,14 +81,16 @@ def make_context(setup: Setup) -> Callable[..., ForwardContext]:
     factor = {"factor": experts.bucket_factor} if experts else {}
     through_experts = make_experts(rules, MANUAL_AXES, **factor)
 
-    def context(microbatch: Batch, step: jax.Array | None = None) -> ForwardContext:
+    def context(
+        microbatch: Batch, step: jax.Array | None = None, read: Mapping[str, Any] | None = None
+    ) -> ForwardContext:
         tokens_bt = microbatch["tokens"]
         positions_bt = microbatch.get("positions")
         if positions_bt is None:
             from_zero = jnp.arange(tokens_bt.shape[1], dtype=jnp.int32)
             positions_bt = jnp.broadcast_to(from_zero, tokens_bt.shape)
         noise_b = None
-        if step is not None and has_noise:
+        if step is not None and (has_noise or around_layer):
             noise_b = sample_noise(train.seed, step, microbatch["sample"])
         return ForwardContext(
             positions_bt=positions_bt,
@@ -110,9 +110,28 @@ def make_context(setup: Setup) -> Callable[..., ForwardContext]:
             noise_b=noise_b,
             context_method=setup.context_method,
             frozen_layers=setup.config.frozen_in_stack,
+            read=read or {},
+            around_layer=None if step is None else around_layer,
         )
 
     return context
+
+
+def make_around_layer(setup: Setup, parts: Parts) -> AroundLayer | None:
+    """Returns what the parts run in place of a layer, the first of them outermost; None: nothing
+    but the layer.
+    """
+    makers = [part.make_layer for part in parts if part.make_layer]
+    hooks = [hook for make in makers if (hook := make(setup))]
+    if not hooks:
+        return None
+
+    def around_layer(run: Callable, x: jax.Array, ctx: ForwardContext):
+        for hook in reversed(hooks):
+            run = partial(hook, run, ctx=ctx)
+        return run(x)
+
+    return around_layer
 
 
 def gather_layer_of(setup: Setup) -> Callable[[nnx.State], nnx.State]:
@@ -126,15 +145,19 @@ def gather_layer_of(setup: Setup) -> Callable[[nnx.State], nnx.State]:
 
 
 def make_head_losses(
-    setup: Setup, *, training: bool, table_axes: tuple[str, ...] = ()
-) -> Callable[..., Losses]:
+    setup: Setup, parts: Parts = (), *, training: bool, table_axes: tuple[str, ...] = ()
+) -> HeadLosses:
     """Returns `head_losses(module, x_bte, ctx, microbatch)`: sums over unmasked tokens, by name.
 
     They are float32 scalars; in the training of a mixture also vectors, as `means` takes them.
-    `table_axes`: the manual mesh axes over which the rows of the head's table are split.
+    `table_axes`: the manual mesh axes over which the rows of the head's table are split. The losses
+    of tokens stand back for those of a part.
     """
-    if setup.config.train.learns_pairs:
-        return _make_pair_losses(setup, table_axes)
+    makers = (part.make_head_losses for part in parts if part.make_head_losses)
+    of_parts = (make(setup, training=training, table_axes=table_axes) for make in makers)
+    of_part = next((losses for losses in of_parts if losses is not None), None)
+    if of_part is not None:
+        return of_part
     losses_of = make_losses_of(setup, training=training, table_axes=table_axes)
 
     def head_losses(
@@ -143,6 +166,19 @@ def make_head_losses(
         return losses_of(*module.head(x_bte, ctx), ctx, microbatch)
 
     return head_losses
+
+
+def make_side_losses(
+    setup: Setup, parts: Parts, *, table_axes: tuple[str, ...] = ()
+) -> HeadLosses | None:
+    """Returns `side_losses(module, x_bte, ctx, microbatch)`: the sums that parts add to the losses
+    of the head, by name; None if no part adds any. Arguments are those of `make_head_losses`.
+    """
+    makers = (part.make_side_losses for part in parts if part.make_side_losses)
+    of_parts = [losses for make in makers if (losses := make(setup, table_axes=table_axes))]
+    if len(of_parts) < 2:
+        return next(iter(of_parts), None)
+    return lambda *arguments: sum_losses(*(losses(*arguments) for losses in of_parts))
 
 
 def make_losses_of(
@@ -173,55 +209,6 @@ def make_losses_of(
         return ctx.local_map(local, arrays, names, ())
 
     return losses_of
-
-
-def make_segment_sums(setup: Setup, table_axes: tuple[str, ...] = ()) -> Callable[..., jax.Array]:
-    """Returns `segment_sums(module, x_bte, ctx, microbatch)`, which gives log-probabilities,
-    float32 [B, S].
-
-    They are sums over the unmasked tokens of a segment; S is `pair_loss.segment_count`.
-    """
-    rules = setup.rules
-    options = {"vocab": setup.model.rows, **logit_shape(setup.config.model)}
-    axis_name, token_axes = split_axes(rules, table_axes)
-    segments = segment_count(setup.config.train.sequence_length)
-
-    def local(hidden_bte, table_ve, targets_bt, mask_bt, segment_ids_bt):
-        arrays = (hidden_bte, table_ve, targets_bt, mask_bt)
-        found_bt = log_probabilities(options, *arrays, axis_name)
-        sums_bs = sum_segments(found_bt, segment_ids_bt, segments)
-        return jax.lax.psum(sums_bs, token_axes) if token_axes else sums_bs
-
-    def segment_sums(
-        module: LanguageModel, x_bte: jax.Array, ctx: ForwardContext, microbatch: Batch
-    ) -> jax.Array:
-        arrays, names = head_arrays(rules, *module.head(x_bte, ctx), microbatch)
-        arrays = (*arrays, microbatch["segment_ids"])
-        return ctx.local_map(local, arrays, (*names, TOKEN), ("batch", None))
-
-    return segment_sums
-
-
-def _make_pair_losses(setup: Setup, table_axes: tuple[str, ...]) -> Callable[..., Losses]:
-    """Returns the `head_losses` of pairs of answers: sums over pairs."""
-    segment_sums = make_segment_sums(setup, table_axes)
-    segments = segment_count(setup.config.train.sequence_length)
-    train = setup.config.train
-
-    def head_losses(
-        module: LanguageModel, x_bte: jax.Array, ctx: ForwardContext, microbatch: Batch
-    ) -> Losses:
-        def total(name: str) -> jax.Array:
-            return sum_segments(microbatch[name], microbatch["segment_ids"], segments)
-
-        answers = Answers(
-            sums_bs=segment_sums(module, x_bte, ctx, microbatch),
-            learned_bs=total("mask"),
-            references_bs=total("reference") if train.needs_reference else None,
-        )
-        return sum_pairs(train.preference, train.of_preference, answers)
-
-    return head_losses
 
 
 def head_arrays(

@@ -1,6 +1,5 @@
 """Computes the losses of tokens after the next one, [model.multi_token], in training."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,16 +13,14 @@ from spmdtrain.parallel.regions import Whole
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.gradients.forward import make_losses_of
 from spmdtrain.train.gradients.sums import total_of
+from spmdtrain.train.part import HeadLosses, Part
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.token_loss import Losses
 
 NAME = "multi_token_loss"
-APART = "further "  # before the names of side losses that a pipeline's head gives with its own
 
 
-def make_further_losses(
-    setup: Setup, *, table_axes: tuple[str, ...] = ()
-) -> Callable[..., Losses] | None:
+def _make_further_losses(setup: Setup, *, table_axes: tuple[str, ...]) -> HeadLosses | None:
     """Returns `further_losses(module, x_bte, ctx, microbatch)`, which gives side losses, sums over
     tokens.
 
@@ -54,18 +51,6 @@ def make_further_losses(
     return further_losses
 
 
-def set_apart(side_losses: Losses) -> Losses:
-    """Returns the side losses under names that no loss of a head has."""
-    return {APART + name: loss for name, loss in side_losses.items()}
-
-
-def take_apart(of_head: Losses) -> tuple[Losses, Losses]:
-    """Returns (losses of the head alone, side losses that `set_apart` named)."""
-    alone = {name: loss for name, loss in of_head.items() if not name.startswith(APART)}
-    further = {name.removeprefix(APART): of_head[name] for name in of_head.keys() - alone.keys()}
-    return alone, further
-
-
 def at_depth(microbatch: Batch, depth: int, ctx: ForwardContext) -> Batch:
     """Returns the microbatch with the targets and the mask of a depth."""
     targets_bt = _later(microbatch["targets"], depth, ctx)
@@ -91,3 +76,6 @@ def _later(x_bt: jax.Array, places: int, ctx: ForwardContext) -> jax.Array:
     # From all tokens on each device: XLA aborts if it has to partition the lookup.
     names = (("batch", Whole("time")), ("time",))
     return ctx.local_map(local, (x_bt, jnp.asarray(order_t)), names, ("batch", "time"))
+
+
+MULTI_TOKEN = Part("multi_token", make_side_losses=_make_further_losses)

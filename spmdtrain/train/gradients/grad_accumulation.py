@@ -19,17 +19,12 @@ from spmdtrain.parallel.axes import BATCH_AXES
 from spmdtrain.parallel.regions import MANUAL_AXES, manual_region
 from spmdtrain.parallel.wide_sums import with_wide_sums
 from spmdtrain.train.batch import Batch
-from spmdtrain.train.distillation import teacher_item
-from spmdtrain.train.distillation.saved import choose_head_losses
-from spmdtrain.train.distillation.taught import make_taught_losses
-from spmdtrain.train.gradients.forward import make_context
-from spmdtrain.train.gradients.forward import make_segment_sums as segment_sums_of_head
-from spmdtrain.train.gradients.further_losses import make_further_losses
+from spmdtrain.train.gradients.brought import Brought
+from spmdtrain.train.gradients.forward import make_context, make_head_losses, make_side_losses
 from spmdtrain.train.gradients.inputs import FindGradients, FoundGradients, StepInputs
+from spmdtrain.train.gradients.pair_head import make_segment_sums as segment_sums_of_head
 from spmdtrain.train.gradients.reduction import (
-    feedback_specs,
     mean_gradients,
-    sending_of,
     zero_gradients,
 )
 from spmdtrain.train.gradients.stream import in_use, make_stream, resting_specs_in
@@ -39,9 +34,10 @@ from spmdtrain.train.gradients.sums import (
     number_of,
     objective,
     sum_over_shards,
+    take_measured,
     total_of,
 )
-from spmdtrain.train.items import feedback
+from spmdtrain.train.part import Parts
 from spmdtrain.train.scaling import magnitudes
 from spmdtrain.train.scaling.scales import (
     Scaling,
@@ -57,10 +53,12 @@ BATCH = P(None, BATCH_AXES)  # of a batch's arrays [accumulation, sequences, ...
 
 
 class Rest(NamedTuple):
-    """The weights of a step that have no gradient, and the scales of its matmuls, by path."""
+    """The weights of a step that have no gradient, by path, what its parts have brought, by the
+    name of the part, and the scales of its matmuls, by path.
+    """
 
     fixed: dict[str, jax.Array]
-    taught: dict[str, jax.Array] | None
+    read: dict[str, Any]
     scales: dict[str, jax.Array]
 
 
@@ -80,22 +78,23 @@ class Totals(NamedTuple):
         )
 
 
-def make_gradients(setup: Setup) -> FindGradients:
+def make_gradients(setup: Setup, parts: Parts) -> FindGradients:
     """Returns a function that finds the gradients of a step, over all microbatches and shards.
 
     They are divided by the cotangent from which the backward pass starts. Sums: tokens (unmasked),
     loss, and the other losses of the head and the blocks; float32 scalars, or vectors as `means`
-    takes them. The objective is the sum of all losses. The weights of a teacher have no gradient.
+    takes them. The objective is the sum of all losses. What parts bring has no gradient.
     """
     accumulate = setup.config.precision.accumulate
-    context = make_context(setup)
-    forward = _make_forward(setup, training=True)
+    context = make_context(setup, parts)
+    forward = _make_forward(setup, parts, training=True)
+    brought = Brought(setup, parts)
 
     def minimised(trained, slots, rest: Rest, microbatch: Batch, step, cotangent):
         scaling = scaling_of(rest.scales, slots)
-        ctx = context(microbatch, step)
-        losses = forward(rest.fixed | trained, microbatch, ctx, rest.taught, scaling)
-        total = objective(losses)
+        ctx = context(microbatch, step, rest.read)
+        losses = forward(rest.fixed | trained, microbatch, ctx, scaling)
+        total = objective(losses, parts)
         if cotangent is not None:
             total = total * cotangent
         return total, losses | count_tokens(setup, microbatch, training=True)
@@ -120,41 +119,41 @@ def make_gradients(setup: Setup) -> FindGradients:
         totals, _ = jax.lax.scan(add, nothing, batch)
         return totals
 
-    def local(params, step, batch: Batch, cotangent, unsent, taught, scales):
+    def local(params, step, batch: Batch, cotangent, arrays, scales):
         trained, fixed = setup.model.split_trained(in_use(setup, params))
-        rest = Rest(fixed, setup.teacher and in_use(setup.teacher.setup, taught), scales)
+        rest = Rest(fixed, brought.in_use(arrays), scales)
         weights = (trained, slots_of(setup, scales), rest)
         gradients, seen, sums = accumulated(weights, step, batch, cotangent)
         sums = sum_over_shards(sums, setup.rules)
-        number, sending = total_of(number_of(sums)), sending_of(unsent, step)
-        means, unsent = mean_gradients(setup, gradients, number, cotangent, sending)
-        return means, sums, unsent, largest_of(setup, seen, cotangent)
+        sums, measured = take_measured(sums)
+        number, over_data = total_of(number_of(sums)), brought.over_data(arrays, step)
+        means, made = mean_gradients(setup, gradients, number, cotangent, over_data)
+        return means, sums, made, largest_of(setup, seen, cotangent), measured
 
     wide = with_wide_sums(local, setup.config.precision.compute)
     resting = resting_specs_in(setup)
     trained, _ = setup.model.split_trained(resting)
-    of_teacher = P() if setup.teacher is None else resting_specs_in(setup.teacher.setup)
 
     def find(params: dict[str, jax.Array], inputs: StepInputs) -> FoundGradients:
         step, batch, cotangent, items = inputs
-        unsent, taught = feedback.unsent(items), items.get(teacher_item.ITEM.name)
-        of_unsent = feedback_specs(setup, unsent)
-        in_specs = (resting, P(), BATCH, P(), of_unsent, of_teacher, P())
-        out_specs = (trained, P(), of_unsent, P())
+        arrays = brought.arrays(params, inputs)
+        specs = brought.specs(arrays)
+        in_specs = (resting, P(), BATCH, P(), specs, P())
+        out_specs = (trained, P(), brought.made_specs(specs), P(), P())
         region = manual_region(wide, setup.mesh, MANUAL_AXES, in_specs, out_specs)
         scales = scales_of(params, items.get(magnitudes.NAME), cotangent)
-        arrays = (params, step, batch, cotangent, unsent, taught, scales)
-        gradients, sums, unsent, largest = region(*arrays)
-        made = feedback.by_item(unsent) | {magnitudes.NAME: largest}
-        return FoundGradients(gradients, sums, made)
+        gradients, sums, made, largest, measured = region(
+            params, step, batch, cotangent, arrays, scales
+        )
+        return FoundGradients(gradients, sums, {**made, **measured, magnitudes.NAME: largest})
 
     return find
 
 
-def make_losses(setup: Setup) -> Callable[..., Any]:
+def make_losses(setup: Setup, parts: Parts) -> Callable[..., Any]:
     """Returns `(params, batch) -> sums`, with the sums of `make_gradients`, without dropout."""
     context = make_context(setup)
-    forward = _make_forward(setup, training=False)
+    forward = _make_forward(setup, parts, training=False)
 
     def local(params, batch: Batch):
         weights = in_use(setup, params)
@@ -191,31 +190,21 @@ def make_segment_sums(setup: Setup) -> Callable[..., jax.Array]:
     return manual_region(local, setup.mesh, MANUAL_AXES, (resting_specs_in(setup), BATCH), BATCH)
 
 
-def _make_forward(setup: Setup, *, training: bool) -> Callable[..., Losses]:
-    """Returns `forward(params, microbatch, ctx, taught, scaling) -> losses`, in compute precision.
+def _make_forward(setup: Setup, parts: Parts, *, training: bool) -> Callable[..., Losses]:
+    """Returns `forward(params, microbatch, ctx, scaling) -> losses`, in compute precision.
 
-    `taught`: the weights of the teacher in training, if the run has one. `scaling`: of the weights
-    whose scales come from earlier steps.
+    `scaling`: of the weights whose scales come from earlier steps.
     """
-    taught_losses = make_taught_losses(setup) if training else None
-    head_losses = choose_head_losses(setup, training=training)
-    further_losses = make_further_losses(setup) if training else None
+    head_losses = make_head_losses(setup, parts, training=training)
+    of_parts = make_side_losses(setup, parts) if training else None
     stream = make_stream(setup)
 
     def forward(
-        params,
-        microbatch: Batch,
-        ctx: ForwardContext,
-        taught: Any = None,
-        scaling: Scaling | None = None,
+        params, microbatch: Batch, ctx: ForwardContext, scaling: Scaling | None = None
     ) -> Losses:
         module, x_bte, side_losses = stream(params, microbatch, ctx, scaling)
-        if further_losses is not None:
-            further = further_losses(module, x_bte, ctx, microbatch)
-            side_losses = sum_losses(side_losses, further)
-        if taught_losses is not None:
-            losses = taught_losses(module, x_bte, ctx, microbatch, taught)
-            return join_losses(losses, side_losses)
-        return join_losses(head_losses(module, x_bte, ctx, microbatch), side_losses)
+        if of_parts is not None:
+            side_losses = sum_losses(side_losses, of_parts(module, x_bte, ctx, microbatch))
+        return join_losses(setup, head_losses(module, x_bte, ctx, microbatch), side_losses)
 
     return forward

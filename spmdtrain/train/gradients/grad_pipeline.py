@@ -16,19 +16,16 @@ from jax.sharding import PartitionSpec as P
 from spmdtrain.models.abstract import AbstractModel
 from spmdtrain.models.stack import sum_losses
 from spmdtrain.parallel.axes import BATCH_AXES, drop_axes, keep_axes, owning_axes
-from spmdtrain.parallel.feedback.feedback_sums import Feedback
 from spmdtrain.parallel.regions import MANUAL_AXES, manual_region
 from spmdtrain.parallel.wide_sums import with_wide_sums
 from spmdtrain.pipeline.executor import gradients, losses
 from spmdtrain.pipeline.schedule import Table
 from spmdtrain.train.batch import Batch
-from spmdtrain.train.gradients.further_losses import take_apart
+from spmdtrain.train.gradients.brought import Brought
 from spmdtrain.train.gradients.inputs import FindGradients, FoundGradients, StepInputs
 from spmdtrain.train.gradients.reduction import (
     add_copies,
-    feedback_specs,
     mean_gradients,
-    sending_of,
     zero_gradients,
 )
 from spmdtrain.train.gradients.stage_program import find_table_axes, make_stage_program
@@ -37,24 +34,28 @@ from spmdtrain.train.gradients.sums import (
     join_losses,
     number_of,
     sum_over_shards,
+    take_apart,
+    take_measured,
     total_of,
 )
-from spmdtrain.train.items import feedback
+from spmdtrain.train.part import Parts
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.token_loss import Losses
 
 
-def make_gradients(setup: Setup) -> FindGradients:
+def make_gradients(setup: Setup, parts: Parts) -> FindGradients:
     """Returns what `grad_accumulation.make_gradients` does, with the schedule's microbatches."""
     table = _table(setup)
     keep = setup.config.train.remat != "full"
     table_axes = find_table_axes(setup)
+    brought = Brought(setup, parts)
 
-    def local(params, step, batch: Batch, cotangent, unsent):
+    def local(params, step, batch: Batch, cotangent, arrays):
         trained, fixed = setup.model.split_trained(add_copies(setup, params))
         shared_fixed, stack_fixed = _split(setup.model, fixed)
+        read = brought.in_use(arrays)
         program = make_stage_program(
-            setup, table_axes, batch, step, cotangent, fixed=shared_fixed, training=True
+            setup, parts, table_axes, batch, step, cotangent, read, fixed=shared_fixed
         )
         totals = _split(setup.model, zero_gradients(setup, trained))
         weights = _split(setup.model, trained)
@@ -62,38 +63,38 @@ def make_gradients(setup: Setup) -> FindGradients:
             program, table, setup.model.stage_layout, *weights, totals, keep, stack_fixed
         )
         sums = _sums(setup, of_head, of_layers, batch, training=True)
-        number, sending = total_of(number_of(sums)), sending_of(unsent, step)
+        sums, measured = take_measured(sums)
+        number, over_data = total_of(number_of(sums)), brought.over_data(arrays, step)
         of_all = {**shared, **stack}
-        means, unsent = mean_gradients(setup, of_all, number, cotangent, sending)
-        return means, sums, unsent
+        means, made = mean_gradients(setup, of_all, number, cotangent, over_data)
+        return means, sums, made, measured
 
     resting = {path: keep_axes(MANUAL_AXES, spec) for path, spec in setup.specs.items()}
     trained, _ = setup.model.split_trained(resting)
 
-    def out_specs(unsent: Feedback | None):
-        return trained, P(), feedback_specs(setup, unsent)
+    def out_specs(specs: dict[str, Any]):
+        return trained, P(), brought.made_specs(specs), P()
 
     wide = with_wide_sums(local, setup.config.precision.compute)
     run = _whole_over_batch(setup, wide, out_specs)
 
     def find(params: dict[str, jax.Array], inputs: StepInputs) -> FoundGradients:
-        step, batch, cotangent, items = inputs
-        arrays = (params, step, batch, cotangent, feedback.unsent(items))
-        of_all, sums, unsent = run(*arrays)
-        return FoundGradients(of_all, sums, feedback.by_item(unsent))
+        step, batch, cotangent, _ = inputs
+        arrays = brought.arrays(params, inputs)
+        specs = brought.specs(arrays)
+        of_all, sums, made, measured = run(params, step, batch, cotangent, arrays, specs)
+        return FoundGradients(of_all, sums, {**made, **measured})
 
     return find
 
 
-def make_losses(setup: Setup) -> Callable[..., Any]:
+def make_losses(setup: Setup, parts: Parts) -> Callable[..., Any]:
     """Returns what `grad_accumulation.make_losses` does."""
     table = _table(setup)
     table_axes = find_table_axes(setup)
 
-    def local(params, step, batch: Batch, cotangent, unsent):  # noqa: ARG001
-        program = make_stage_program(
-            setup, table_axes, batch, step, cotangent, fixed={}, training=False
-        )
+    def local(params, step, batch: Batch, cotangent, arrays):
+        program = make_stage_program(setup, parts, table_axes, batch, step, cotangent, arrays)
         weights = _split(setup.model, add_copies(setup, params))
         of_head, of_layers = losses(program, table, setup.model.stage_layout, *weights)
         return _sums(setup, of_head, of_layers, batch, training=False)
@@ -108,11 +109,11 @@ def _table(setup: Setup) -> Table:
 
 
 def _whole_over_batch(
-    setup: Setup, local: Callable, out_specs: Callable[[Feedback | None], Any]
+    setup: Setup, local: Callable, out_specs: Callable[[dict[str, Any]], Any]
 ) -> Callable:
-    """Returns `local(params, step, batch, cotangent, unsent)` in the manual region.
+    """Returns `run(params, step, batch, cotangent, arrays, specs)`: `local` in the manual region.
 
-    `out_specs` are those of its results, given what compressed gradients have not sent.
+    `arrays` are what parts bring, of these `specs`, given which `out_specs` are those of results.
 
     Weights are in compute precision and whole over the axes of the batch. Constraints gather them
     once for all ticks, before the region begins: if layers gathered their own (`gather_layer_of`),
@@ -131,13 +132,12 @@ def _whole_over_batch(
         gathered = jax.lax.with_sharding_constraint(resting, NamedSharding(setup.mesh, whole[path]))
         return setup.padding.rest_to_use(path, gathered)
 
-    def run(params, step, batch: Batch, cotangent=None, unsent: Feedback | None = None):
+    def run(params, step, batch: Batch, cotangent=None, arrays=None, specs=None):
         params = setup.model.cast(params, setup.config.precision.compute)
         gathered = {path: gather(path, x) for path, x in params.items()}
-        of_unsent = feedback_specs(setup, unsent)
-        in_specs = (params_specs, P(), P(None, BATCH_AXES), P(), of_unsent)
-        region = manual_region(local, setup.mesh, MANUAL_AXES, in_specs, out_specs(unsent))
-        return region(gathered, step, batch, cotangent, unsent)
+        in_specs = (params_specs, P(), P(None, BATCH_AXES), P(), specs or {})
+        region = manual_region(local, setup.mesh, MANUAL_AXES, in_specs, out_specs(specs or {}))
+        return region(gathered, step, batch, cotangent, arrays or {})
 
     return run
 
@@ -157,5 +157,5 @@ def _sums(
     """Returns losses and tokens over all shards of the batch; every stage has the same."""
     tokens = count_tokens(setup, batch, training=training)
     of_head, further = take_apart(of_head)
-    sums = join_losses(of_head, sum_losses(of_layers, further)) | tokens
+    sums = join_losses(setup, of_head, sum_losses(of_layers, further)) | tokens
     return sum_over_shards(sums, setup.rules)

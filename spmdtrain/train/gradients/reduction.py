@@ -1,40 +1,28 @@
 """Sums accumulated gradients over the mesh once a step, and divides them."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from spmdtrain.compiled.step_parts import part
-from spmdtrain.parallel.axes import drop_axes, keep_axes
-from spmdtrain.parallel.feedback.feedback_sums import Feedback, feedback_sums
-from spmdtrain.parallel.reduce import psum_tree, reduce_gradients
+from spmdtrain.parallel.axes import drop_axes
+from spmdtrain.parallel.reduce import reduce_gradients
 from spmdtrain.parallel.regions import MANUAL_AXES
-from spmdtrain.train.items import feedback
 from spmdtrain.train.setup import Setup
 
 
-class Sending(NamedTuple):
-    """The state from which a step compresses its gradients, and its 0-based number."""
+class OverData(NamedTuple):
+    """A sum over `data` in place of the plain one, for the gradients at some paths.
 
-    unsent: Feedback
-    step: jax.Array
+    `sums(own)` returns the sums of what each shard has, by path, and new values of items, by name.
+    """
 
-
-def sending_of(unsent: Feedback | None, step: jax.Array) -> Sending | None:
-    """Returns what compresses the gradients of a step; None if nothing does."""
-    return None if unsent is None else Sending(unsent, step)
-
-
-def feedback_specs(setup: Setup, unsent: Feedback | None) -> Feedback | None:
-    """Returns the specs of feedback at the border of the manual region; None if there is none."""
-    if unsent is None:
-        return None
-    abstract = feedback.unsent(setup.state.items)
-    return jax.tree.map(lambda x: keep_axes(MANUAL_AXES, x.sharding.spec), abstract)
+    paths: Collection[str]
+    sums: Callable[[dict[str, jax.Array]], tuple[dict[str, jax.Array], dict[str, Any]]]
 
 
 def add_copies(setup: Setup, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -62,48 +50,25 @@ def mean_gradients(
     gradients: dict[str, jax.Array],
     tokens: jax.Array,
     cotangent: jax.Array | None,
-    sending: Sending | None = None,
-) -> tuple[dict[str, jax.Array], Feedback | None]:
-    """Returns (accumulated gradients, reduced over the manual axes and divided; new feedback).
+    over_data: OverData | None = None,
+) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+    """Returns (accumulated gradients, reduced over the manual axes and divided; new items by name).
 
     They are divided by the number of `tokens` (unmasked, of the whole batch), and by the cotangent
-    of the objective, if it was not 1. `sending`: None sums all of them in full.
+    of the objective, if it was not 1. `over_data`: None sums all of them in full.
     """
-    coded = sending.unsent.errors if sending else {}
-    reduced = _reduce(setup, gradients, coded)
+    apart = over_data.paths if over_data else ()
+    reduced = _reduce(setup, gradients, apart)
     count = jnp.maximum(tokens, 1)
     if cotangent is not None:
         count = count * cotangent
     means = {path: x / count for path, x in reduced.items()}
-    unsent = None
-    if sending:
+    made = {}
+    if over_data:
         # Divided first: what is kept must not depend on the tokens and the loss scale of a step.
-        own = {path: means[path] for path in coded}
-        summed, unsent = _over_data(setup, own, sending)
+        summed, made = over_data.sums({path: means[path] for path in apart})
         means |= summed
-    return {path: x.astype(gradients[path].dtype) for path, x in means.items()}, unsent
-
-
-def _over_data(
-    setup: Setup, own: dict[str, jax.Array], sending: Sending
-) -> tuple[dict[str, jax.Array], Feedback]:
-    """Returns the sums over `data` of what its shards have, by the codecs with feedback.
-
-    The first steps, `compression.after`, sum in full.
-    """
-
-    def coded(own: dict[str, jax.Array], unsent: Feedback):
-        codecs = {path: setup.codecs[path] for path in own}
-        return feedback_sums(own, unsent, codecs, setup.specs, MANUAL_AXES)
-
-    def full(own: dict[str, jax.Array], unsent: Feedback):
-        return psum_tree(own, ("data",)), unsent
-
-    after = setup.config.compression.after
-    wide = {path: x.astype(jnp.float32) for path, x in own.items()}
-    if not after:
-        return coded(wide, sending.unsent)
-    return jax.lax.cond(sending.step < after, full, coded, wide, sending.unsent)
+    return {path: x.astype(gradients[path].dtype) for path, x in means.items()}, made
 
 
 def _reduce(

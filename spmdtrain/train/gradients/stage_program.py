@@ -1,5 +1,7 @@
 """Makes the model's `embed`, `blocks` and `head` the program that the stages of a pipeline run."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -10,9 +12,9 @@ from spmdtrain.parallel.axes import axes_of_dim
 from spmdtrain.parallel.regions import MANUAL_AXES, make_sliced_sum
 from spmdtrain.pipeline.executor import StageProgram
 from spmdtrain.train.batch import Batch
-from spmdtrain.train.distillation.saved import choose_head_losses
-from spmdtrain.train.gradients.forward import make_context
-from spmdtrain.train.gradients.further_losses import make_further_losses, set_apart
+from spmdtrain.train.gradients.forward import make_context, make_head_losses, make_side_losses
+from spmdtrain.train.gradients.sums import set_apart
+from spmdtrain.train.part import Parts
 from spmdtrain.train.setup import Setup
 
 
@@ -55,32 +57,36 @@ def find_table_axes(setup: Setup) -> tuple[str, ...]:
 
 def make_stage_program(
     setup: Setup,
+    parts: Parts,
     table_axes: tuple[str, ...],
     batch: Batch,
     step: jax.Array | None,
     cotangent: jax.Array | None,
+    read: dict[str, Any],
     *,
-    fixed: dict[str, jax.Array],
-    training: bool,
+    fixed: dict[str, jax.Array] | None = None,
 ) -> StageProgram:
     """Returns the program that stages run on this batch.
 
-    `table_axes` come from `find_table_axes`. Without a step there is no dropout. `cotangent`: that
-    of the objective; None: 1. `fixed`: arrays outside the layers that have no gradient.
+    `table_axes` come from `find_table_axes`. Without a step it is an evaluation. `cotangent`: that
+    of the objective; None: 1. `read`: what parts have brought. `fixed`: arrays outside the layers
+    that have no gradient, in training.
     """
     model = setup.model
-    forward_context = make_context(setup)
-    head_losses = choose_head_losses(setup, training=training, table_axes=table_axes)
-    further_losses = make_further_losses(setup, table_axes=table_axes) if training else None
+    training = fixed is not None
+    outside = fixed or {}
+    forward_context = make_context(setup, parts)
+    head_losses = make_head_losses(setup, parts, training=training, table_axes=table_axes)
+    side_losses = make_side_losses(setup, parts, table_axes=table_axes) if training else None
 
     def context_of(microbatch: jax.Array):
         take = jax.lax.dynamic_index_in_dim
         part = {name: take(x, microbatch, 0, keepdims=False) for name, x in batch.items()}
-        return part, forward_context(part, step)
+        return part, forward_context(part, step, read)
 
     def embed(shared, context):
         part, ctx = context
-        return model.bind(fixed | shared).embed(part["tokens"], ctx)
+        return model.bind(outside | shared).embed(part["tokens"], ctx)
 
     def layer(weights, x, rest):
         number, (_, ctx) = rest
@@ -88,13 +94,13 @@ def make_stage_program(
 
     def head(shared, x, context):
         part, ctx = context
-        module = model.bind(fixed | shared)
+        module = model.bind(outside | shared)
         losses = head_losses(module, x, ctx, part)
-        if further_losses is None:
+        if side_losses is None:
             return losses
         # All stages run these blocks on the same x: they tick together, and would wait for the last
         # one as long.
-        return losses | set_apart(further_losses(module, x, ctx, part))
+        return losses | set_apart(side_losses(module, x, ctx, part))
 
     # With "full", the executor itself recomputes whole chunks.
     remat = "dots" if setup.config.train.remat == "dots" else "none"

@@ -15,31 +15,53 @@ from spmdtrain.models.layers.router import ENTROPY
 from spmdtrain.parallel.axes import BATCH_AXES, Rules
 from spmdtrain.parallel.reduce import psum_tree
 from spmdtrain.train.batch import Batch
-from spmdtrain.train.gradients.pair_loss import FIGURES, count_pairs
+from spmdtrain.train.gradients.pair_loss import count_pairs
+from spmdtrain.train.part import MEASURED, Parts
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.token_loss import Losses, of_the_step
 from spmdtrain.train.updates import router_load
 
 COUNTS = ("tokens", "pairs")
-DISTILLED = "distill_loss"  # of a teacher; its gradient is in that of the loss
+APART = "further "  # before the names of side losses that a pipeline's head gives with its own
 
 
-def join_losses(of_head: Losses, of_layers: Losses) -> Losses:
+def join_losses(setup: Setup, of_head: Losses, of_layers: Losses) -> Losses:
     """Returns the losses of the head and the side losses of the layers.
 
     Raises ConfigError if both have the same name.
     """
+    others = of_head.keys() | of_the_step(setup.items)
     for name in sorted(of_layers):
-        if name in of_head or name in of_the_step():
+        if name in others:
             what = f"a side loss of a block is called {name!r}, like another figure of a step"
             raise ConfigError(what, fix="another name")
     return of_head | of_layers
 
 
-def objective(losses: Losses) -> Any:
+def objective(losses: Losses, parts: Parts) -> Any:
     """Returns the scalar that training minimises: the sum of all losses."""
-    shown = (*FIGURES, ENTROPY, DISTILLED)
-    return sum(total_of(loss) for name, loss in losses.items() if name not in shown)
+    shown = {ENTROPY}.union(*(part.shown for part in parts))
+    minimised = (name for name in losses if name not in shown and not name.startswith(MEASURED))
+    return sum(total_of(losses[name]) for name in minimised)
+
+
+def set_apart(side_losses: Losses) -> Losses:
+    """Returns the side losses under names that no loss of a head has."""
+    return {APART + name: loss for name, loss in side_losses.items()}
+
+
+def take_apart(of_head: Losses) -> tuple[Losses, Losses]:
+    """Returns (losses of the head alone, side losses that `set_apart` named)."""
+    alone = {name: loss for name, loss in of_head.items() if not name.startswith(APART)}
+    further = {name.removeprefix(APART): of_head[name] for name in of_head.keys() - alone.keys()}
+    return alone, further
+
+
+def take_measured(sums: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns (sums of losses and counts, what hooks have measured for items, by their names)."""
+    names = {name for name in sums if name.startswith(MEASURED)}
+    of_items = {name.removeprefix(MEASURED): sums[name] for name in sorted(names)}
+    return {name: x for name, x in sums.items() if name not in names}, of_items
 
 
 def count_tokens(setup: Setup, batch: Batch, *, training: bool) -> dict[str, jax.Array]:

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from spmdtrain.config.schema import IslandsConfig
 from spmdtrain.train.items.item import Item, Note, Start, Taken, Value, as_parameters, whole
+from spmdtrain.train.part import Part
 
 Weights = dict[str, jax.Array]  # by dotted path of the parameters that are trained, as they rest
 
@@ -77,3 +78,4 @@ UNMET = Item(
     update=_kept,
     note=Note(int, lambda number, _: number),
 )
+OUTER_STEP = Part("islands", items=(OUTER, MOMENTUM, UNMET))

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from spmdtrain.config.errors import CheckpointError
 from spmdtrain.train.items.item import Item, Start, Taken, as_parameters
+from spmdtrain.train.part import Part
 from spmdtrain.train.sparsity import masks
 
 Ema = dict[str, jax.Array]  # by dotted path of the parameters that are trained, as they rest
@@ -65,3 +66,4 @@ def none_saved(where: str) -> CheckpointError:
 
 
 ITEM = Item("ema", begin=_begin, rests=as_parameters, update=_update, lacking=none_saved)
+EMA = Part("ema", items=(ITEM,))

@@ -1,10 +1,10 @@
-"""Lists the items of the training state, with operations on all of them.
+"""Operations on all items of a training state.
 
-A new one is an `Item` (item.py), in a file of its feature, and a line in `TABLE`.
+A new item is an `Item` (item.py) of a part (../part.py).
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -14,9 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import AbstractModel
-from spmdtrain.train.distillation import teacher_item
-from spmdtrain.train.islands import outer_step
-from spmdtrain.train.items import ema, feedback, loss_scale, spikes
 from spmdtrain.train.items.item import (
     Item,
     Metrics,
@@ -28,58 +25,93 @@ from spmdtrain.train.items.item import (
     Value,
     as_parameters,
 )
-from spmdtrain.train.scaling import magnitudes
-from spmdtrain.train.sparsity import masks
-
-TABLE: tuple[Item, ...] = (
-    ema.ITEM,
-    spikes.ITEM,
-    loss_scale.ITEM,
-    outer_step.OUTER,
-    outer_step.MOMENTUM,
-    outer_step.UNMET,
-    masks.ITEM,
-    feedback.ERRORS,
-    feedback.FACTORS,
-    magnitudes.ITEM,
-    teacher_item.ITEM,
-)
 
 Values = dict[str, Value]  # by the name of the item
 Params = dict[str, jax.Array]  # by dotted path, at rest
 
 
-def of(values: Mapping[str, Value]) -> Iterator[tuple[Item, Value]]:
-    """Yields the items that a state has, with their values."""
-    return ((item, values[item.name]) for item in TABLE if item.name in values)
+@dataclass(frozen=True)
+class Items:
+    """The items that a state may have, in the order in which a step updates them."""
 
+    table: tuple[Item, ...]
 
-def subjects(
-    config: RunConfig, model: AbstractModel, sizes: Mapping[str, int]
-) -> dict[str, Subjects]:
-    """Returns the parameters that items are about, by name of the item; see `Start`."""
-    return {item.name: item.subjects(config, model, sizes) for item in TABLE if item.subjects}
+    def of(self, values: Mapping[str, Value]) -> Iterator[tuple[Item, Value]]:
+        """Yields the items that a state has, with their values."""
+        return ((item, values[item.name]) for item in self.table if item.name in values)
 
+    def subjects(
+        self, config: RunConfig, model: AbstractModel, sizes: Mapping[str, int]
+    ) -> dict[str, Subjects]:
+        """Returns the parameters that items are about, by name of the item; see `Start`."""
+        return {
+            item.name: item.subjects(config, model, sizes) for item in self.table if item.subjects
+        }
 
-def begin(start: Start) -> Values:
-    """Returns the items that the settings ask for, before the first step; for tracing."""
-    begun = {item.name: item.begin(start) for item in TABLE}
-    return {name: value for name, value in begun.items() if value is not None}
+    def begin(self, start: Start) -> Values:
+        """Returns the items that the settings ask for, before the first step; for tracing."""
+        begun = {item.name: item.begin(start) for item in self.table}
+        return {name: value for name, value in begun.items() if value is not None}
 
-
-def shapes(start: Start) -> Values:
-    """Returns the items of `begin` as ShapeDtypeStructs; `start.params` may be abstract too."""
-    return jax.eval_shape(lambda params: begin(replace(start, params=params)), dict(start.params))
-
-
-def abstract(start: Start, mesh: Mesh) -> Values:
-    """Returns the items of `shapes`, each with its sharding."""
-    return {
-        item.name: jax.tree.map(
-            lambda x, spec: at_rest(x, mesh, spec), value, item.rests(start, value)
+    def shapes(self, start: Start) -> Values:
+        """Returns the items of `begin` as ShapeDtypeStructs; `start.params` may be abstract too."""
+        return jax.eval_shape(
+            lambda params: self.begin(replace(start, params=params)), dict(start.params)
         )
-        for item, value in of(shapes(start))
-    }
+
+    def abstract(self, start: Start, mesh: Mesh) -> Values:
+        """Returns the items of `shapes`, each with its sharding."""
+        return {
+            item.name: jax.tree.map(
+                lambda x, spec: at_rest(x, mesh, spec), value, item.rests(start, value)
+            )
+            for item, value in self.of(self.shapes(start))
+        }
+
+    def project(
+        self, values: Mapping[str, Value], moved: Moved
+    ) -> tuple[Params, dict[str, Projected]]:
+        """Returns the weights as items leave them after their update, and what the items made; for
+        tracing.
+        """
+        projected = {}
+        for item, value in self.of(values):
+            if item.project:
+                projected[item.name] = item.project(value, moved)
+                moved = replace(moved, params=projected[item.name].params)
+        return dict(moved.params), projected
+
+    def after_step(self, values: Values, taken: Taken) -> tuple[Values, Metrics]:
+        """Returns the items after a step, and the figures that the step reports; for tracing."""
+        after = {}
+        figures: Metrics = {}
+        for item, value in self.of(values):
+            figures |= {name: figure(value, taken) for name, figure in item.figures.items()}
+            new = item.update(value, taken)
+            if taken.good is not None and item.when_skipped == "keep":
+                new = unless_skipped(taken.good, new, value)
+            after[item.name] = new
+        return after, figures
+
+    @property
+    def figure_names(self) -> set[str]:
+        """The names of all figures that steps report about items."""
+        return {name for item in self.table for name in item.figures}
+
+    def by_parameter(self, values: Mapping[str, Value]) -> list[Mapping[str, Value]]:
+        """Returns the values that are sharded like the parameters, each by dotted path."""
+        return [value for item, value in self.of(values) if item.rests is as_parameters]
+
+    def saved(self, values: Mapping[str, Value]) -> Values:
+        """Returns the values that a checkpoint holds."""
+        return {item.name: value for item, value in self.of(values) if item.is_saved}
+
+    def finite(self, values: Mapping[str, Value]) -> list[Value]:
+        """Returns the values that must be finite in a good state."""
+        return [value for item, value in self.of(values) if item.is_finite]
+
+
+NO_ITEMS = Items(())
 
 
 def at_rest(x: Any, mesh: Mesh, spec: P, memory: str | None = None) -> Any:
@@ -91,51 +123,6 @@ def at_rest(x: Any, mesh: Mesh, spec: P, memory: str | None = None) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-def project(values: Mapping[str, Value], moved: Moved) -> tuple[Params, dict[str, Projected]]:
-    """Returns the weights as items leave them after their update, and what the items made; for
-    tracing.
-    """
-    projected = {}
-    for item, value in of(values):
-        if item.project:
-            projected[item.name] = item.project(value, moved)
-            moved = replace(moved, params=projected[item.name].params)
-    return dict(moved.params), projected
-
-
-def after_step(values: Values, taken: Taken) -> tuple[Values, Metrics]:
-    """Returns the items after a step, and the figures that the step reports; for tracing."""
-    after = {}
-    figures: Metrics = {}
-    for item, value in of(values):
-        figures |= {name: figure(value, taken) for name, figure in item.figures.items()}
-        new = item.update(value, taken)
-        if taken.good is not None and item.when_skipped == "keep":
-            new = unless_skipped(taken.good, new, value)
-        after[item.name] = new
-    return after, figures
-
-
-def figure_names() -> set[str]:
-    """Returns the names of all figures that steps report about items."""
-    return {name for item in TABLE for name in item.figures}
-
-
 def unless_skipped(good: jax.Array, after: Value, before: Value) -> Value:
     """Returns `after` if the step is good, else `before`, bit for bit."""
     return jax.tree.map(lambda new, old: jnp.where(good, new, old), after, before)
-
-
-def by_parameter(values: Mapping[str, Value]) -> list[Mapping[str, Value]]:
-    """Returns the values that are sharded like the parameters, each by dotted path."""
-    return [value for item, value in of(values) if item.rests is as_parameters]
-
-
-def saved(values: Mapping[str, Value]) -> Values:
-    """Returns the values that a checkpoint holds."""
-    return {item.name: value for item, value in of(values) if item.is_saved}
-
-
-def finite(values: Mapping[str, Value]) -> list[Value]:
-    """Returns the values that must be finite in a good state."""
-    return [value for item, value in of(values) if item.is_finite]

@@ -15,13 +15,17 @@ step, and `[guard]` decides.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
 from spmdtrain.config.schema import PrecisionConfig, RunConfig
+from spmdtrain.train.gradients.inputs import StepInputs
 from spmdtrain.train.items.item import Item, Note, Start, Taken, whole
+from spmdtrain.train.part import Part
+from spmdtrain.train.setup import Setup
 
 LEAST = 1.0
 MOST = 2.0**32
@@ -46,15 +50,25 @@ def begin(precision: PrecisionConfig) -> LossScale | None:
     return LossScale(jnp.float32(precision.loss_scale), jnp.int32(0))
 
 
-def cotangent(config: RunConfig, loss_scale: LossScale | None) -> jax.Array | None:
-    """Returns the cotangent of the sum of all losses, a float32 scalar; None: 1.
+def cotangent(config: RunConfig, loss_scale: LossScale) -> jax.Array:
+    """Returns the cotangent of the sum of all losses, a float32 scalar.
 
     It is the scale over the tokens of a batch, rounded to a power of two, the same in every layout.
     """
-    if loss_scale is None:
-        return None
     tokens = config.train.global_batch * config.train.sequence_length
     return loss_scale.scale * 2.0 ** -round(math.log2(tokens))
+
+
+def _make_inputs(setup: Setup) -> Callable[[StepInputs], StepInputs]:
+    """Returns inputs whose backward pass starts from the scale, if the state has one."""
+
+    def scaled(inputs: StepInputs) -> StepInputs:
+        loss_scale = inputs.items.get(ITEM.name)
+        if loss_scale is None:
+            return inputs
+        return inputs._replace(cotangent=cotangent(setup.config, loss_scale))
+
+    return scaled
 
 
 def is_too_large(loss_scale: LossScale, loss: jax.Array, grad_norm: jax.Array) -> jax.Array:
@@ -114,3 +128,4 @@ ITEM = Item(
     when_skipped="update",
     note=Note(values_of, scale_of),
 )
+LOSS_SCALE = Part("loss scale", items=(ITEM,), make_inputs=_make_inputs)

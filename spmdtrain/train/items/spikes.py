@@ -14,6 +14,7 @@ import numpy as np
 
 from spmdtrain.config.schema import GuardConfig
 from spmdtrain.train.items.item import Item, Note, Start, Taken, whole
+from spmdtrain.train.part import Part
 
 
 def no_figures(guard: GuardConfig) -> np.ndarray | None:
@@ -98,3 +99,4 @@ ITEM = Item(
     is_finite=False,  # rows that do not exist yet
     note=Note(rows_of, recent_of),
 )
+SPIKES = Part("spikes", items=(ITEM,))

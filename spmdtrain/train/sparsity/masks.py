@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from spmdtrain.config.schema import SparsityConfig
 from spmdtrain.models.abstract import Parameter
 from spmdtrain.train.items.item import Item, Moved, Projected, Start, Taken, as_parameters
+from spmdtrain.train.part import Part
 from spmdtrain.train.sparsity.chosen import input_dim, sparse_parameters
 from spmdtrain.train.sparsity.elements import largest, largest_of_each
 from spmdtrain.train.sparsity.timetable import is_begun, is_time, number_kept
@@ -130,3 +131,4 @@ ITEM = Item(
     project=_project,
     figures={ZEROS: _zeros},
 )
+SPARSITY = Part("sparsity", items=(ITEM,))

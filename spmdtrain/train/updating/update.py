@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.train.items import items, spikes
+from spmdtrain.train.items import spikes
+from spmdtrain.train.items.items import unless_skipped
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
 from spmdtrain.train.updates import optimizers
@@ -39,7 +40,7 @@ def update(
     updates = {path: padding.to_rest(path, x) for path, x in updates.items()} | there
     after = {path: padding.tree_to_rest(path, tree) for path, tree in opt_state.items()}
     if good is not None:
-        after = items.unless_skipped(good, after, before)
+        after = unless_skipped(good, after, before)
     after |= after_there
     if setup.frozen:
         updates = _above(setup, updates)

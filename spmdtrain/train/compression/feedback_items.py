@@ -9,31 +9,17 @@ shards.
 A skipped step leaves both as they were. With one data shard there are none.
 """
 
-from collections.abc import Mapping
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from spmdtrain.parallel.feedback.feedback_sums import Codecs, Feedback
+from spmdtrain.parallel.feedback.feedback_sums import Codecs
 from spmdtrain.parallel.feedback.low_rank import LowRank
-from spmdtrain.train.exchange import feedback_codecs
+from spmdtrain.train.compression.feedback_codecs import feedback_codecs
 from spmdtrain.train.items.item import Item, Start, Taken, Value, per_data_shard
 
 NAME = "errors"
 Arrays = dict[str, jax.Array]  # by dotted path of the compressed parameters
-
-
-def unsent(items: Mapping[str, Value]) -> Feedback | None:
-    """Returns what earlier steps have not sent, from the items of a state; None without codecs."""
-    if NAME not in items:
-        return None
-    return Feedback(items[NAME], items.get(FACTORS.name, {}))
-
-
-def by_item(unsent: Feedback | None) -> dict[str, Value]:
-    """Returns both parts of what a step has not sent by the names of their items."""
-    return {} if unsent is None else {NAME: unsent.errors, FACTORS.name: unsent.factors}
 
 
 def _begin_errors(start: Start) -> Arrays | None:

@@ -1,0 +1,1 @@
+"""Compresses gradients that cross `data`, [compression], with error feedback."""

@@ -1,0 +1,82 @@
+"""Defines the teacher of a run: a second, frozen model, which reads the same batches."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import jax
+
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.schema import RunConfig
+from spmdtrain.train.batch import choose_context_method
+from spmdtrain.train.setup import Setup
+
+NAME = "teacher"  # of the part and of its item
+DISTILLED = "distill_loss"  # reported; its gradient is in that of the loss
+
+
+class OnDisk(Protocol):
+    """The weights of a model on disk, which can be read again and again."""
+
+    def read(self) -> dict[str, jax.Array]:
+        """Returns the weights at rest, by path, in new arrays: a step donates those it gets."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Returns a text that tells these weights from others, on any mesh."""
+        ...
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The model that a run learns from: frozen, on the same mesh, by the same rules.
+
+    `setup` is that of a run of its own, in which every weight is frozen. `on_disk` reads its
+    weights; None: nobody has opened them.
+    """
+
+    setup: Setup
+    on_disk: OnDisk | None = None
+
+    @property
+    def opened(self) -> OnDisk:
+        """The weights on disk. Raises ConfigError if nobody has opened them."""
+        if self.on_disk is None:
+            raise ConfigError(
+                "the weights of the teacher have not been opened",
+                fix="setup = st.with_teacher(setup), and a state of that setup",
+            )
+        return self.on_disk
+
+    def read(self) -> dict[str, jax.Array]:
+        """Returns the weights at rest, by path. Raises ConfigError if nobody has opened them."""
+        return self.opened.read()
+
+    def of_batches(self, change: Callable[[RunConfig], RunConfig]) -> "Teacher":
+        """Returns the teacher of a run that reads other batches, by this change of settings."""
+        setup = self.setup
+        config = change(setup.config)
+        method = choose_context_method(config, setup.rules, setup.model.order_reason)
+        return replace(self, setup=replace(setup, config=config, context_method=method))
+
+
+def teacher_of(setup: Setup) -> Teacher | None:
+    """Returns the teacher whose weights the state of a run holds; None if it has none."""
+    return setup.own.get(NAME)
+
+
+def with_opened(setup: Setup, on_disk: OnDisk) -> Setup:
+    """Returns the setup of a run whose teacher has these weights."""
+    teacher = setup.own[NAME]
+    return replace(setup, own={**setup.own, NAME: replace(teacher, on_disk=on_disk)})
+
+
+def check_tokens(setup: Setup) -> None:
+    """Refuses a model that does not predict the next token."""
+    if setup.model.corrupt is not None:
+        source = setup.config.distill.source
+        name, _, _ = source.partition("=")
+        raise ConfigError(
+            f"{source} predicts the next token, and this model restores tokens",
+            fix=f"--set {name}=none",
+        )

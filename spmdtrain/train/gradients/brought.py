@@ -1,0 +1,52 @@
+"""Brings the arrays of parts into the region where gradients are computed, and back."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+
+from spmdtrain.train.gradients.inputs import StepInputs
+from spmdtrain.train.gradients.reduction import OverData
+from spmdtrain.train.part import Parts, Reading, SumOverData
+from spmdtrain.train.setup import Setup
+
+
+class Brought:
+    """The arrays that the parts of a run read beside its weights, by the name of the part."""
+
+    def __init__(self, setup: Setup, parts: Parts):
+        self._readings: dict[str, Reading] = {}
+        self._sums: dict[str, SumOverData] = {}
+        for part in parts:
+            if part.make_reading and (reading := part.make_reading(setup)):
+                self._readings[part.name] = reading
+            if part.make_data_sum and (data_sum := part.make_data_sum(setup)):
+                self._sums[part.name] = data_sum
+
+    def arrays(self, params: dict[str, jax.Array], inputs: StepInputs) -> dict[str, Any]:
+        """Returns what they bring, outside the region; a part without arrays brings nothing."""
+        arrays = {name: part.arrays(params, inputs) for name, part in self._readings.items()}
+        return {name: brought for name, brought in arrays.items() if brought is not None}
+
+    def specs(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the specs of `arrays` at the border of the region."""
+        return {name: self._readings[name].specs for name in arrays}
+
+    def in_use(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what the hooks of parts read in each microbatch, inside the region."""
+        makers = {name: self._readings[name].in_use for name in arrays}
+        return {name: make(arrays[name]) for name, make in makers.items() if make}
+
+    def over_data(self, arrays: Mapping[str, Any], step: jax.Array) -> OverData | None:
+        """Returns the sum over `data` that a part has, inside the region; at most one has any."""
+        for name in self._sums.keys() & arrays.keys():
+            own, data_sum = arrays[name], self._sums[name]
+            return OverData(data_sum.paths(own), partial(data_sum.sums, arrays=own, step=step))
+        return None
+
+    def made_specs(self, specs: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the specs of the new items that `over_data` makes: those of what was brought."""
+        for name in self._sums.keys() & specs.keys():
+            return specs[name]
+        return {}
