@@ -58,7 +58,7 @@ def _make_data_sum(setup: Setup) -> SumOverData | None:
 
     def sums(
         own: Arrays, arrays: dict[str, Arrays], step: jax.Array
-    ) -> tuple[Arrays, dict[str, Arrays]]:
+    ) -> tuple[Arrays, dict[str, Any]]:
         unsent = Feedback(arrays[ERRORS.name], arrays[FACTORS.name])
         wide = {path: x.astype(jnp.float32) for path, x in own.items()}
         if after:

@@ -1,7 +1,6 @@
 """Brings the arrays of parts into the region where gradients are computed, and back."""
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import jax
@@ -40,10 +39,12 @@ class Brought:
 
     def over_data(self, arrays: Mapping[str, Any], step: jax.Array) -> OverData | None:
         """Returns the sum over `data` that a part has, inside the region; at most one has any."""
-        for name in self._sums.keys() & arrays.keys():
-            own, data_sum = arrays[name], self._sums[name]
-            return OverData(data_sum.paths(own), partial(data_sum.sums, arrays=own, step=step))
-        return None
+        names = self._sums.keys() & arrays.keys()
+        if not names:
+            return None
+        (name,) = names
+        own, data_sum = arrays[name], self._sums[name]
+        return OverData(data_sum.paths(own), lambda means: data_sum.sums(means, own, step))
 
     def made_specs(self, specs: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the specs of the new items that `over_data` makes: those of what was brought."""

@@ -5,7 +5,7 @@ table.
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import reduce
 from typing import Any
 
 import jax
@@ -126,12 +126,12 @@ def make_around_layer(setup: Setup, parts: Parts) -> AroundLayer | None:
     if not hooks:
         return None
 
-    def around_layer(run: Callable, x: jax.Array, ctx: ForwardContext):
-        for hook in reversed(hooks):
-            run = partial(hook, run, ctx=ctx)
-        return run(x)
+    return reduce(_around, hooks)
 
-    return around_layer
+
+def _around(outer: AroundLayer, inner: AroundLayer) -> AroundLayer:
+    """Returns what runs `outer` around `inner` around a layer."""
+    return lambda run, x, ctx: outer(lambda x: inner(run, x, ctx), x, ctx)
 
 
 def gather_layer_of(setup: Setup) -> Callable[[nnx.State], nnx.State]:
