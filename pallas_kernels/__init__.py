@@ -9,13 +9,13 @@ Each of these rooms has the same files: api.py (what users call; start there), r
 definition that every implementation must equal), one file or folder per implementation, and
 cases.py (calls that tests, aot.py and bench.py share). Beside them:
 
-    choose.py      which implementation runs, and the error where none does
+    choose.py      which implementation runs, and the error if none can
     partition.py   kernels on a mesh
     gpus.py        the table of GPUs
     backends/      the compilers of kernels
-    aot.py         compiles every case for GPUs that are not there
+    aot.py         compiles every case for absent GPUs
     calls.py       what a call is, apart from its numbers
     chosen.py      decisions made before a program is traced
     tuning/        measures, on a GPU, which implementation is correct and fastest
-    bench.py       times every case on the GPU that is
+    bench.py       times every case on the GPU at hand
 """

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 from pallas_kernels import gpus
 
-COMPILED_FOR = ("a100-80", "h200", "b200")  # unless told otherwise: sm_80, sm_90a, sm_100a
+COMPILED_FOR = ("a100-80", "h200", "b200")  # by default: sm_80, sm_90a, sm_100a
 CUDNN_GPU = "h200"
 KERNEL_CALLS = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2", "__cudnn$fmha")  # in compiled text
 
@@ -107,12 +107,12 @@ def norm_program(op):
 
     def run(implementation, x, scale, bias, residual, dy, dtotal):
         arrays = {"x": x, "scale": scale, "bias": bias, "residual": residual}
-        given = {name: each for name, each in arrays.items() if each is not None}
+        present = {name: array for name, array in arrays.items() if array is not None}
 
-        def forward(given):
-            return getattr(norm, op)(**given, implementation=implementation)
+        def forward(present):
+            return getattr(norm, op)(**present, implementation=implementation)
 
-        out, pull = jax.vjp(forward, given)
+        out, pull = jax.vjp(forward, present)
         return out, pull(dy if residual is None else (dy, dtotal))
 
     return run
@@ -136,17 +136,17 @@ def mosaic_faults(folder: Path) -> str:
     These are spilled registers, and a wgmma that is waited for at once: the kernel is correct, but
     slow.
     """
-    found = []
+    faults = []
     for path in sorted(folder.glob("*.ptxas")):
         report = path.read_text(encoding="utf-8")
         spilled = sum(int(count) for count in re.findall(r"(\d+) bytes spill", report))
         if spilled:
-            found.append(f"{path.stem} spills {spilled} bytes of registers")
+            faults.append(f"{path.stem} spills {spilled} bytes of registers")
         if "instructions are serialized" in report:
-            found.append(f"{path.stem} waits after each wgmma")
+            faults.append(f"{path.stem} waits after each wgmma")
     for path in folder.iterdir():
         path.unlink()
-    return "; ".join(found)
+    return "; ".join(faults)
 
 
 def compile_cases(work: Work, skip: int) -> None:
@@ -163,7 +163,7 @@ def compile_cases(work: Work, skip: int) -> None:
     from pallas_kernels.choose import Refused
 
     mesh = Mesh(np.array(described_devices(work.gpu)), ("all",))
-    if work.implementation == "cudnn":  # without a GPU jax takes it for a GPU before Hopper
+    if work.implementation == "cudnn":  # without a GPU jax assumes one older than Hopper
         from jax._src.cudnn import fused_attention_stablehlo
 
         fused_attention_stablehlo.check_compute_capability = lambda _: True
@@ -173,30 +173,30 @@ def compile_cases(work: Work, skip: int) -> None:
     def place(x):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P()))
 
-    chosen = [each for each in programs(work.op) if work.only in each[0]]
+    chosen = [program for program in programs(work.op) if work.only in program[0]]
     for name, run, shapes in chosen[skip : work.first]:
         print(json.dumps({"case": name}), flush=True)
         arrays = jax.tree.map(place, shapes)
-        found: dict[str, Any] = {"case": name}
+        outcome: dict[str, Any] = {"case": name}
         start = time.perf_counter()
         try:
             step = jax.jit(lambda arrays, run=run: run(work.implementation, **arrays))
             with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
                 text = step.lower(arrays).compile().as_text()
             assert text is not None, "the compiler shows no text"
-            found["calls"] = sum(text.count(f'="{call}') for call in KERNEL_CALLS)
+            outcome["calls"] = sum(text.count(f'="{call}') for call in KERNEL_CALLS)
             if faults := mosaic_faults(Path(reports.name)):
-                found["error"] = faults
+                outcome["error"] = faults
         except Refused as refused:
-            found["refused"] = str(refused)
+            outcome["refused"] = str(refused)
         except Exception as error:  # whatever error the compiler raises
-            found["error"] = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
-        found["seconds"] = round(time.perf_counter() - start, 2)
-        print(json.dumps(found), flush=True)
+            outcome["error"] = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+        outcome["seconds"] = round(time.perf_counter() - start, 2)
+        print(json.dumps(outcome), flush=True)
 
 
 def compile_in_child(work: Work) -> Iterator[dict]:
-    """Yields the findings of `compile_cases`, and an "error" for a case that aborts it."""
+    """Yields the outcomes of `compile_cases`, and an "error" for a case that aborts it."""
     done = 0
     while True:
         command = [sys.executable, "-m", "pallas_kernels.aot", "--child"]
@@ -211,13 +211,13 @@ def compile_in_child(work: Work) -> Iterator[dict]:
         assert child.stdout is not None, "it is a pipe"
         started = None
         for line in child.stdout:
-            found = json.loads(line)
-            if len(found) == 1:
-                started = found["case"]
+            outcome = json.loads(line)
+            if len(outcome) == 1:
+                started = outcome["case"]
             else:
                 started = None
                 done += 1
-                yield found
+                yield outcome
         code = child.wait()
         if code == 0:
             return
@@ -230,28 +230,28 @@ def compile_in_child(work: Work) -> Iterator[dict]:
 
 
 def combinations(
-    names: list[str], ops: list[str], asked: list[str] | None, first: int, only: str
+    names: list[str], ops: list[str], implementations: list[str] | None, first: int, only: str
 ) -> list[Work]:
-    """Returns work for every GPU, op and implementation of `asked`; None: all that are kernels."""
+    """Returns work for every GPU, op and implementation; None: all implementations but XLA's."""
     from pallas_kernels.attention import api as attention
     from pallas_kernels.grouped import api as grouped
     from pallas_kernels.norm import api as norm
 
     apis = {"attention": attention, "norm": norm, "grouped": grouped}
-    if asked is None:
+    if implementations is None:
         every = dict.fromkeys(name for api in apis.values() for name in api.IMPLEMENTATIONS)
-        asked = [name for name in every if name != "xla"]
-    found = [
+        implementations = [name for name in every if name != "xla"]
+    works = [
         Work(gpu, op, name, first, only)
         for gpu in names
         for op in ops
-        for name in asked
+        for name in implementations
         if name in apis[op].candidates()
     ]
-    if any(work.implementation == "cudnn" for work in found) and not has_cudnn():
+    if any(work.implementation == "cudnn" for work in works) and not has_cudnn():
         print("cudnn is left out: there is no nvidia-cudnn-cu13")
-        return [work for work in found if work.implementation != "cudnn"]
-    return [work for work in found if work.implementation != "cudnn" or work.gpu == CUDNN_GPU]
+        return [work for work in works if work.implementation != "cudnn"]
+    return [work for work in works if work.implementation != "cudnn" or work.gpu == CUDNN_GPU]
 
 
 def has_cudnn() -> bool:
@@ -264,22 +264,22 @@ def has_cudnn() -> bool:
 def report(work: Work) -> Counter:
     """Prints a line per case; counts "compiled", "failed" and ("refused", reason)."""
     counts = Counter()
-    for found in compile_in_child(work):
-        if "error" in found:
+    for outcome in compile_in_child(work):
+        if "error" in outcome:
             kind = "failed"
-            said = found["error"]
+            details = outcome["error"]
             counts[kind] += 1
-        elif "refused" in found:
+        elif "refused" in outcome:
             kind = "refused"
-            said = found["refused"].partition("refuses: ")[2].partition("; try ")[0]
-            general = re.split(r",? not |, \d", said)[0]  # without this case's own figures
+            details = outcome["refused"].partition("refuses: ")[2].partition("; try ")[0]
+            general = re.split(r",? not |, \d", details)[0]  # without this case's own figures
             counts[kind, general] += 1
         else:
             kind = "compiled"
-            said = f"{found['calls']} kernels"
+            details = f"{outcome['calls']} kernels"
             counts[kind] += 1
-        seconds = found.get("seconds", 0)
-        print(f"{work.title} {found['case']}: {kind}, {said} ({seconds} s)", flush=True)
+        seconds = outcome.get("seconds", 0)
+        print(f"{work.title} {outcome['case']}: {kind}, {details} ({seconds} s)", flush=True)
     return counts
 
 
@@ -302,13 +302,13 @@ def main() -> None:
     if chosen.child:
         gpu, op, implementation, first, only, skip = chosen.child
         return compile_cases(Work(gpu, op, implementation, int(first), only), int(skip))
-    asked = combinations(chosen.gpus, chosen.ops, chosen.implementations, chosen.first, chosen.only)
+    works = combinations(chosen.gpus, chosen.ops, chosen.implementations, chosen.first, chosen.only)
     with ThreadPoolExecutor(chosen.jobs) as pool:
-        counts = dict(zip(asked, pool.map(report, asked), strict=True))
+        counts = dict(zip(works, pool.map(report, works), strict=True))
     total = Counter()
-    for work, found in counts.items():
-        own = {"compiled": found["compiled"], "refused": 0, "failed": found["failed"]}
-        for kind, count in found.items():
+    for work, outcomes in counts.items():
+        own = {"compiled": outcomes["compiled"], "refused": 0, "failed": outcomes["failed"]}
+        for kind, count in outcomes.items():
             if isinstance(kind, tuple):
                 own["refused"] += count
                 print(f"{work.title} refused {count}: {kind[1]}")

@@ -10,7 +10,7 @@ each round runs a call several times and waits once; medians count. Columns:
     against   the time of the best other implementation over this one's: above 1 is faster
     ceiling   the share of the matmul rate, or copy bandwidth, measured in the same process
 
---brief: of attention and norms a few telling cases in few rounds, for minutes that count.
+--brief: a few telling cases of attention and norms, in few rounds, if minutes count.
 --dry: tiny cases, one round, interpreted kernels. It proves that the script runs; its times mean
 nothing.
 """
@@ -82,7 +82,7 @@ def timed_cases(op: str, size: str) -> Iterator[TimedCase]:
 
 
 def _is_telling(op: str, case: Any) -> bool:
-    """Tells what --brief times: causal attention on 4096 and 8192 tokens, wide norms."""
+    """Returns True for what --brief times: attention on 4096 and 8192 tokens, wide norms."""
     if op == "attention":
         return case.causal and case.t in (4096, 8192) and case.heads[0] == case.heads[1]
     if op == "norm":
@@ -154,7 +154,7 @@ def _loss_case(case: loss_cases.Case) -> TimedCase:
 
 def run_both(forward: Callable, arrays: dict[str, Any]) -> Callable:
     """Runs forward and backward: the output's own values serve as its gradient."""
-    out, pull = jax.vjp(lambda given: forward(**given), arrays)
+    out, pull = jax.vjp(lambda inputs: forward(**inputs), arrays)
     return pull(out)
 
 
@@ -172,7 +172,7 @@ def median_seconds(calls: dict[str, Callable], repeats: Repeats) -> dict[str, fl
                 out = calls[name]()
             jax.block_until_ready(out)
             spent[name].append((time.perf_counter() - start) / repeats.calls)
-    return {name: statistics.median(each) for name, each in spent.items()}
+    return {name: statistics.median(seconds) for name, seconds in spent.items()}
 
 
 def measure_ceilings(dry: bool, repeats: Repeats) -> dict[str, float]:
@@ -183,8 +183,8 @@ def measure_ceilings(dry: bool, repeats: Repeats) -> dict[str, float]:
     x = jnp.ones(length, jnp.bfloat16)
     matmul = jax.jit(lambda a: a @ a)
     copy = jax.jit(lambda x: x + 1)
-    found = median_seconds({"matmul": lambda: matmul(a), "copy": lambda: copy(x)}, repeats)
-    return {"TFLOP/s": 2 * side**3 / found["matmul"], "GB/s": 4 * length / found["copy"]}
+    seconds = median_seconds({"matmul": lambda: matmul(a), "copy": lambda: copy(x)}, repeats)
+    return {"TFLOP/s": 2 * side**3 / seconds["matmul"], "GB/s": 4 * length / seconds["copy"]}
 
 
 def measure(
@@ -199,8 +199,8 @@ def _measure_case(op: str, program: TimedCase, dry: bool, repeats: Repeats, ceil
     calls = {}
     refused = {}
     for name in IMPLEMENTATIONS[op]:
-        asked = name + INTERPRET if dry and name == "triton" else name
-        forward = partial(program.forward, asked)
+        implementation = name + INTERPRET if dry and name == "triton" else name
+        forward = partial(program.forward, implementation)
         try:
             jax.eval_shape(lambda arrays, forward=forward: forward(**arrays), program.arrays)
         except Refused as error:
@@ -210,12 +210,12 @@ def _measure_case(op: str, program: TimedCase, dry: bool, repeats: Repeats, ceil
         compiled_both = jax.jit(partial(run_both, forward))
         calls[f"{name} forward"] = partial(compiled_forward, program.arrays)
         calls[f"{name} both"] = partial(compiled_both, program.arrays)
-    found = median_seconds(calls, repeats)
+    medians = median_seconds(calls, repeats)
     seconds = {}
     for name in IMPLEMENTATIONS[op]:
         if name not in refused:
-            forward = found[f"{name} forward"]
-            backward = found[f"{name} both"] - forward
+            forward = medians[f"{name} forward"]
+            backward = medians[f"{name} both"] - forward
             seconds[name] = {"forward": forward, "backward": backward}
     for name in seconds:
         row = {"op": op, "case": program.case, "implementation": name, "unit": program.unit}
@@ -223,7 +223,7 @@ def _measure_case(op: str, program: TimedCase, dry: bool, repeats: Repeats, ceil
             ("forward", program.forward_work),
             ("backward", program.backward_work),
         ):
-            others = [each[part] for other, each in seconds.items() if other != name]
+            others = [theirs[part] for other, theirs in seconds.items() if other != name]
             best_other = min(others, default=0)
             row[part] = _figures(
                 seconds[name][part], best_other, work, program.unit, ceilings[program.unit]
@@ -279,8 +279,8 @@ def main() -> None:
         help="tiny cases, one round: does it run?",
     )
     chosen = parser.parse_args()
-    most = {"dry": 1, "brief": 5, "": chosen.rounds}[chosen.size]
-    rounds = min(most, chosen.rounds)
+    limit = {"dry": 1, "brief": 5, "": chosen.rounds}[chosen.size]
+    rounds = min(limit, chosen.rounds)
     repeats = Repeats(rounds, 1 if chosen.size == "dry" else 5)
     ceilings = measure_ceilings(chosen.size == "dry", repeats)
     device = jax.devices()[0].device_kind

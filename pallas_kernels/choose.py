@@ -29,25 +29,26 @@ def choose(
     op: str,
     refusals: Mapping[str, Callable[[bool], str]],
     order: Sequence[str],
-    asked: str | None,
+    requested: str | None,
     call: Call,
 ) -> str:
-    """Returns the implementation to run: `asked`, the chosen one, or the first of `order` that can.
+    """Returns the implementation to run: `requested`, the chosen one, or else the first that can.
 
-    `refusals` maps a name to `refusal(interpreted)`. `call` is the one that chosen.py decides
-    about. Raises `Refused` if none can, and ValueError for an unknown name.
+    `refusals` maps a name to `refusal(interpreted)`; `order` is the order in which they are tried.
+    `call` is the one that chosen.py decides about. Raises `Refused` if none can, and ValueError for
+    an unknown name.
     """
-    if asked is None:
+    if requested is None:
         return _automatic(op, refusals, order, call)
-    name = asked.removesuffix(INTERPRET) if isinstance(asked, str) else ""
+    name = requested.removesuffix(INTERPRET) if isinstance(requested, str) else ""
     if name not in refusals:
         names = ", ".join(refusals)
-        raise ValueError(f"{op}: no implementation {asked!r}; there are {names}")
-    reason = refusals[name](asked.endswith(INTERPRET))
+        raise ValueError(f"{op}: no implementation {requested!r}; there are {names}")
+    reason = refusals[name](requested.endswith(INTERPRET))
     if reason:
-        message = f"{op}: implementation {asked!r} refuses: {reason}; try implementation=None"
+        message = f"{op}: implementation {requested!r} refuses: {reason}; try implementation=None"
         raise Refused(reason, message)
-    return asked
+    return requested
 
 
 def _automatic(op, refusals, order, call) -> str:
@@ -75,8 +76,8 @@ def _first_willing(op, refusals, order) -> str:
         if not reason:
             return name
         reasons.append(f"{name}: {reason}")
-    said = "; ".join(reasons)
-    raise Refused(said, f"{op}: no implementation runs this call. {said}")
+    all_reasons = "; ".join(reasons)
+    raise Refused(all_reasons, f"{op}: no implementation runs this call. {all_reasons}")
 
 
 def device_kind() -> str:

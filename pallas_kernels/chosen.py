@@ -21,12 +21,12 @@ class Decisions:
 
     chosen: Mapping[str, str]
     taken: dict[str, str] = field(default_factory=dict)  # by calls that name no implementation
-    seen: dict[str, Call] = field(default_factory=dict)
+    calls: dict[str, Call] = field(default_factory=dict)
     missed: dict[str, str] = field(default_factory=dict)  # why a chosen one does not run
 
     def record(self, call: Call, name: str) -> None:
-        """Remembers that this call runs `name`."""
-        self.seen[call.name] = call
+        """Records that this call runs `name`."""
+        self.calls[call.name] = call
         self.taken[call.name] = name
 
 

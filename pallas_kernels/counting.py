@@ -67,5 +67,5 @@ def seen_pairs(
     place = np.arange(queries) + keys - queries
     last = place if causal else place + (keys if right is None else right)
     first = np.zeros_like(place) if left is None else np.maximum(place - left, 0)
-    seen = np.minimum(last, keys - 1) - first + 1
-    return float(np.maximum(seen, 0).sum())
+    counts = np.minimum(last, keys - 1) - first + 1
+    return float(np.maximum(counts, 0).sum())

@@ -335,10 +335,7 @@ def find(device_kind: str) -> Gpu | None:
 
 
 def generation(device_kind: str) -> str:
-    """Returns the generation of a GPU, listed or not, e.g.
-
-    "hopper"; "" if its name does not tell.
-    """
+    """Returns the generation of a GPU, listed or not: "hopper"; "" if its name does not tell."""
     if listed := find(device_kind):
         return listed.generation
     for name, words in _UNLISTED.items():

@@ -15,10 +15,10 @@ def widen(x: jax.Array) -> jax.Array:
 
 
 def rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Returns x in `dtype`, rounded to it even where XLA goes on with the wide values.
+    """Returns x in `dtype`, rounded to it even where XLA would keep the wide values.
 
-    On GPUs XLA drops a cast to a narrow float and back, and what is computed from the result is
-    then not what is kept for the backward pass. It never drops `reduce_precision`.
+    On GPUs XLA drops a cast to a narrow float and back. The forward pass then computes from other
+    values than those that the backward pass gets. It never drops `reduce_precision`.
     """
     narrow = jnp.finfo(dtype)
     return jax.lax.reduce_precision(x, narrow.nexp, narrow.nmant).astype(dtype)

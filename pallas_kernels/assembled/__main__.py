@@ -67,7 +67,7 @@ class Assembly(NamedTuple):
     size: int
 
 
-class Found(NamedTuple):
+class Figures(NamedTuple):
     """The figures of all kernels, by their name."""
 
     attention: dict[tuple[str, str, int], Mapping[str, Assembled]]
@@ -90,31 +90,31 @@ def main() -> None:
         print(text)
 
 
-def _all() -> Found:
-    found = Found({}, {}, {})
+def _all() -> Figures:
+    figures = Figures({}, {}, {})
     for gpu, implementation in TARGETS:
         for head_dim in HEAD_DIMS:
             at = (gpu, implementation, head_dim)
-            found.attention[at] = kernels_of(Assembly(gpu, implementation, "attention", head_dim))
+            figures.attention[at] = kernels_of(Assembly(gpu, implementation, "attention", head_dim))
         at = (gpu, implementation, GROUPED[0])
-        found.grouped[at] = kernels_of(Assembly(gpu, implementation, "grouped", GROUPED[0]))
+        figures.grouped[at] = kernels_of(Assembly(gpu, implementation, "grouped", GROUPED[0]))
         for width in WIDTHS if implementation == "triton" else ():
             at = (gpu, implementation, width)
-            found.norms[at] = norms_of(Assembly(gpu, implementation, "norm", width))
-    return found
+            figures.norms[at] = norms_of(Assembly(gpu, implementation, "norm", width))
+    return figures
 
 
-def page(found: Found) -> str:
+def page(figures: Figures) -> str:
     """Returns the page: both passes of attention next to cuDNN's published figures, then each
     kernel.
     """
-    lines = [HEADER.format(length=LENGTH), *_passes(found), "", *_matmuls(found)]
-    if found.norms:
-        lines += ["", *_norms(found)]
+    lines = [HEADER.format(length=LENGTH), *_passes(figures), "", *_matmuls(figures)]
+    if figures.norms:
+        lines += ["", *_norms(figures)]
     return "\n".join(lines) + "\n"
 
 
-def _passes(found: Found) -> Iterator[str]:
+def _passes(figures: Figures) -> Iterator[str]:
     yield from (
         "TFLOP/s at most, as papers count them: 2 matmuls forward, 5 backward. The backward pass",
         "is two kernels with 7, so that each sum has one order. cuDNN's figures are published ones",
@@ -123,14 +123,14 @@ def _passes(found: Found) -> Iterator[str]:
         "| GPU | implementation | head dim | forward | backward | cuDNN forward | cuDNN backward |",
         "|---|---|---|---|---|---|---|",
     )
-    for (gpu, implementation, head_dim), kernels in found.attention.items():
+    for (gpu, implementation, head_dim), kernels in figures.attention.items():
         peak = GPUS[gpu].bfloat16 / 1e12
         forward, backward = (f"{peak * share:.0f}" for share in forward_and_backward(kernels))
         cudnn = CUDNN[head_dim] if gpu == "h100" else ("", "")
         yield _row(gpu, implementation, head_dim, forward, backward, *cudnn)
 
 
-def _matmuls(found: Found) -> Iterator[str]:
+def _matmuls(figures: Figures) -> Iterator[str]:
     yield from (
         "Cycles of a warp's turn. Programs are those that a core has registers for. Blackwell's",
         "matmuls do not say their shape: theirs are the cycles that the tile needs.",
@@ -139,16 +139,21 @@ def _matmuls(found: Found) -> Iterator[str]:
         " matmuls | exponentials | instructions | of the peak at most | limit |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     )
-    for (gpu, implementation, size), kernels in (found.attention | found.grouped).items():
-        for name, each in kernels.items():
+    for (gpu, implementation, size), kernels in (figures.attention | figures.grouped).items():
+        for name, kernel in kernels.items():
             of_head = size if name.startswith("attention") else ""
             cells = (gpu, implementation, of_head, name.removeprefix("attention_"))
-            cells += (each.registers, each.spilled, each.programs, f"{each.matmul_cycles:.0f}")
-            cells += (f"{each.exponential_cycles:.0f}", f"{each.issue_cycles:.0f}")
-            yield _row(*cells, f"{each.share:.0%}", each.limit)
+            cells += (
+                kernel.registers,
+                kernel.spilled,
+                kernel.programs,
+                f"{kernel.matmul_cycles:.0f}",
+            )
+            cells += (f"{kernel.exponential_cycles:.0f}", f"{kernel.issue_cycles:.0f}")
+            yield _row(*cells, f"{kernel.share:.0%}", kernel.limit)
 
 
-def _norms(found: Found) -> Iterator[str]:
+def _norms(figures: Figures) -> Iterator[str]:
     yield from (
         "RMSNorm with a residual. Cycles of a core in a program's turn: those of the bytes that it",
         "moves, at the data sheet's bandwidth, those of its instructions, and those of a program",
@@ -159,12 +164,12 @@ def _norms(found: Found) -> Iterator[str]:
         " alone | of the bandwidth at most | limit |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     )
-    for (gpu, _, width), kernels in found.norms.items():
-        for name, each in kernels.items():
-            cells = (gpu, width, name.removeprefix("norm_"), each.registers, each.spilled)
-            cells += (f"{each.programs:.2g}", f"{each.memory_cycles:.0f}")
-            cells += (f"{each.issue_cycles:.0f}", f"{each.alone_cycles:.0f}")
-            yield _row(*cells, f"{each.share:.0%}", each.limit)
+    for (gpu, _, width), kernels in figures.norms.items():
+        for name, kernel in kernels.items():
+            cells = (gpu, width, name.removeprefix("norm_"), kernel.registers, kernel.spilled)
+            cells += (f"{kernel.programs:.2g}", f"{kernel.memory_cycles:.0f}")
+            cells += (f"{kernel.issue_cycles:.0f}", f"{kernel.alone_cycles:.0f}")
+            yield _row(*cells, f"{kernel.share:.0%}", kernel.limit)
 
 
 def _row(*cells: object) -> str:
@@ -173,14 +178,14 @@ def _row(*cells: object) -> str:
 
 def kernels_of(work: Assembly) -> dict[str, Assembled]:
     """Assembles forward and backward; of two kernels of one name, the slower one."""
-    found: dict[str, Assembled] = {}
+    kernels: dict[str, Assembled] = {}
     gpu = GPUS[work.gpu]
-    for name, ptx, said, text in _texts(work, MATMULS):
+    for name, ptx, report, text in _texts(work, MATMULS):
         needed, own_loops = _tile(work, name)
-        each = assembled(gpu, ptx, said, text, needed, own_loops)
-        if name not in found or each.share < found[name].share:
-            found[name] = each
-    return {name: found[name] for name in MATMULS if name in found}
+        kernel = assembled(gpu, ptx, report, text, needed, own_loops)
+        if name not in kernels or kernel.share < kernels[name].share:
+            kernels[name] = kernel
+    return {name: kernels[name] for name in MATMULS if name in kernels}
 
 
 def norms_of(work: Assembly) -> dict[str, Streamed]:
@@ -196,10 +201,10 @@ def norms_of(work: Assembly) -> dict[str, Streamed]:
     # Forward reads x and the residual, and writes y and the sum; backward reads the sum and both
     # gradients, and writes one.
     moved = 4 * 2.0 * rows * width
-    found = {}
-    for name, ptx, said, text in _texts(work, NORMS):
-        found[name] = streamed(gpu, ptx, said, text, moved, grids[name])
-    return {name: found[name] for name in NORMS}
+    kernels = {}
+    for name, ptx, report, text in _texts(work, NORMS):
+        kernels[name] = streamed(gpu, ptx, report, text, moved, grids[name])
+    return {name: kernels[name] for name in NORMS}
 
 
 def _texts(work: Assembly, names) -> Iterator[tuple[str, str, str, str]]:
@@ -273,9 +278,9 @@ def _assemble(path: Path, gpu: Gpu) -> tuple[str, str]:
     cubin = path.with_suffix(".cubin")
     assembler = _tool("nvidia-cuda-nvcc", "ptxas")
     command = [assembler, f"-arch={architecture}", "-v", path, "-o", cubin]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     command = [_tool("nvidia-cuda-nvdisasm", "nvdisasm"), "-c", cubin]
-    return said, subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return report, subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _tool(package: str, name: str) -> Path:

@@ -6,7 +6,7 @@ three overlap with those of other warps, so a turn takes as long as the longest 
 reads, waiting and the masked tiles at the edges are extra. Nothing here imports jax.
 
 A norm has no matmuls: its turn moves bytes, and cannot be shorter than its instructions. A
-program waits for its bytes, computes and writes: only others of the core use the memory meanwhile.
+program waits for its bytes, computes and writes; meanwhile only the core's others use the memory.
 """
 
 import re
@@ -73,14 +73,14 @@ class Assembled:
 
 
 def assembled(
-    gpu: Gpu, ptx: str, said: str, text: str, needed: float, own_loops: int = 1
+    gpu: Gpu, ptx: str, report: str, text: str, needed: float, own_loops: int = 1
 ) -> Assembled:
     """Returns the figures of a kernel.
 
     Args:
-      ptx: what was assembled.
-      said: by `ptxas -v`.
-      text: by `nvdisasm -c`.
+      ptx: the PTX that was assembled.
+      report: what `ptxas -v` printed.
+      text: what `nvdisasm -c` printed.
       needed: FLOPs of a warp in a turn, of the tile's matmuls.
       own_loops: how many loops run concurrently, each in its own warpgroup: a scheduler has a
         warp of each.
@@ -93,9 +93,9 @@ def assembled(
         )
     )
     rate = FLOPS_OF_A_CYCLE[gpu.generation] / SCHEDULERS
-    registers, threads, spilled = _resources(ptx, said)
+    registers, threads, spilled = _resources(ptx, report)
     return Assembled(
-        name=_found(r"\.entry (\w+?)(?:_mosaic_gpu_kernel)?\(", ptx),
+        name=_first_match(r"\.entry (\w+?)(?:_mosaic_gpu_kernel)?\(", ptx),
         registers=registers,
         threads=threads,
         spilled=spilled,
@@ -155,12 +155,12 @@ class Streamed:
         return max(busy, self.alone_cycles)
 
 
-def streamed(gpu: Gpu, ptx: str, said: str, text: str, moved: float, grid: float) -> Streamed:
+def streamed(gpu: Gpu, ptx: str, report: str, text: str, moved: float, grid: float) -> Streamed:
     """Returns the figures of a kernel that moves `moved` bytes in a turn, in `grid` programs.
 
     The text is as in `assembled`.
     """
-    registers, threads, spilled = _resources(ptx, said)
+    registers, threads, spilled = _resources(ptx, report)
     clock = gpu.bfloat16 / gpu.cores / FLOPS_OF_A_CYCLE[gpu.generation]
     issue_cycles = stream(text).instructions * threads / 32 / SCHEDULERS
     return Streamed(
@@ -174,12 +174,12 @@ def streamed(gpu: Gpu, ptx: str, said: str, text: str, moved: float, grid: float
     )
 
 
-def _resources(ptx: str, said: str) -> tuple[int, int, int]:
+def _resources(ptx: str, report: str) -> tuple[int, int, int]:
     """Returns the registers of a thread, threads of a program, and bytes that a thread spills."""
     return (
-        int(_found(r"Used (\d+) registers", said)),
-        int(_found(r"\.(?:max|req)ntid (\d+)", ptx)),
-        int(_found(r"(\d+) bytes spill stores", said)),
+        int(_first_match(r"Used (\d+) registers", report)),
+        int(_first_match(r"\.(?:max|req)ntid (\d+)", ptx)),
+        int(_first_match(r"(\d+) bytes spill stores", report)),
     )
 
 
@@ -191,7 +191,7 @@ def forward_and_backward(kernels: Mapping[str, Assembled]) -> tuple[float, float
     return kernels["attention_forward"].share, COUNTED / backward
 
 
-def _found(pattern: str, text: str) -> str:
+def _first_match(pattern: str, text: str) -> str:
     match = re.search(pattern, text)
     assert match is not None, f"no {pattern} in {text[:200]}"
     return match[1]

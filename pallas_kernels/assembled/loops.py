@@ -43,10 +43,10 @@ def main_loops(text: str) -> list[Loop]:
     A kernel has several if masked tiles have a separate loop, or each warpgroup its own. Raises
     ValueError if there is none.
     """
-    found = [loop for loop in _loops(_program(text)) if loop.flops or loop.matmuls]
-    if not found:
+    loops = [loop for loop in _loops(_program(text)) if loop.flops or loop.matmuls]
+    if not loops:
         raise ValueError("no loop has a matmul")
-    return sorted(found, key=lambda loop: loop.instructions / (loop.flops or loop.matmuls))
+    return sorted(loops, key=lambda loop: loop.instructions / (loop.flops or loop.matmuls))
 
 
 def stream(text: str) -> Loop:
@@ -65,11 +65,11 @@ def _program(text: str) -> list[_Instruction]:
     for line in text.splitlines():
         if label := _LABEL.match(line):
             places[label[1]] = len(lines)
-        elif given := _INSTRUCTION.match(line):
-            target = _TARGET.search(given[3]) if given[2].startswith("BRA") else None
+        elif match := _INSTRUCTION.match(line):
+            target = _TARGET.search(match[3]) if match[2].startswith("BRA") else None
             # "BRA P2, ..." has a condition of its own.
-            condition = bool(given[1]) or bool(re.match(r"\s+!?U?P\d", given[3]))
-            lines.append((given[2], condition, target[1] if target else None))
+            condition = bool(match[1]) or bool(re.match(r"\s+!?U?P\d", match[3]))
+            lines.append((match[2], condition, target[1] if target else None))
     return [
         _Instruction(name, condition, None if label is None else places[label])
         for name, condition, label in lines
@@ -86,7 +86,7 @@ def _loops(program: list[_Instruction]) -> Iterator[Loop]:
             continue
         way = _shortest(program, head, at)
         if way:
-            matmuls = sum(each.name == _PROGRAMS_MATMUL for each in program[head : at + 1])
+            matmuls = sum(inner.name == _PROGRAMS_MATMUL for inner in program[head : at + 1])
             yield replace(_counted(program[place] for place in way), matmuls=matmuls)
 
 
@@ -128,13 +128,13 @@ def _shortest(program: list[_Instruction], start: int, end: int) -> list[int]:
 
 def _counted(instructions: Iterable[_Instruction]) -> Loop:
     flops = exponentials = count = loads = 0
-    for each in instructions:
+    for instruction in instructions:
         count += 1
-        loads += each.name.partition(".")[0] == _LOAD
-        exponentials += each.name.startswith("MUFU.EX2")
-        if sizes := _WARPGROUPS_MATMUL.match(each.name):
+        loads += instruction.name.partition(".")[0] == _LOAD
+        exponentials += instruction.name.startswith("MUFU.EX2")
+        if sizes := _WARPGROUPS_MATMUL.match(instruction.name):
             m, n, k = (int(size) for size in sizes.groups())
             flops += 2 * m * n * k // 4
-        elif _WARPS_MATMUL.match(each.name):
+        elif _WARPS_MATMUL.match(instruction.name):
             flops += 2 * 16 * 8 * 16
     return Loop(flops, exponentials, count, loads=loads)

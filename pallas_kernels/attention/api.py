@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from pallas_kernels.arguments import check_arrays, check_flag
 from pallas_kernels.attention import cudnn, hopper, tiling, triton, xla
 from pallas_kernels.attention.problem import Inputs, Problem, call_of, prepare
 from pallas_kernels.calls import AttentionCall
 from pallas_kernels.choose import INTERPRET, VARIANT, choose, device_kind
 from pallas_kernels.counting import is_counted, marked, seen_pairs
-from pallas_kernels.given import check_arrays, check_flag
 from pallas_kernels.gpus import generation
 from pallas_kernels.partition import refuse_checked_vma
 

@@ -8,9 +8,9 @@ parts (arXiv:2205.14135, appendix B). Neither function has a derivative rule.
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.arguments import check_arrays
 from pallas_kernels.attention.api import choose_for, implementation_of
 from pallas_kernels.attention.problem import prepare
-from pallas_kernels.given import check_arrays
 from pallas_kernels.wide import wide_dtype
 
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.arguments import as_number, as_whole, check_flag, check_ids
 from pallas_kernels.calls import AttentionCall
-from pallas_kernels.given import as_number, as_whole, check_flag, check_ids
 
 MOST_POSITIONS = 2**30  # positions are int32, and so are differences of two
 

@@ -72,10 +72,7 @@ def refusal(interpreted: bool) -> str:
 
 
 def _cuda_version() -> int:
-    """Returns the version of jax's CUDA toolkit, e.g.
-
-    12090; 0 if there is none, or if it is hidden.
-    """
+    """Returns the version of jax's CUDA toolkit, such as 12090; 0: none, or hidden."""
     try:
         from jax._src.lib import cuda_versions
     except ImportError:
@@ -147,9 +144,9 @@ def barriers(count: int, arrivals: int = 1) -> Any:
 def shared_memory_bytes(scratch: Sequence[Any]) -> int:
     """Returns the bytes that the arrays of `scratch` fill, including alignment."""
     total = 0
-    for each in scratch:
-        if hasattr(each, "transforms"):  # an array, not barriers
-            size = prod(each.shape) * jnp.dtype(each.dtype).itemsize
+    for part in scratch:
+        if hasattr(part, "transforms"):  # an array, not barriers
+            size = prod(part.shape) * jnp.dtype(part.dtype).itemsize
             total += -(-size // SHARED_MEMORY_ALIGNMENT) * SHARED_MEMORY_ALIGNMENT
     return total
 
@@ -184,7 +181,7 @@ def accumulate_onto(
 
     def run(*into):
         issue(*into)
-        return tuple(each[...] for each in into)
+        return tuple(accumulator[...] for accumulator in into)
 
     sums = pl.run_scoped(run, *(acc(start.shape, jnp.float32) for start in starts))
     return tuple(start + total for start, total in zip(starts, sums, strict=True))

@@ -16,7 +16,7 @@ LOG2E = 1.4426950408889634
 LEAST_DOT = 16  # elements in each dim of a dot
 
 
-def call(  # noqa: PLR0913 - what pallas_call asks
+def call(  # noqa: PLR0913 - the arguments of pallas_call
     kernel: Callable,
     *,
     grid: tuple[int, ...],
@@ -65,7 +65,7 @@ def load_block(ref, number, size: int, *rest):
 def load_masked(ref, mask: jax.Array | None, *, evict: str | None = None) -> jax.Array:
     """Returns the values of `ref` (or ref.at[...]) where `mask`, 0 elsewhere; None: all of them.
 
-    `evict`, "first" or "last": when the L2 cache is to give them up.
+    `evict`, "first" or "last": when the L2 cache should drop them.
     """
     from jax.experimental.pallas import triton
 

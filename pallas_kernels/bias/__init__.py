@@ -1,4 +1,4 @@
-"""Adds a bias together with what follows it, so that the backward pass reads each gradient once.
+"""Fuses a bias with the operation after it, so that backward reads each gradient once.
 
 Start with api.py.
 """

@@ -1,4 +1,4 @@
-"""`biased_heads` and `biased_gelu`: a bias and what follows it, with one derivative rule.
+"""`biased_heads` and `biased_gelu`: a bias fused with the next operation, for its gradient.
 
 The gradient of a bias is a sum over all tokens. XLA fuses it with the pass that makes the gradient
 of the biased array, and then takes up to twice as long as one kernel does: 0.18 and 0.10 ms for the
@@ -14,9 +14,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.arguments import check_arrays, check_floating
 from pallas_kernels.bias import triton, xla
 from pallas_kernels.choose import INTERPRET, Refused
-from pallas_kernels.given import check_arrays, check_floating
 from pallas_kernels.partition import refuse_checked_vma
 
 IMPLEMENTATIONS = {"triton": triton, "xla": xla}
@@ -81,17 +81,17 @@ def biased_gelu(
     return _gelu(_chosen(op, products.shape, implementation), products, bias_f)
 
 
-def _chosen(op: str, shape: tuple[int, ...], asked: str | None) -> str:
-    if asked is None:
+def _chosen(op: str, shape: tuple[int, ...], requested: str | None) -> str:
+    if requested is None:
         return "xla" if triton.refusal(shape, False) else "triton"
-    plain = asked.removesuffix(INTERPRET)
+    plain = requested.removesuffix(INTERPRET)
     if plain not in IMPLEMENTATIONS:
         names = ", ".join(IMPLEMENTATIONS)
-        raise ValueError(f"{op}: no implementation {asked!r}; there are {names}")
-    if plain == "triton" and (reason := triton.refusal(shape, asked != plain)):
-        message = f"{op}: implementation {asked!r} refuses: {reason}; try implementation=None"
+        raise ValueError(f"{op}: no implementation {requested!r}; there are {names}")
+    if plain == "triton" and (reason := triton.refusal(shape, requested != plain)):
+        message = f"{op}: implementation {requested!r} refuses: {reason}; try implementation=None"
         raise Refused(reason, message)
-    return asked
+    return requested
 
 
 def _implementation(name: str):
@@ -128,8 +128,8 @@ def _gelu_forward(_name, products, bias_f):
     return jax.nn.gelu(biased), (biased, jnp.zeros((0,), bias_f.dtype))
 
 
-def _gelu_backward(name, kept, gradient):
-    biased, like_bias = kept
+def _gelu_backward(name, residuals, gradient):
+    biased, like_bias = residuals
     dproducts, dbias = _implementation(name).gelu_gradient(biased, gradient, name)
     return dproducts, dbias.astype(like_bias.dtype)
 

@@ -1,4 +1,4 @@
-"""Implements the backward passes in jax: what runs without a GPU of ours."""
+"""Implements the backward passes in plain jax, for devices that our kernels do not support."""
 
 import jax
 import jax.numpy as jnp

@@ -8,10 +8,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.arguments import check_arrays, check_floating, check_ids
 from pallas_kernels.calls import GroupedCall
 from pallas_kernels.choose import INTERPRET, VARIANT, choose, device_kind
 from pallas_kernels.counting import is_counted, marked
-from pallas_kernels.given import check_arrays, check_floating, check_ids
 from pallas_kernels.gpus import generation
 from pallas_kernels.grouped import mosaic, triton, xla
 from pallas_kernels.partition import refuse_checked_vma
@@ -76,13 +76,13 @@ def order(_: GroupedCall) -> tuple[str, ...]:
 
 
 def _checked(x, w, expert_of_tile) -> GroupedCall:
-    for name, each, rank, dims in (
+    for name, array, rank, dims in (
         ("x", x, 2, "rows, k"),
         ("w", w, 3, "experts, k, n"),
         ("expert_of_tile", expert_of_tile, 1, "tiles"),
     ):
-        if each is None or each.ndim != rank or 0 in each.shape:
-            shown = None if each is None else each.shape
+        if array is None or array.ndim != rank or 0 in array.shape:
+            shown = None if array is None else array.shape
             raise ValueError(f"{OP}: {name} must be [{dims}], none of them 0, not {shown}")
     check_floating(OP, "x", x)
     check_ids(OP, "expert_of_tile", expert_of_tile)
@@ -116,8 +116,8 @@ def _forward(name, x, w, expert_t):
 
 
 @partial(jax.jit, static_argnums=(0,), inline=True)  # jax 0.10 calls it outside any jit
-def _backward(name, kept, dy):
-    x, w, expert_t = kept
+def _backward(name, residuals, dy):
+    x, w, expert_t = residuals
     module = _implementation(name)
     dx = module.multiply(dy, w, expert_t, True, name)
     dw = module.weights_gradient(x, dy, expert_t, w.shape[0], name)

@@ -75,7 +75,7 @@ def multiply(x_rk, w_xkn, expert_t, transposed: bool, name: str):
         grid={"block": blocks, "column": n // SIDE},
         operands=((ROWS, STEP), right),
         out=jax.ShapeDtypeStruct((rows, n), x_rk.dtype),
-        asked=name,
+        implementation=name,
         name="grouped_matmul",
     )
     return run(expert_b, x_rk, w_xkn)[0]
@@ -117,7 +117,7 @@ def weights_gradient(x_rk, dy_rn, expert_t, experts: int, name: str):
         grid={"row": k // SIDE, "column": n // SIDE, "expert": experts},
         operands=((STEP, ROWS), (STEP, SIDE)),
         out=jax.ShapeDtypeStruct((experts, k, n), x_rk.dtype),
-        asked=name,
+        implementation=name,
         name="grouped_matmul_weights",
     )
     return run(order_by_expert(expert_t, experts), first_x, count_x, x_rk, dy_rn)[0]
@@ -151,13 +151,13 @@ def _weights_block(tile_rows, tile_ref, first_ref, count_ref, x_ref, dy_ref, dw_
     )
 
 
-def _call(block_of, *, grid, operands, out, asked: str, name: str):
+def _call(block_of, *, grid, operands, out, implementation: str, name: str):
     """Returns a function of arrays that runs `block_of(*inputs, output)` in each program.
 
-    `asked` names the implementation.
+    `implementation`: its name, with its variant.
     """
     left, right = operands
-    slots = VARIANTS.get(asked.removesuffix(INTERPRET).partition(VARIANT)[2], SLOTS)
+    slots = VARIANTS.get(implementation.removesuffix(INTERPRET).partition(VARIANT)[2], SLOTS)
     return gpu.call(
         partial(_kernel, block_of, slots),
         grid=grid,
@@ -170,7 +170,7 @@ def _call(block_of, *, grid, operands, out, asked: str, name: str):
             gpu.barriers(slots, arrivals=COMPUTING),  # free
         ],
         warpgroups=COMPUTING + 1,
-        interpret=asked.endswith(INTERPRET),
+        interpret=implementation.endswith(INTERPRET),
         name=name,
     )
 

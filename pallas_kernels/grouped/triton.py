@@ -56,9 +56,9 @@ def multiply(x_rk, w_xkn, expert_t, transposed: bool, name: str):
     """Does what `xla.multiply` does."""
     rows, k = x_rk.shape
     n = w_xkn.shape[1 if transposed else 2]
-    most = _most(MULTIPLY, x_rk.dtype, name)
+    largest = _largest_blocks(MULTIPLY, x_rk.dtype, name)
     tile = rows // expert_t.shape[0]
-    block = Blocks(_cut(tile, most.rows), _cut(k, most.contracted), _cut(n, most.columns))
+    block = Blocks(_cut(tile, largest.rows), _cut(k, largest.contracted), _cut(n, largest.columns))
     # The expert of each block of rows.
     expert_b = jnp.repeat(expert_t, tile // block.rows, total_repeat_length=rows // block.rows)
     run = call(
@@ -110,8 +110,8 @@ def weights_gradient(x_rk, dy_rn, expert_t, experts: int, name: str):
     rows, k = x_rk.shape
     n = dy_rn.shape[1]
     tile = rows // expert_t.shape[0]
-    most = _most(WEIGHTS, x_rk.dtype, name)
-    block = Blocks(_cut(k, most.rows), _cut(tile, most.contracted), _cut(n, most.columns))
+    largest = _largest_blocks(WEIGHTS, x_rk.dtype, name)
+    block = Blocks(_cut(k, largest.rows), _cut(tile, largest.contracted), _cut(n, largest.columns))
     tile_t = order_by_expert(expert_t, experts)
     count_x = (expert_t == jnp.arange(experts)[:, None]).sum(1).astype(jnp.int32)
     first_x = (jnp.cumsum(count_x) - count_x).astype(jnp.int32)
@@ -155,15 +155,15 @@ def _weights_kernel(cuts, block, tile_ref, first_ref, count_ref, x_ref, dy_ref, 
     dw_ref[...] = dw.astype(dw_ref.dtype)
 
 
-def _most(table: dict[int, Blocks], dtype, name: str) -> Blocks:
-    most = table[dtype.itemsize]
+def _largest_blocks(table: dict[int, Blocks], dtype, name: str) -> Blocks:
+    largest = table[dtype.itemsize]
     variant = name.removesuffix(INTERPRET).partition(VARIANT)[2]
-    return most._replace(columns=min(VARIANTS.get(variant, most.columns), most.columns))
+    return largest._replace(columns=min(VARIANTS.get(variant, largest.columns), largest.columns))
 
 
-def _cut(size: int, most: int) -> int:
-    """Returns the largest power of two that divides `size`, at most `most`, itself one."""
-    return min(size & -size, most)
+def _cut(size: int, limit: int) -> int:
+    """Returns the largest power of two that divides `size`, up to `limit`, a power of two."""
+    return min(size & -size, limit)
 
 
 def _whole(x) -> pl.BlockSpec:

@@ -12,9 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.calls import LossCall
-from pallas_kernels.choose import INTERPRET, VARIANT, choose, device_kind, not_interpretable
-from pallas_kernels.given import (
+from pallas_kernels.arguments import (
     as_number,
     as_whole,
     check_arrays,
@@ -22,6 +20,8 @@ from pallas_kernels.given import (
     check_floating,
     check_ids,
 )
+from pallas_kernels.calls import LossCall
+from pallas_kernels.choose import INTERPRET, VARIANT, choose, device_kind, not_interpretable
 from pallas_kernels.gpus import generation
 from pallas_kernels.loss import softmax
 from pallas_kernels.loss.chunks import CHUNK_LOGITS, chunk_count, cut, join, pad_time

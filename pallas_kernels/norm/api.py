@@ -6,9 +6,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.arguments import as_number, check_arrays, check_floating
 from pallas_kernels.calls import NormCall
 from pallas_kernels.choose import INTERPRET, VARIANT, choose, device_kind
-from pallas_kernels.given import as_number, check_arrays, check_floating
 from pallas_kernels.gpus import generation
 from pallas_kernels.norm import triton, xla
 from pallas_kernels.partition import refuse_checked_vma
@@ -106,9 +106,9 @@ def _norm(op, x, scale, bias, residual, eps, implementation):
 
 
 def _check(op, x, scale, bias, residual) -> None:
-    for name, each in (("x", x), ("scale", scale), ("bias", bias), ("residual", residual)):
-        if each is not None:
-            check_floating(op, name, each)
+    for name, array in (("x", x), ("scale", scale), ("bias", bias), ("residual", residual)):
+        if array is not None:
+            check_floating(op, name, array)
     width = x.shape[-1:]
     for name, vector in (("scale", scale), ("bias", bias)):
         if vector is not None and vector.shape != width:
@@ -130,14 +130,16 @@ def _forward(eps, centred, name, x, scale, bias, residual):
     module = _implementation(name)
     y, total, mean, rstd = module.forward(x, scale, bias, residual, eps, centred, name)
     # The backward pass needs their dtypes, and whether they exist: an empty array tells both.
-    like = [None if each is None else jnp.zeros((0,), each.dtype) for each in (x, bias, residual)]
-    kept = (total, scale, mean, rstd, like)
-    return (y, total if residual is not None else None), kept
+    like = [
+        None if array is None else jnp.zeros((0,), array.dtype) for array in (x, bias, residual)
+    ]
+    saved = (total, scale, mean, rstd, like)
+    return (y, total if residual is not None else None), saved
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2), inline=True)  # jax 0.10 calls it outside any jit
-def _backward(_eps, _centred, name, kept, gradients):
-    total, scale, mean, rstd, (x, bias, residual) = kept
+def _backward(_eps, _centred, name, saved, gradients):
+    total, scale, mean, rstd, (x, bias, residual) = saved
     dy, dtotal = gradients
     module = _implementation(name)
     dsum, dscale, dbias = module.backward(total, scale, mean, rstd, dy, dtotal, name)

@@ -192,7 +192,7 @@ def _backward_kernel(shape, block, turns, *refs):
 def programs_of(blocks: int, kind: str) -> int:
     """Returns how many programs share the blocks of the backward pass on this GPU, by jax's name.
 
-    On a core that runs one alone the memory would rest while it computes.
+    With one program on a core, the memory would idle while it computes.
     """
     listed = find(kind)
     cores = CORES if listed is None else listed.cores

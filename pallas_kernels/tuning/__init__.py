@@ -6,15 +6,15 @@ from pallas_kernels.tuning import Table, tune
 with using({}) as decisions:  # which calls does the program have?
     jax.jit(step).trace(state)
 table = Table()
-tune(decisions.seen.values(), table)  # in another process; what is known costs nothing
+tune(decisions.calls.values(), table)  # in another process; what is known costs nothing
 with using(table.chosen(jax.devices()[0].device_kind)):
     compiled = jax.jit(step).lower(state).compile()
 
 tune.py      which calls are to be measured, and what is remembered
-measure.py   the process that is measured in, and what becomes of one that crashes or hangs
-worker.py    what runs there; on_jax.py, calls on the device
-right.py     are values right
-decide.py    which one is taken, given times
+measure.py   the process that measures, and what happens if it crashes or hangs
+worker.py    what runs in it; on_jax.py, calls on the device
+right.py     whether values are right
+decide.py    which implementation is taken, given times
 table.py     the file
 """
 

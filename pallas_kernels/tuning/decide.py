@@ -41,7 +41,7 @@ def decide(
         ratio = median(ratios)
         if ratio > best_ratio:
             continue
-        won = sum(each < 1 for each in ratios) / len(ratios)
+        won = sum(ratio < 1 for ratio in ratios) / len(ratios)
         if won < LEAST_WON:
             unsteady.append(name)
             continue

@@ -84,7 +84,7 @@ def measure(
     process: Process | None = None,
     is_known: Callable[[str, Call], bool] = lambda *_: False,
 ) -> Iterator[tuple[dict[str, Any], Finding]]:
-    """Yields (the worker's machine, what was found) for each call, as soon as it is known.
+    """Yields (the worker's machine, the finding) for each call, as soon as it is known.
 
     `say` takes a line for each fault. A call that `is_known` on the worker's GPU is left out. Ends
     early, with a line, if the worker cannot be started.
@@ -105,12 +105,12 @@ def measure(
                     return
                 if is_known(worker.machine["gpu"], call):
                     break
-                if _ask(worker, finding, deadline, say):
+                if _try_call(worker, finding, deadline, say):
                     break
                 worker.end()
             if not finding.order:
                 continue
-            finding.order = [each for each in finding.order if each not in finding.refused]
+            finding.order = [name for name in finding.order if name not in finding.refused]
             finding.chosen, finding.remark = decide(finding.order, finding.faults, finding.times)
             if finding.remark:
                 say(f"kernels: {call.name}: {finding.remark}")
@@ -120,7 +120,7 @@ def measure(
             worker.end()
 
 
-def _ask(worker: "_Worker", finding: Finding, deadline: float, say) -> bool:
+def _try_call(worker: "_Worker", finding: Finding, deadline: float, say) -> bool:
     """Lets the worker try a call. Returns False if it was lost and the rest must be tried again."""
     finding.times = {}
     at = {"at": "starting", "of": None}
@@ -133,25 +133,25 @@ def _ask(worker: "_Worker", finding: Finding, deadline: float, say) -> bool:
             seconds=PREPARING * max(deadline - time.monotonic(), 0),
         )
         while True:
-            left = deadline - time.monotonic()
-            said = worker.read(min(worker.limits.step, max(left, 0.1)))
-            if "end" in said:
+            remaining = deadline - time.monotonic()
+            message = worker.read(min(worker.limits.step, max(remaining, 0.1)))
+            if "end" in message:
                 return True
-            if "candidates" in said:
-                finding.order = said["candidates"]
-                finding.refused |= said["refused"]
-            elif "at" in said:
-                at = said
-            elif "right" in said:
-                finding.right = list(dict.fromkeys([*finding.right, said["right"]]))
-            elif "seconds" in said:
-                finding.times.setdefault(said["of"], []).append(said["seconds"])
-            elif "too_large" in said:
-                finding.refused[said["of"]] = said["too_large"]
-            elif "late" in said:
-                say(f"kernels: {finding.call.name}: no time left for {', '.join(said['late'])}")
-            elif "fault" in said:
-                _fault(finding, said["of"], said["fault"], say)
+            if "candidates" in message:
+                finding.order = message["candidates"]
+                finding.refused |= message["refused"]
+            elif "at" in message:
+                at = message
+            elif "right" in message:
+                finding.right = list(dict.fromkeys([*finding.right, message["right"]]))
+            elif "seconds" in message:
+                finding.times.setdefault(message["of"], []).append(message["seconds"])
+            elif "too_large" in message:
+                finding.refused[message["of"]] = message["too_large"]
+            elif "late" in message:
+                say(f"kernels: {finding.call.name}: no time left for {', '.join(message['late'])}")
+            elif "fault" in message:
+                _fault(finding, message["of"], message["fault"], say)
     except WorkerLost as lost:
         name = at["of"]
         if name is None:
@@ -180,8 +180,8 @@ class _Worker:
     def __init__(self, process: Process):
         self.limits = process.limits
         self.has_ended = False
-        given = os.environ if process.environment is None else process.environment
-        environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | dict(given)
+        inherited = os.environ if process.environment is None else process.environment
+        environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | dict(inherited)
         begin = time.monotonic()
         self._process = subprocess.Popen(
             process.command,
@@ -226,9 +226,9 @@ class _Worker:
             if line is None:
                 raise WorkerLost(self._end_text())
             with contextlib.suppress(ValueError):
-                said = json.loads(line)
-                if isinstance(said, dict):
-                    return said
+                message = json.loads(line)
+                if isinstance(message, dict):
+                    return message
 
     def _end_text(self) -> str:
         try:

@@ -85,8 +85,8 @@ class OnJax:
             for name, x in arrays.items()
         }
         with jax.default_matmul_precision("highest"):
-            found = jax.jit(partial(_run, call, "xla"))(wide)
-        return _compared(call, found, sliced=True)
+            results = jax.jit(partial(_run, call, "xla"))(wide)
+        return _compared(call, results, sliced=True)
 
     def seconds(self, run: Callable[[], Any]) -> float:
         """Returns the time of a forward and backward pass: the mean of a few, with one wait."""
@@ -190,32 +190,32 @@ def _draw_loss(call: LossCall) -> dict[str, jax.Array]:
 
 def _run(call: Call, name: str, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Returns results, and gradients under the names of their arrays with a "d" in front."""
-    cotangents = {each: x for each, x in arrays.items() if each in ("dout", "dlse", "dtotal")}
-    whole = {each: x for each, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.integer)}
-    given = {each: x for each, x in arrays.items() if each not in cotangents | whole}
+    cotangents = {key: x for key, x in arrays.items() if key in ("dout", "dlse", "dtotal")}
+    whole = {key: x for key, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.integer)}
+    floating = {key: x for key, x in arrays.items() if key not in cotangents | whole}
     if isinstance(call, AttentionCall):
         forward = partial(_attend, call, name, whole)
     elif isinstance(call, LossCall):
-        forward = partial(_lose, call, name, whole)
+        forward = partial(_compute_loss, call, name, whole)
     elif isinstance(call, GroupedCall):
         forward = partial(_multiply, name, whole)
     else:
         forward = partial(_normalise, call, name)
     out: dict[str, Any]
-    out, pull = jax.vjp(forward, given)
-    (gradients,) = pull({each[1:]: x.astype(out[each[1:]].dtype) for each, x in cotangents.items()})
-    return out | {f"d{each}": x for each, x in gradients.items()}
+    out, pull = jax.vjp(forward, floating)
+    (gradients,) = pull({key[1:]: x.astype(out[key[1:]].dtype) for key, x in cotangents.items()})
+    return out | {f"d{key}": x for key, x in gradients.items()}
 
 
-def _attend(call, name, whole, given) -> dict[str, Any]:
+def _attend(call, name, whole, floating) -> dict[str, Any]:
     pairs = {}
     for keyword in ("segments", "positions"):
         if f"q_{keyword}" in whole:
             pairs[keyword] = (whole[f"q_{keyword}"], whole[f"k_{keyword}"])
-    found = attention(
-        given["q"],
-        given["k"],
-        given["v"],
+    results = attention(
+        floating["q"],
+        floating["k"],
+        floating["v"],
         window=(call.left, call.right),
         softcap=call.softcap,
         scale=call.scale,
@@ -224,22 +224,22 @@ def _attend(call, name, whole, given) -> dict[str, Any]:
         return_lse=call.lse,
         implementation=name,
     )
-    return dict(zip(("out", "lse"), found, strict=True)) if call.lse else {"out": found}
+    return dict(zip(("out", "lse"), results, strict=True)) if call.lse else {"out": results}
 
 
-def _normalise(call, name, given) -> dict[str, Any]:
-    found = getattr(norm, call.op)(**given, implementation=name)
-    return dict(zip(("out", "total"), found, strict=True)) if call.residual else {"out": found}
+def _normalise(call, name, floating) -> dict[str, Any]:
+    results = getattr(norm, call.op)(**floating, implementation=name)
+    return dict(zip(("out", "total"), results, strict=True)) if call.residual else {"out": results}
 
 
-def _multiply(name, whole, given) -> dict[str, Any]:
-    return {"out": grouped_matmul(**given, **whole, implementation=name)}
+def _multiply(name, whole, floating) -> dict[str, Any]:
+    return {"out": grouped_matmul(**floating, **whole, implementation=name)}
 
 
-def _lose(call, name, whole, given) -> dict[str, Any]:
-    is_reference = given["x"].dtype != call.dtype
+def _compute_loss(call, name, whole, floating) -> dict[str, Any]:
+    is_reference = floating["x"].dtype != call.dtype
     loss: Any = linear_cross_entropy(
-        **given,
+        **floating,
         **whole,
         is_local=call.whole,
         logits_dtype="float32" if is_reference else call.logits,
@@ -265,16 +265,16 @@ def _slice_heads(call: AttentionCall, arrays: dict[str, jax.Array]) -> dict[str,
 
 
 def _compared(
-    call: Call, found: dict[str, jax.Array], sliced: bool = False
+    call: Call, results: dict[str, jax.Array], sliced: bool = False
 ) -> dict[str, np.ndarray]:
     if isinstance(call, AttentionCall):
-        found = found if sliced else _slice_heads(call, found)
+        results = results if sliced else _slice_heads(call, results)
         rows_last = {}
-        for name, x in found.items():
+        for name, x in results.items():
             # [b, t, h, d] -> [b, h, t, d], and [b, t, h] -> [b, h, t, 1]
             rows_last[name] = jnp.moveaxis(x if x.ndim > 3 else x[..., None], 1, 2)
     else:
-        rows_last = {name: _some_rows(x.reshape(-1, x.shape[-1])) for name, x in found.items()}
+        rows_last = {name: _some_rows(x.reshape(-1, x.shape[-1])) for name, x in results.items()}
     return {name: np.asarray(x.astype(jnp.float32)) for name, x in rows_last.items()}
 
 

@@ -22,15 +22,17 @@ LEAST_SIZE = 0.25
 GRADIENT = "d"  # begins the names of gradients
 
 
-def complaint(found: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray], dtype: str) -> str:
-    """Returns what is wrong with `found`; "" if nothing is.
+def complaint(
+    values: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray], dtype: str
+) -> str:
+    """Returns what is wrong with `values`; "" if nothing is.
 
     Arrays are keyed by name, with the rows of a tile along the second to last dim: [..., rows,
     width]. Names of gradients begin with "d".
     """
     of_values, of_gradients = LIMITS[dtype]
     for name, want in wanted.items():
-        got = np.asarray(found[name], np.float32)
+        got = np.asarray(values[name], np.float32)
         want = np.asarray(want, np.float32)
         if got.shape != want.shape:
             return f"{name} has the shape {got.shape}, not {want.shape}"

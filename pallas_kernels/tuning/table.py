@@ -49,12 +49,12 @@ def sources() -> str:
 
 def gpu_models() -> list[str]:
     """Returns the names of this machine's GPUs. The driver gives them without opening a GPU."""
-    found = []
+    models = []
     for path in sorted(DRIVER.glob("gpus/*/information")):
         with contextlib.suppress(OSError):
             model = re.search(r"Model:\s*(.*\S)", path.read_text(encoding="utf-8"))
-            found += [model[1]] if model else []
-    return found
+            models += [model[1]] if model else []
+    return models
 
 
 def _driver() -> str:
@@ -84,11 +84,11 @@ class Table:
         file = re.sub(r"[^\w.-]", "-", name) + ".json"
         self.path = None if place is None else place / file
         self.remarks: list[str] = []
-        self._found = self._read(self.path)
+        self._contents = self._read(self.path)
 
     def entry(self, gpu: str, call: str) -> dict[str, Any] | None:
         """Returns what is known of a class of calls on this GPU."""
-        for known in (self._found, *_shipped()):
+        for known in (self._contents, *_shipped()):
             entry = known["gpus"].get(gpu, {}).get(call)
             if entry is not None:
                 return entry
@@ -97,14 +97,14 @@ class Table:
     def chosen(self, gpu: str) -> dict[str, str]:
         """Returns class of a call -> the implementation that was measured as best on this GPU."""
         names = {}
-        for known in reversed((self._found, *_shipped())):
+        for known in reversed((self._contents, *_shipped())):
             for call, entry in known["gpus"].get(gpu, {}).items():
                 names[call] = entry["implementation"]
         return names
 
     def program(self, digest: str) -> dict[str, Any] | None:
         """Returns the GPU and the calls of a program if all of the calls are known."""
-        program = self._found["programs"].get(digest)
+        program = self._contents["programs"].get(digest)
         if program is None:
             return None
         known = (self.entry(program["gpu"], call) for call in program["calls"])
@@ -125,17 +125,15 @@ class Table:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.locked("table"):
-            self._found = self._read(self.path)
-            self._found["gpus"].setdefault(gpu, {}).update(entries)
+            self._contents = self._read(self.path)
+            self._contents["gpus"].setdefault(gpu, {}).update(entries)
             for digest, calls in programs.items():
-                self._found["programs"][digest] = {"gpu": gpu, "calls": sorted(calls)}
-            _write(self.path, {"machine": self.machine} | self._found)
+                self._contents["programs"][digest] = {"gpu": gpu, "calls": sorted(calls)}
+            _write(self.path, {"machine": self.machine} | self._contents)
 
     @contextlib.contextmanager
     def locked(self, what: str) -> Iterator[None]:
-        """Holds a lock of this user, once no other process holds it; without a folder there is
-        none.
-        """
+        """Holds a lock of this user, once no other process does; without a folder there is none."""
         if self.path is None:
             yield
             return
@@ -147,11 +145,11 @@ class Table:
 
     def read_again(self) -> None:
         """Rereads the file, which another process may have written."""
-        self._found = self._read(self.path)
+        self._contents = self._read(self.path)
 
     def document(self) -> dict[str, Any]:
         """Returns all that is known here, in the form of the file."""
-        return {"machine": self.machine} | self._found
+        return {"machine": self.machine} | self._contents
 
     def _read(self, path: Path | None) -> dict[str, Any]:
         empty = {"gpus": {}, "programs": {}}
@@ -171,16 +169,16 @@ class Table:
             return empty
 
 
-def _checked(found: Any) -> dict[str, Any]:
+def _checked(document: Any) -> dict[str, Any]:
     """Returns the parts of a file. Raises an error if it has another form."""
-    for entries in found["gpus"].values():
+    for entries in document["gpus"].values():
         for entry in entries.values():
             if not isinstance(entry["implementation"], str):
                 raise TypeError(entry)
-    for program in found["programs"].values():
+    for program in document["programs"].values():
         if not isinstance(program["gpu"], str) or not isinstance(program["calls"], list):
             raise TypeError(program)
-    return {"gpus": found["gpus"], "programs": found["programs"]}
+    return {"gpus": document["gpus"], "programs": document["programs"]}
 
 
 def _shipped() -> list[dict[str, Any]]:

@@ -34,9 +34,9 @@ def tune(
         gpu = real  # whatever name the driver has for it
         return is_known(real, call)
 
-    asked = [call for call in by_name.values() if gpu is None or not is_known(gpu, call)]
+    unknown = [call for call in by_name.values() if gpu is None or not is_known(gpu, call)]
     findings = []
-    for machine, finding in measure(asked, say, process, is_known_there):
+    for machine, finding in measure(unknown, say, process, is_known_there):
         findings.append(finding)
         gpu = machine.get("gpu", gpu)
         if gpu is not None and finding.chosen is not None:

@@ -8,12 +8,12 @@ ended this one.
         -> {"candidates": [...], "refused": {...}}
         -> {"at": "compiling", "of": NAME}, then {"right": NAME} or {"fault": WHY, "of": NAME}
            or {"too_large": WHY, "of": NAME}, of a tiling
-        -> {"late": [NAME, ...]}, those that the seconds were over for
+        -> {"late": [NAME, ...]}, those for which time ran out
         -> {"at": "timing", "of": NAME}, {"seconds": S, "of": NAME}, again and again
         -> {"end": true}
 
 `without` names candidates that are not tried again, `right` those that need no second check. After
-`seconds` none is begun that has not been: what is ready by then is timed.
+`seconds` no further candidate is begun: those that are ready by then are timed.
 """
 
 import json
@@ -27,8 +27,8 @@ import numpy as np
 from pallas_kernels.calls import Call, from_json
 from pallas_kernels.tuning.right import complaint
 
-VARIANT = "/"  # in the name of a tiling, as choose.py has it, which imports jax
-TOO_LARGE = "Shared memory size limit"  # what XLA says of a tiling that this GPU has no room for
+VARIANT = "/"  # in the name of a tiling: as in choose.py, which imports jax
+TOO_LARGE = "Shared memory size limit"  # in XLA's message about a tiling that does not fit this GPU
 WARM_UP = 2  # turns of each candidate before those that count
 
 
@@ -110,14 +110,14 @@ def _prepared(backend, call, names, right, deadline) -> dict[str, Callable[[], A
 
 def _reason(error: Exception) -> str:
     """Returns one line of the message of a compiler or a driver."""
-    said = " ".join(str(error).split())
-    if "RESOURCE_EXHAUSTED" in said or isinstance(error, MemoryError):
-        return f"out of memory: {said[:160]}"
-    return f"{type(error).__name__}: {said[:160]}"
+    message = " ".join(str(error).split())
+    if "RESOURCE_EXHAUSTED" in message or isinstance(error, MemoryError):
+        return f"out of memory: {message[:160]}"
+    return f"{type(error).__name__}: {message[:160]}"
 
 
-def _say(**said: Any) -> None:
-    print(json.dumps(said), flush=True)
+def _say(**message: Any) -> None:
+    print(json.dumps(message), flush=True)
 
 
 if __name__ == "__main__":

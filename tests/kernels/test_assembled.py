@@ -2,7 +2,7 @@
 
 import pytest
 
-from pallas_kernels.assembled.__main__ import Found, page
+from pallas_kernels.assembled.__main__ import Figures, page
 from pallas_kernels.assembled.bounds import (
     LATENCY,
     PORT,
@@ -83,7 +83,7 @@ def test_backward_counts_five_of_seven_matmuls():
     assert forward_and_backward(kernels) == pytest.approx((1, 5 / 7))
     grouped = {("h100", "triton", 2048): {"grouped_matmul": kernel("grouped_matmul")}}
     norms = {("h100", "triton", 4096): {"norm_forward": norm()}}
-    written = page(Found({("h100", "mosaic", 128): kernels}, grouped, norms))
+    written = page(Figures({("h100", "mosaic", 128): kernels}, grouped, norms))
     assert "| h100 | triton |  | grouped_matmul | 168 | 0 | 1 | 64 | 0 |" not in written
     assert "| h100 | triton |  | grouped_matmul | 168 | 0 | 1 | 64 | 8 | 6 | 100% |" in written
     assert "| h100 | 4096 | forward | 32 | 0 | 8 |" in written

@@ -48,7 +48,7 @@ def test_a_decision_comes_before_the_order_and_a_name_before_both():
     with using({CALL.name: "third"}) as decisions:
         assert run("plain") == "plain" and decisions.taken == {}
         assert run() == "third"
-        assert decisions.taken == {CALL.name: "third"} and decisions.seen == {CALL.name: CALL}
+        assert decisions.taken == {CALL.name: "third"} and decisions.calls == {CALL.name: CALL}
         assert decisions.missed == {}
     for decided, why in (("fast", "fast: too odd"), ("older", "older: there is no older")):
         with using({CALL.name: decided}) as decisions:

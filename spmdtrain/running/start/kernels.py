@@ -46,7 +46,7 @@ def calls_of_step(setup: Setup) -> list[Call]:
     """Returns the calls of the training step that name no implementation, traced on any device."""
     with using({}) as decisions:
         make_step(setup).trace(setup.state, setup.batch)
-    return list(decisions.seen.values())
+    return list(decisions.calls.values())
 
 
 def keep(meta: Meta, setup: Setup) -> Names:
