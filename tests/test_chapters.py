@@ -108,3 +108,17 @@ def test_every_picture_is_said_in_words_and_can_be_read_on_a_dark_page():
             width, height = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', path.read_text()).groups()
             assert f'width="{width}"' in first and f'height="{height}"' in first, path.name
     assert shown == {path.resolve() for path in (DOCS / "pictures").iterdir()}
+
+
+def test_no_command_is_cut():
+    """A line that a page shows in full; on a narrow screen the site wraps it."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for block in re.findall(r"^```bash\n(.*?)^```$", text, re.M | re.S):
+            long = [line for line in block.splitlines() if len(line.partition("  #")[0]) > 120]
+            assert not long, (
+                f"{page.name}: break {long[0][:60]!r} before an option, with a backslash"
+            )
+    (sheet,) = re.findall(r"^extra_css: \[(.+)\]$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    rule = re.search(r"\.language-bash [^{]*\{([^}]*)\}", (DOCS / sheet).read_text())[1]
+    assert "white-space: pre-wrap" in rule
