@@ -65,7 +65,12 @@ FEATURES = {
     "ema": Feature(r"\bema\b", ("train/items/ema.py",), 22),
     "experts": Feature(
         r"expert",
-        ("config/schema/model/experts.py", "models/layers/expert_mlp.py", "parallel/experts"),
+        (
+            "config/schema/model/experts.py",
+            "models/layers/expert_mlp.py",
+            "parallel/experts",
+            "planner/cost/experts.py",
+        ),
         75,
     ),
     "float8": Feature(r"float8|mxfp8|\bfp8", ("parallel/matmuls",), 19),

@@ -13,13 +13,21 @@ from typing import Any
 
 from frameworks import SoftwareTable
 
-from spmdtrain.planner.cost.experts import ExpertShape
+from spmdtrain.config.schema import (
+    GPT,
+    ExpertsConfig,
+    LatentConfig,
+    Llama,
+    MultiTokenConfig,
+    RunConfig,
+    TransformerConfig,
+)
 from spmdtrain.planner.cost.flops import model_flops_per_token
 from spmdtrain.planner.cost.hardware import DEVICES, Hardware
 from spmdtrain.planner.cost.layer_time import layer_time
 from spmdtrain.planner.cost.software import fitted_on
 from spmdtrain.planner.cost.step_time import step_time
-from spmdtrain.planner.cost.workload import LatentShape, MeshShape, ModelShape, Workload
+from spmdtrain.planner.cost.workload import MeshShape, Workload
 
 HERE = Path(__file__).parent
 
@@ -110,41 +118,26 @@ def gpt(
     vocab: int = 51200,
     max_length: int = 2048,
     dropout: bool = True,
-) -> ModelShape:
+) -> TransformerConfig:
     """The Megatron model: tied, biases, learned positions, dropout."""
-    return ModelShape(
+    return GPT(
         layers=layers,
         embed=embed,
         heads=heads,
-        kv_heads=heads,
-        head_dim=embed // heads,
-        ffn=4 * embed,
         vocab=vocab,
-        position_rows=max_length,
-        dropout=dropout,
+        max_length=max_length,
+        dropout=0.1 if dropout else 0.0,
     )
 
 
-def llama(layers: int, embed: int, heads: int, ffn: int) -> ModelShape:
+def llama(layers: int, embed: int, heads: int, ffn: int) -> TransformerConfig:
     """Llama 3.1: eight key-value heads, vocabulary 128256, untied."""
-    return ModelShape(
-        layers=layers,
-        embed=embed,
-        heads=heads,
-        kv_heads=8,
-        head_dim=embed // heads,
-        ffn=ffn,
-        vocab=128256,
-        gated=True,
-        tied=False,
-        bias=False,
-        layernorm=False,
-    )
+    return Llama(layers=layers, embed=embed, heads=heads, kv_heads=8, ffn=ffn, vocab=128256)
 
 
-def llama1(layers: int, embed: int, heads: int, ffn: int) -> ModelShape:
+def llama1(layers: int, embed: int, heads: int, ffn: int) -> TransformerConfig:
     """Llama of 2023, whose queries all have keys of their own, with a vocabulary of 128000."""
-    return replace(llama(layers, embed, heads, ffn), kv_heads=heads, vocab=128000)
+    return Llama(layers=layers, embed=embed, heads=heads, ffn=ffn, vocab=128000)
 
 
 HAGEMANN_MODELS = {
@@ -154,9 +147,9 @@ HAGEMANN_MODELS = {
 }
 
 
-def qwen3_moe(layers: int, embed: int, heads: int, ffn: int) -> ModelShape:
+def qwen3_moe(layers: int, embed: int, heads: int, ffn: int) -> TransformerConfig:
     """Qwen3 with 128 experts, of which a token goes through 8, in buckets of the needed size."""
-    return ModelShape(
+    return Llama(
         layers=layers,
         embed=embed,
         heads=heads,
@@ -164,13 +157,22 @@ def qwen3_moe(layers: int, embed: int, heads: int, ffn: int) -> ModelShape:
         head_dim=128,
         ffn=ffn,
         vocab=151936,
-        gated=True,
-        tied=False,
-        bias=False,
-        layernorm=False,
         query_norm="head",
-        experts=ExpertShape(128, 8, ffn, bucket_factor=1.0),
+        experts=ExpertsConfig(count=128, chosen=8, ffn=ffn, bucket_factor=1.0),
     )
+
+
+def published_run(
+    model: TransformerConfig,
+    sequence_length: int,
+    global_batch: int,
+    matmul: str = "compute",
+    **layout: Any,
+) -> Workload:
+    """A run of other software, in bfloat16: `layout` may be one that ours lacks."""
+    train = {"sequence_length": sequence_length, "global_batch": global_batch}
+    precision = {"compute": "bfloat16", "matmul": matmul}
+    return Workload(RunConfig(model=model, train=train, precision=precision), **layout)
 
 
 def interleaved(chunks: int) -> dict[str, Any]:
@@ -212,7 +214,7 @@ def predictor(
 
 def sc21_table1(table: Row) -> Iterator[Case]:
     for row in rows(table):
-        workload = Workload(
+        workload = published_run(
             model=gpt(row["layers"], row["hidden"], row["heads"]),
             sequence_length=2048,
             global_batch=row["global_batch"],
@@ -236,7 +238,7 @@ def korthikanti_table5(table: Row) -> Iterator[Case]:
             ("iter_s_full_recompute", "full"),
             ("iter_s_present_work", "attention"),
         ):
-            workload = Workload(
+            workload = published_run(
                 model=gpt(row["layers"], row["hidden"], row["heads"]),
                 sequence_length=2048,
                 global_batch=row["global_batch"],
@@ -261,7 +263,7 @@ def mcore_h100_weak_scaling(table: Row) -> Iterator[Case]:
         microbatches = row["global_batch"] // row["dp"]
         can_interleave = stages > 1 and microbatches % stages == 0
         chunks = row["layers"] // stages if can_interleave else 1
-        workload = Workload(
+        workload = published_run(
             model=gpt(row["layers"], row["hidden"], row["heads"], 131072, 4096, dropout=False),
             sequence_length=4096,
             global_batch=row["global_batch"],
@@ -284,7 +286,7 @@ def zb_table9(table: Row) -> Iterator[Case]:
     shapes = _zb_shapes(tables())
     for row in rows(table):
         model, microbatch = shapes[row["model"]]
-        workload = Workload(
+        workload = published_run(
             model=model,
             sequence_length=1024,
             global_batch=microbatch * row["microbatches"],
@@ -314,7 +316,7 @@ def korthikanti_table4(table: Row) -> Iterator[Case]:
     }
     for row in rows(table):
         remat, sequence_parallel = remat_and_sequence_parallel[row["experiment"]]
-        workload = Workload(
+        workload = published_run(
             model=gpt(1, 6144, 64),
             sequence_length=2048,
             global_batch=4,
@@ -351,7 +353,7 @@ def sc21_table2(table: Row) -> Iterator[Case]:
 def ptdp_workload(row: Row) -> Workload:
     """The workload of a PTD-P row of sc21_table2."""
     model, stages, chunks = SC21_TABLE2[row["params_B"]]
-    return Workload(
+    return published_run(
         model=model,
         sequence_length=2048,
         global_batch=row["global_batch"],
@@ -365,7 +367,7 @@ def ptdp_workload(row: Row) -> Workload:
 def zero3_workload(row: Row) -> Workload:
     """The workload of a ZeRO-3 row of sc21_table2."""
     model, _, _ = SC21_TABLE2[row["params_B"]]
-    return Workload(
+    return published_run(
         model=model,
         sequence_length=2048,
         global_batch=row["global_batch"],
@@ -398,7 +400,7 @@ def zb_workloads(table: Row) -> Iterator[tuple[Workload, Row]]:
         model, microbatch = shapes[row["model"]]
         schedule = ZB_SCHEDULES[row["schedule"]]
         one_layer_chunks = (model.layers + 2) // row["stages"]
-        workload = Workload(
+        workload = published_run(
             model=model,
             sequence_length=1024,
             global_batch=microbatch * row["microbatches"],
@@ -411,7 +413,7 @@ def zb_workloads(table: Row) -> Iterator[tuple[Workload, Row]]:
         yield workload, row
 
 
-def _zb_shapes(all_tables: Mapping[str, Row]) -> dict[str, tuple[ModelShape, int]]:
+def _zb_shapes(all_tables: Mapping[str, Row]) -> dict[str, tuple[TransformerConfig, int]]:
     """Name -> (model, microbatch)."""
     return {
         row["model"]: (
@@ -424,7 +426,7 @@ def _zb_shapes(all_tables: Mapping[str, Row]) -> dict[str, tuple[ModelShape, int
 
 def hagemann_layouts(table: Row) -> Iterator[Case]:
     for row in rows(table):
-        workload = Workload(
+        workload = published_run(
             model=HAGEMANN_MODELS[row["model"]],
             sequence_length=row["sequence"],
             global_batch=row["global_batch"],
@@ -444,7 +446,7 @@ def hagemann_layouts(table: Row) -> Iterator[Case]:
 
 def llama3_table4(table: Row) -> Iterator[Case]:
     for row in rows(table):
-        workload = Workload(
+        workload = published_run(
             model=llama(126, 16384, 128, 53248),
             sequence_length=row["seq"],
             global_batch=row["dp"] * row["batch_per_dp"],
@@ -468,7 +470,7 @@ def torchtitan_h100_2024(table: Row) -> Iterator[Case]:
     for row in rows(table):
         if row["model"] != "8B" or "float8" in row["techniques"]:
             continue
-        workload = Workload(
+        workload = published_run(
             model=llama(32, 4096, 32, 14336),
             sequence_length=row["seq"],
             global_batch=row["global_batch"],
@@ -498,7 +500,7 @@ def jax_toolbox_pax(table: Row) -> Iterator[Case]:
         if "FP8" in row["precision"]:
             continue
         hardware = A100 if row["gpu"] == "A100" else H100
-        workload = Workload(
+        workload = published_run(
             model=gpt(*PAX_SIZES[row["model"]], vocab=50304, dropout=False),
             sequence_length=2048,
             global_batch=row["batch_per_gpu"] * row["gpus"],
@@ -520,7 +522,7 @@ def jax_toolbox_pax(table: Row) -> Iterator[Case]:
 MOE_MODELS = {
     "Qwen3-30B-A3B": qwen3_moe(48, 2048, 32, 768),
     "Qwen3-235B-A22B": qwen3_moe(94, 4096, 64, 1536),
-    "GPT-OSS-120B": ModelShape(
+    "GPT-OSS-120B": Llama(
         layers=36,
         embed=2880,
         heads=64,
@@ -528,28 +530,20 @@ MOE_MODELS = {
         head_dim=64,
         ffn=2880,
         vocab=201088,
-        gated=True,
-        tied=False,
-        layernorm=False,
+        bias=True,
         sinks=True,
         windows=(128, 0),
-        experts=ExpertShape(128, 4, 2880, bucket_factor=1.0, logit_bias=True),
+        experts=ExpertsConfig(count=128, chosen=4, ffn=2880, bucket_factor=1.0, logit_bias=True),
     ),
-    "DeepSeek-V3": ModelShape(
+    "DeepSeek-V3": Llama(
         layers=61,
         embed=7168,
         heads=128,
-        kv_heads=128,
-        head_dim=192,
         ffn=18432,
         vocab=129280,
-        gated=True,
-        tied=False,
-        bias=False,
-        layernorm=False,
-        latent=LatentShape(rank=512, query_rank=1536, plain_dim=128, rope_dim=64, value_dim=128),
-        experts=ExpertShape(256, 8, 2048, shared=1, bucket_factor=1.0),
-        further=1,
+        latent=LatentConfig(rank=512, query_rank=1536, plain_dim=128, rope_dim=64, value_dim=128),
+        experts=ExpertsConfig(count=256, chosen=8, ffn=2048, shared=1, bucket_factor=1.0),
+        multi_token=MultiTokenConfig(),
     ),
 }
 
@@ -590,7 +584,7 @@ def moe_workload(row: Row) -> Workload:
         expert=row["ep"] // tensor,
         tensor=tensor,
     )
-    return Workload(
+    return published_run(
         model=model,
         sequence_length=row["sequence"],
         global_batch=row["global_batch"],
@@ -607,17 +601,16 @@ def moe_workload(row: Row) -> Workload:
     )
 
 
-def moe_model(row: Row) -> ModelShape:
+def moe_model(row: Row) -> TransformerConfig:
     """Returns the model of a row: some ran DeepSeek-V3 without the block of its second token.
 
     The page does not say which, but its FLOPs a token do: 0.2497 T without, 0.260 T with it.
     """
     model = MOE_MODELS[row["model"]]
-    if not model.further:
+    if not model.multi_token:
         return model
-    counted = (replace(model, further=further) for further in (0, model.further))
     return min(
-        counted,
+        (model.model_copy(update={"multi_token": None}), model),
         key=lambda one: abs(
             model_flops_per_token(one, row["sequence"]) / 1e12 - row["derived_tflop_per_token"]
         ),

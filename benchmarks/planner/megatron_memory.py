@@ -6,6 +6,7 @@ They hold 16 or 18 bytes per parameter, and activations as counted by Korthikant
 
 from dataclasses import replace
 
+from spmdtrain.planner.cost import shape
 from spmdtrain.planner.cost.memory import Memory
 from spmdtrain.planner.cost.schedules import SCHEDULES, Pipeline
 from spmdtrain.planner.cost.workload import Workload
@@ -44,8 +45,8 @@ def _stage_memory(
     layers = workload.layers_per_stage
     if at_end and mesh.pipeline > 1:
         layers = layers - workload.short_ends
-    layer = model.layer_parameters / mesh.tensor
-    tables = model.embed * (model.vocab + model.position_rows) / mesh.tensor
+    layer = shape.layer_parameters(model) / mesh.tensor
+    tables = model.embed * (shape.vocab(model) + shape.position_rows(model)) / mesh.tensor
     parameters = (layers * layer + (tables if at_end else 0)) / mesh.fsdp
     optimizer_ways = mesh.data if distributed_optimizer else 1
 
@@ -79,5 +80,5 @@ def layer_activations(workload: Workload) -> float:
         return 2 * elements / sequence_ways
     scores = 0
     if workload.remat != "attention":
-        scores = 5 * model.heads * workload.sequence_length / (model.embed * tensor)
+        scores = 5 * model.heads * workload.train.sequence_length / (model.embed * tensor)
     return elements * (10 / sequence_ways + 24 / tensor + scores)

@@ -33,10 +33,10 @@ def search(workload: Workload, devices: int, hardware: Hardware, software: Softw
 
 
 def _layouts(workload: Workload, devices: int, hardware: Hardware) -> Iterator[Workload]:
-    for mesh in mesh_shapes(workload.model, workload.sequence_length, devices, hardware):
-        if workload.global_batch % mesh.batch_shards or mesh.fsdp * mesh.context > 1:
+    for mesh in mesh_shapes(workload.model, workload.train.sequence_length, devices, hardware):
+        if workload.train.global_batch % mesh.batch_shards or mesh.fsdp * mesh.context > 1:
             continue
-        per_shard = workload.global_batch // mesh.batch_shards
+        per_shard = workload.train.global_batch // mesh.batch_shards
         for microbatch in MICROBATCHES:
             if per_shard % microbatch:
                 continue

@@ -7,11 +7,10 @@ python benchmarks/planner/plan_table.py [--top 8]
 import argparse
 import time
 
-from cases import A100, Row, gpt, rows, tables
+from cases import A100, Row, gpt, published_run, rows, tables
 from frameworks import framework
 from megatron_plan import search
 
-from spmdtrain.planner.cost.workload import Workload
 from spmdtrain.planner.plan import Plan
 
 HEAD = "| | step | pipeline | data | tensor | microbatch | chunks | remat | memory | why not |"
@@ -48,7 +47,7 @@ def main() -> None:
     parser.add_argument("--top", type=int, default=8)
     parsed = parser.parse_args()
     (published,) = [row for row in rows(tables()["sc21_table1"]) if row["model"] == "1T"]
-    workload = Workload(
+    workload = published_run(
         model=gpt(published["layers"], published["hidden"], published["heads"]),
         sequence_length=2048,
         global_batch=published["global_batch"],

@@ -14,12 +14,14 @@ Start reading at `estimate.estimate`. The path of `spmdtrain estimate` to its nu
 
 The three descriptions that every formula takes:
 
-    cost/workload.py         what runs: model, batch, mesh, schedule
+    cost/workload.py         what runs: settings, layout, what was counted
     cost/hardware.py         on what: a device in its box, off its data sheet
     cost/software.py         how well: the shares that a framework reaches; fitted constants
 
 Parts of the formulas:
 
+    cost/shape.py            widths and parameters of the model
+    cost/trained_weights.py  the part of it that is trained
     cost/collective_time.py  seconds of an all-reduce, an all-gather, a send
     cost/overlap.py          the hidden share of them, read off compiled steps
     cost/experts.py          what the exchange of a layer's experts moves

@@ -116,7 +116,7 @@ def estimate_on_mesh(
     if config.model.make:
         own = OwnModel(config, optimizer)
         resident = own.state(workload).resident
-        workload = replace(workload, model=own.shape)
+        workload = workload.with_settings(model=own.shape)
     time = step_time(workload, hardware, our_software(config, hardware))
     return Estimate(time, step_memory(workload, state, resident))
 

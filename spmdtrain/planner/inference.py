@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.schema import RunConfig
+from spmdtrain.config.schema import RunConfig, TransformerConfig
+from spmdtrain.planner.cost import shape
 from spmdtrain.planner.cost.collective_time import all_reduce_seconds
 from spmdtrain.planner.cost.hardware import Hardware
 from spmdtrain.planner.cost.kernel_time import matmul_seconds, memory_seconds
 from spmdtrain.planner.cost.layer_time import layer_time
 from spmdtrain.planner.cost.software import Software
-from spmdtrain.planner.cost.workload import MeshShape, ModelShape, Workload, workload_of
+from spmdtrain.planner.cost.workload import MeshShape, Workload, workload_of
 from spmdtrain.planner.estimate import mesh_sizes, our_software, with_vocab
 
 
@@ -78,14 +79,14 @@ def inference_time(
     prefill, prefill_network = _prefill(workload, hardware, software, batch, prompt)
 
     size = workload.compute_bytes
-    dense = model.layers * model.layer_matrices + model.embed * model.vocab
-    of_experts = model.layers * model.expert_matrices
+    dense = model.layers * shape.layer_matrices(model) + model.embed * shape.vocab(model)
+    of_experts = model.layers * shape.expert_matrices(model)
     weight_bytes = size * (dense + of_experts) / tensor
     read_bytes = size * (dense + _used_share(model, batch) * of_experts) / tensor
     # Keys and values of all layers; while new tokens are made, half of them are cached on average.
     # A latent is whole on every device of `tensor`.
     ways = 1 if model.latent else tensor
-    cache_per_token = size * model.layers * model.cached_width * batch / ways
+    cache_per_token = size * model.layers * shape.cached_width(model) * batch / ways
     mean_cache = cache_per_token * (prompt + new / 2)
 
     # Either the matmuls take longest, or reading the weights does; the cache is read in both cases.
@@ -110,7 +111,7 @@ def inference_time(
     )
 
 
-def _used_share(model: ModelShape, batch: int) -> float:
+def _used_share(model: TransformerConfig, batch: int) -> float:
     """Returns the share of a layer's experts that one of `batch` tokens chooses, if at random."""
     if model.experts is None:
         return 0.0
@@ -124,8 +125,7 @@ def _prefill(
     model = workload.model
     tensor = workload.mesh.tensor
     reading = replace(
-        workload,
-        sequence_length=prompt,
+        workload.with_settings(train={"sequence_length": prompt}),
         microbatch=batch,
         mesh=MeshShape(tensor=tensor),
         experts_over_tensor=False,
@@ -136,7 +136,7 @@ def _prefill(
     # Only the last token of each prompt needs logits.
     head = matmul_seconds(
         batch,
-        model.vocab // tensor,
+        shape.vocab(model) // tensor,
         model.embed,
         hardware=hardware,
         software=software,
@@ -157,17 +157,17 @@ def _decode_matmuls(
     )
     attention = sum(
         seconds(columns // (tensor if splits else 1), rows)
-        for columns, rows, splits in model.qkv_matmuls
+        for columns, rows, splits in shape.qkv_matmuls(model)
     )
-    attention += seconds(model.embed, model.attention_width // tensor)
+    attention += seconds(model.embed, shape.attention_width(model) // tensor)
 
-    def of_mlp(layer: ModelShape) -> float:
+    def of_mlp(layer: TransformerConfig) -> float:
         if not layer.ffn:
             return 0.0
-        up = seconds(layer.up_width // tensor, model.embed)
+        up = seconds(shape.up_width(layer) // tensor, model.embed)
         return up + seconds(model.embed, layer.ffn // tensor)
 
-    layer = attention + model.mean_of_layers(of_mlp)
+    layer = attention + shape.mean_of_layers(model, of_mlp)
     if model.experts:
         # Each expert that is used at all has a matmul of few rows.
         used = max(1, round(_used_share(model, batch) * model.experts.count))
@@ -176,10 +176,10 @@ def _decode_matmuls(
         of_expert = partial(
             matmul_seconds, rows, hardware=hardware, software=software, dtype=workload.dtype
         )
-        up = of_expert(ffn * (2 if model.gated else 1), model.embed, count=used)
+        up = of_expert(ffn * (2 if model.is_gated else 1), model.embed, count=used)
         down = of_expert(model.embed, ffn, count=used)
-        layer += model.expert_share * (up + down)
-    return model.layers * layer + seconds(model.vocab // tensor, model.embed)
+        layer += shape.expert_share(model) * (up + down)
+    return model.layers * layer + seconds(shape.vocab(model) // tensor, model.embed)
 
 
 def _decode_bound(token: float, network: float, reading: float) -> str:

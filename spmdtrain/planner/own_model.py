@@ -11,10 +11,10 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.schema import RunConfig
+from spmdtrain.config.schema import RunConfig, TransformerConfig
 from spmdtrain.planner.cost.flops import model_flops_per_token
 from spmdtrain.planner.cost.memory import exact_state, held_elements, resident_elements
-from spmdtrain.planner.cost.workload import MeshShape, ModelShape, Workload, model_shape
+from spmdtrain.planner.cost.workload import MeshShape, Workload, model_of
 
 if TYPE_CHECKING:
     from spmdtrain.train.updates.optimizers import Optimizer
@@ -41,8 +41,8 @@ class OwnModel:
         self._config, self._make = choose_model(config)
         self._optimizer = optimizer
         self.refusal: ConfigError | None = None  # why the model does not allow the last layout
-        self.divided = model_shape(config)  # its sizes must be divisible by a mesh
-        self.shape = shape_of_own(config, self.divided)
+        self.divided = model_of(config)  # its sizes must be divisible by a mesh
+        self.shape = with_own_flops(config, self.divided)
         self._built = cache(self._build)
         self._states = cache(self._state)
 
@@ -106,20 +106,20 @@ def with_counted_moments(config: RunConfig, workload: Workload) -> Workload:
     beside_weights = config.optimizer.model_copy(update={"memory": "device"})
     config = config.model_copy(update={"optimizer": beside_weights})
     alone = replace(workload, mesh=MeshShape(), zero=0)
-    _, held = exact_state(config, alone.mesh.sizes)
+    _, of_optimizer = exact_state(config, alone.mesh.sizes)
     _, elements = held_elements(alone, resident_elements(alone))
     if not elements:
         return workload
-    moments = (held / elements - workload.item_bytes) / workload.moment_bytes
+    moments = (of_optimizer / elements - workload.item_bytes) / workload.moment_bytes
     # Without what a few scalars add: the workload is that of `estimate` again.
     return replace(workload, moments=round(max(0.0, moments), 4))
 
 
-def shape_of_own(config: RunConfig, shape: ModelShape) -> ModelShape:
-    """Returns a transformer that stands for a custom model: `shape`, with as many FLOPs a token.
+def with_own_flops(config: RunConfig, model: TransformerConfig) -> TransformerConfig:
+    """Returns a transformer that stands for a custom model: `model`, with as many FLOPs a token.
 
     They are counted in the model's own program, and the width of the mlp is adjusted to match. If
-    the FLOPs of a program cannot be counted, the shape is unchanged.
+    the FLOPs of a program cannot be counted, it is unchanged.
     """
     from spmdtrain.models.abstract import build_model
     from spmdtrain.models.choose import choose_model
@@ -129,11 +129,11 @@ def shape_of_own(config: RunConfig, shape: ModelShape) -> ModelShape:
     length = config.train.sequence_length
     forward = forward_flops_per_token(config, build_model(config, make))
     if forward is None:
-        return shape
-    missing = (3 * forward - model_flops_per_token(shape, length)) / 6 / shape.layers
-    matrices = 3 if shape.gated else 2  # of the mlp, embed x ffn each
-    ffn = shape.ffn + missing / (matrices * shape.embed)
-    return replace(shape, ffn=max(1, round(ffn)))
+        return model
+    missing = (3 * forward - model_flops_per_token(model, length)) / 6 / model.layers
+    matrices = 3 if model.is_gated else 2  # of the mlp, embed x ffn each
+    ffn = model.ffn + missing / (matrices * model.embed)
+    return model.model_copy(update={"ffn": max(1, round(ffn))})
 
 
 def describe(config: RunConfig) -> str:

@@ -12,13 +12,14 @@ from pathlib import Path
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.given import as_whole
-from spmdtrain.config.schema import RunConfig, check_config
+from spmdtrain.config.schema import RunConfig, TransformerConfig, check_config
+from spmdtrain.planner.cost import shape
 from spmdtrain.planner.cost.hardware import Hardware, described, devices_per_host
 from spmdtrain.planner.cost.memory import SAFE_SHARE, Memory, step_memory
 from spmdtrain.planner.cost.schedules import SCHEDULES
 from spmdtrain.planner.cost.software import Software
 from spmdtrain.planner.cost.step_time import step_time
-from spmdtrain.planner.cost.workload import MeshShape, ModelShape, Workload, workload_of
+from spmdtrain.planner.cost.workload import MeshShape, Workload, may_move, workload_of
 from spmdtrain.planner.estimate import MOST_LAID_OUT, Estimate, our_software, with_vocab
 from spmdtrain.planner.own_model import OwnModel, with_counted_moments
 from spmdtrain.planner.settings.accepted import Accepted, settings_of
@@ -228,9 +229,9 @@ def candidates(
 
     if own:
         divided = own.divided
-        workload = replace(workload, model=own.shape)
-    for mesh in mesh_shapes(divided, workload.sequence_length, devices, hardware):
-        if workload.global_batch % mesh.batch_shards:
+        workload = workload.with_settings(model=own.shape)
+    for mesh in mesh_shapes(divided, workload.train.sequence_length, devices, hardware):
+        if workload.train.global_batch % mesh.batch_shards:
             continue
         if mesh.data > 1 and mesh.data % workload.data_within:
             continue
@@ -263,7 +264,7 @@ def candidates(
 def _on_host(workload: Workload) -> Iterator[Workload]:
     """Yields the workload with more and more of it on the host, cheapest first."""
     offloads = workload.mesh.pipeline == 1
-    moves = workload.moments_may_move
+    moves = may_move(workload.config)
     if offloads:
         yield replace(workload, offloads=True)
     if moves:
@@ -307,7 +308,7 @@ def _sequence_parallel(workload: Workload, mesh: MeshShape) -> bool:
     It saves memory and moves the same number of bytes: a reduce-scatter and an all-gather replace
     the all-reduce.
     """
-    return mesh.tensor > 1 and workload.sequence_length % (mesh.context * mesh.tensor) == 0
+    return mesh.tensor > 1 and workload.train.sequence_length % (mesh.context * mesh.tensor) == 0
 
 
 def _dense_over_expert(workload: Workload, mesh: MeshShape) -> bool:
@@ -331,7 +332,7 @@ def _experts_over_tensor(workload: Workload, mesh: MeshShape) -> bool:
 
 
 def _layouts_on_mesh(workload: Workload, zeros: Sequence[int]) -> Iterator[Workload]:
-    per_shard = workload.global_batch // workload.mesh.batch_shards
+    per_shard = workload.train.global_batch // workload.mesh.batch_shards
     for microbatch in MICROBATCHES:
         if per_shard % microbatch:
             continue
@@ -355,7 +356,7 @@ def _lean_layouts(workload: Workload, zeros: Sequence[int]) -> list[Workload]:
 
 
 def mesh_shapes(
-    model: ModelShape, sequence_length: int, devices: int, hardware: Hardware
+    model: TransformerConfig, sequence_length: int, devices: int, hardware: Hardware
 ) -> Iterator[MeshShape]:
     """Yields the meshes of all devices that divide the model, whose vocabulary is padded.
 
@@ -365,7 +366,7 @@ def mesh_shapes(
         if model.kv_heads % tensor or not _divides_mlps(model, tensor):
             continue
         for pipeline in _divisors(devices // tensor):
-            if pipeline > model.repeats:
+            if pipeline > shape.repeats(model):
                 continue
             batch_and_time = devices // tensor // pipeline
             for context in CONTEXTS:
@@ -385,16 +386,16 @@ def mesh_shapes(
                     )
 
 
-def _divides_mlps(model: ModelShape, tensor: int) -> bool:
+def _divides_mlps(model: TransformerConfig, tensor: int) -> bool:
     """Returns True if `tensor` divides the width of each mlp, and of each expert."""
     experts = model.experts
     if experts is None:
         return model.ffn % tensor == 0
-    dense = model.ffn if model.expert_share < 1 else 0
+    dense = model.ffn if shape.expert_share(model) < 1 else 0
     return dense % tensor == experts.ffn % tensor == 0
 
 
-def _weight_splits(model: ModelShape, shards: int) -> Iterator[tuple[int, int]]:
+def _weight_splits(model: TransformerConfig, shards: int) -> Iterator[tuple[int, int]]:
     """Yields the sizes of (`fsdp`, `expert`) that divide the devices and the model."""
     for fsdp in _divisors(shards):
         if model.embed % fsdp:
@@ -413,7 +414,7 @@ def schedules_of(workload: Workload) -> Iterator[tuple[str, int]]:
     for name, schedule in SCHEDULES.items():
         for chunks in schedule.searched_chunks:
             # Interleaving goes through microbatches in groups of one per stage.
-            enough_layers = stages * chunks <= workload.model.repeats
+            enough_layers = stages * chunks <= shape.repeats(workload.model)
             if enough_layers and (chunks == 1 or workload.accumulation % stages == 0):
                 yield name, chunks
 
@@ -434,7 +435,9 @@ def _nothing_fits(
     accepts: Accepts,
 ) -> ConfigError:
     """Returns an error that says what is missing. `smallest` needs the least memory of all."""
-    asked = f"{workload.model.parameters / 1e9:.3g} G parameters, {devices} x {hardware.name}"
+    asked = (
+        f"{shape.parameters(workload.model) / 1e9:.3g} G parameters, {devices} x {hardware.name}"
+    )
     if smallest is None:
         return _nothing_divides(workload, devices, hardware, asked)
     needed = smallest.memory.total
@@ -458,7 +461,7 @@ def _nothing_fits(
 def _nothing_divides(
     workload: Workload, devices: int, hardware: Hardware, asked: str
 ) -> ConfigError:
-    meshes = mesh_shapes(workload.model, workload.sequence_length, devices, hardware)
+    meshes = mesh_shapes(workload.model, workload.train.sequence_length, devices, hardware)
     shards = sorted({mesh.batch_shards for mesh in meshes})
     if not shards:
         return ConfigError(
@@ -466,7 +469,7 @@ def _nothing_divides(
         )
     return ConfigError(
         "no layout divides the batch",
-        asked=f"train.global_batch={workload.global_batch}, {asked}",
+        asked=f"train.global_batch={workload.train.global_batch}, {asked}",
         fix=f"a global batch that is a multiple of one of {', '.join(map(str, shards))}",
     )
 
@@ -479,7 +482,8 @@ def _fits_on(
     accepts: Accepts,
 ) -> bool:
     """Returns True if a layout fits on `devices`, with at least one sequence for each device."""
-    grown = replace(workload, global_batch=max(workload.global_batch, devices))
+    batch = max(workload.train.global_batch, devices)
+    grown = workload.with_settings(train={"global_batch": batch})
     return any(
         memory_of(candidate, own).fits(hardware)
         for candidate in candidates(grown, devices, hardware, own, accepts)

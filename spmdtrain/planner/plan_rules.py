@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
+from spmdtrain.planner.cost import shape
 from spmdtrain.planner.cost.collective_time import all_gather_seconds, all_reduce_seconds
 from spmdtrain.planner.cost.hardware import Hardware
 from spmdtrain.planner.cost.layer_time import half_time
@@ -162,7 +163,7 @@ def _possible_streams(workload: Workload) -> list[str]:
     streams = ["whole"]
     if workload.model.embed % mesh.tensor == 0:
         streams.append("embed")
-    if workload.sequence_length % (mesh.context * mesh.tensor) == 0:
+    if workload.train.sequence_length % (mesh.context * mesh.tensor) == 0:
         streams.append("time")
     return streams
 
@@ -266,11 +267,11 @@ def _weight_elements(kind: str, workload: Workload) -> int:
     """Counts the weights of one layer's kind, or of the vocabulary's tables."""
     model = workload.model
     if kind == "vocabulary":
-        return model.vocab * model.embed * model.vocabulary_tables
+        return shape.vocab(model) * model.embed * shape.vocabulary_tables(model)
     if kind == "attention":
-        qkv = sum(columns * rows for columns, rows, _ in model.qkv_matmuls)
-        return qkv + model.embed * model.attention_width
-    return model.embed * (model.up_width + model.ffn)
+        qkv = sum(columns * rows for columns, rows, _ in shape.qkv_matmuls(model))
+        return qkv + model.embed * shape.attention_width(model)
+    return model.embed * (shape.up_width(model) + model.ffn)
 
 
 def _unsplit_bytes(kind: str, workload: Workload) -> float:

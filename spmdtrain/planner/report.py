@@ -11,6 +11,7 @@ from typing import Any
 from spmdtrain.compiled.step_memory import StepMemory, memory_in
 from spmdtrain.parallel.mesh import mesh_in_words
 from spmdtrain.planner.compiled_plans import CompiledPlan
+from spmdtrain.planner.cost import shape
 from spmdtrain.planner.cost.hardware import Hardware
 from spmdtrain.planner.cost.memory import SAFE_SHARE, Memory
 from spmdtrain.planner.estimate import Estimate
@@ -95,10 +96,10 @@ def _layout_lines(estimate: Estimate) -> list[str]:
         plural = "s" if workload.chunks > 1 else ""
         layout += f", {workload.schedule} {workload.chunks} chunk{plural}"
     return [
-        f"{workload.model.parameters / 1e9:.3g} G parameters on "
+        f"{shape.parameters(workload.model) / 1e9:.3g} G parameters on "
         f"{mesh.devices} x {estimate.hardware.name}: {layout}",
         f"{workload.accumulation} x {workload.microbatch} sequences of "
-        f"{workload.sequence_length} tokens per batch shard, remat {workload.remat_setting}",
+        f"{workload.train.sequence_length} tokens per batch shard, remat {workload.remat_setting}",
     ]
 
 

@@ -5,6 +5,7 @@ and a reduce-scatter over n devices send (n - 1) / n each, and an all-reduce sen
 not count.
 """
 
+from spmdtrain.planner.cost import shape
 from spmdtrain.planner.cost.collective_time import data_sums
 from spmdtrain.planner.cost.experts import BACKWARD_EXCHANGES, FORWARD_EXCHANGES
 from spmdtrain.planner.cost.memory import (
@@ -86,13 +87,13 @@ def _exchange_bytes(workload: Workload) -> float:
     dispatch = workload.dispatch()
     large = FORWARD_EXCHANGES + BACKWARD_EXCHANGES
     layer = large * dispatch.sent_bytes(model.embed, workload.compute_bytes) + dispatch.told_bytes
-    layers = model.expert_share * workload.layers_per_stage
+    layers = shape.expert_share(model) * workload.layers_per_stage
     return workload.accumulation * layers * layer
 
 
 def _table_elements(workload: Workload) -> float:
     model = workload.model
-    return model.vocab * model.vocabulary_tables * model.embed / workload.mesh.tensor
+    return shape.vocab(model) * shape.vocabulary_tables(model) * model.embed / workload.mesh.tensor
 
 
 def _data_bytes(workload: Workload) -> float:
@@ -121,7 +122,7 @@ def _tensor_bytes(workload: Workload) -> float:
         per_layer += 3 / 2 if workload.remat == "full" else 1
     if workload.experts_over_tensor:  # joins in place of sums, and no tokens gathered
         joined = 1.0 if workload.stream_ways == 1 else 5 / 2
-        per_layer -= workload.model.expert_share * joined
+        per_layer -= shape.expert_share(workload.model) * joined
     sums = workload.layers_per_stage * per_layer + 2.0
     if workload.mesh.pipeline > 1 and workload.sum_ways > workload.stream_ways:
         sums += 3 / 2
@@ -160,7 +161,7 @@ def _attention_bytes(workload: Workload) -> float:
     ways = workload.mesh.context
     heads = model.heads / workload.mesh.tensor
     kv_heads = model.kv_heads / workload.mesh.tensor
-    head_bytes = workload.compute_bytes * workload.tokens * model.mean_dim  # of this device
+    head_bytes = workload.compute_bytes * workload.tokens * shape.mean_dim(model)  # of this device
     if workload.context_way == "ring":
         sent = 2 * kv_heads * head_bytes * _of_ring(workload)
     elif workload.context_way == "ulysses":

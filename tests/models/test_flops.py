@@ -24,7 +24,8 @@ from spmdtrain.models.counted_flops import (
 from spmdtrain.models.size import train_flops_per_token
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.planner.cost.flops import model_flops_per_token
-from spmdtrain.planner.cost.workload import model_shape, trained_part
+from spmdtrain.planner.cost.trained_weights import trained_part
+from spmdtrain.planner.cost.workload import model_of
 from spmdtrain.running.report import metrics
 from spmdtrain.train.shard import shard
 from spmdtrain.train.step import make_gradients
@@ -120,7 +121,7 @@ def test_an_adapter_has_its_own_matmuls_and_what_else_is_trained_its_gradient():
 
 def planned(*settings: str) -> float:
     config = tiny("train.sequence_length=64", *settings)
-    return model_flops_per_token(model_shape(config), 64, trained_part(config))
+    return model_flops_per_token(model_of(config), 64, trained_part(config))
 
 
 def test_few_bits_and_magnitudes_are_no_matmuls_of_a_token():

@@ -3,16 +3,17 @@
 import json
 import subprocess
 
+from workloads import gpt, workload_with
+
 from spmdtrain.planner import compiled_plans, report
 from spmdtrain.planner.compiled_plans import compile_plans
 from spmdtrain.planner.cost.hardware import DEVICES
 from spmdtrain.planner.cost.software import software
-from spmdtrain.planner.cost.workload import ModelShape, Workload
 from spmdtrain.planner.plan import Plan, best_of_each_mesh, search
 
 H100 = DEVICES["h100"]
-MODEL = ModelShape(layers=24, embed=1024, heads=16, kv_heads=16, head_dim=64, ffn=4096, vocab=32768)
-WORKLOAD = Workload(MODEL, sequence_length=1024, global_batch=64, microbatch=1)
+MODEL = gpt(layers=24, embed=1024, heads=16, vocab=32768)
+WORKLOAD = workload_with(MODEL, sequence_length=1024, global_batch=64)
 GIGABYTE = 10**9
 
 

@@ -8,18 +8,19 @@ import pytest
 from helpers import tiny
 from test_memory import EXPERTS, LLAMA, _kept_and_deferred
 from test_traffic import ALL, LAYER, MODEL, workload
+from workloads import workload_with
 
 from spmdtrain.config import ConfigError, load
+from spmdtrain.config.schema import ExpertsConfig, Llama
 from spmdtrain.models.abstract import build_model
 from spmdtrain.models.size import train_flops_per_token
-from spmdtrain.planner.cost import memory
-from spmdtrain.planner.cost.experts import ExpertShape
+from spmdtrain.planner.cost import memory, shape
 from spmdtrain.planner.cost.flops import model_flops_per_token
 from spmdtrain.planner.cost.hardware import DEVICES
 from spmdtrain.planner.cost.overlap import Overlap
 from spmdtrain.planner.cost.software import Software, software
 from spmdtrain.planner.cost.step_time import step_time
-from spmdtrain.planner.cost.workload import MeshShape, ModelShape, Workload, workload_of
+from spmdtrain.planner.cost.workload import MeshShape, Workload, workload_of
 from spmdtrain.planner.estimate import estimate
 from spmdtrain.planner.plan import plan, search, why_axes
 from spmdtrain.planner.plan_rules import plan_rules
@@ -42,7 +43,7 @@ DEEPSEEK = (
 )
 VARIED += [DEEPSEEK, (*DEEPSEEK, "model.latent.query_rank=24")]
 # The sizes of Qwen3-30B-A3B.
-FINE = ModelShape(
+FINE = Llama(
     layers=48,
     embed=2048,
     heads=32,
@@ -50,23 +51,20 @@ FINE = ModelShape(
     head_dim=128,
     ffn=6144,
     vocab=151936,
-    gated=True,
-    tied=False,
-    bias=False,
-    layernorm=False,
     query_norm="head",
-    experts=ExpertShape(count=128, chosen=8, ffn=768),
+    experts=ExpertsConfig(count=128, chosen=8, ffn=768),
 )
 
 
 @pytest.mark.parametrize("settings", VARIED)
 def test_parameters_and_flops_are_those_of_the_built_model(settings):
     config = tiny(*settings)
-    shape = workload_of(config, dict(config.mesh.sizes)).model
-    assert shape.parameters == sum(each.size for each in build_model(config).parameters.values())
+    model = workload_of(config, dict(config.mesh.sizes)).model
+    built = build_model(config).parameters.values()
+    assert shape.parameters(model) == sum(parameter.size for parameter in built)
     length = config.train.sequence_length
     flops = train_flops_per_token(config.model, length)
-    assert model_flops_per_token(shape, length) == pytest.approx(flops, rel=1e-9)
+    assert model_flops_per_token(model, length) == pytest.approx(flops, rel=1e-9)
 
 
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
@@ -100,8 +98,8 @@ def test_the_state_at_rest_is_split_as_a_run_splits_it(mesh):
 
 
 def with_experts(mesh: MeshShape, **changes) -> Workload:
-    experts = ExpertShape(count=8, chosen=2, ffn=16)
-    return workload(mesh, model=replace(MODEL, experts=experts), **changes)
+    experts = ExpertsConfig(count=8, chosen=2, ffn=16)
+    return workload(mesh, model=MODEL.model_copy(update={"experts": experts}), **changes)
 
 
 def test_tokens_travel_five_times_and_dense_gradients_once():
@@ -143,7 +141,7 @@ def test_devices_of_tensor_that_own_experts_send_nothing_twice():
 
 
 def test_an_uneven_load_costs_time():
-    found = Workload(FINE, 4096, 64, 1, MeshShape(expert=8), remat="full")
+    found = workload_with(FINE, 4096, 64, mesh=MeshShape(expert=8), remat="full")
     ours = software("spmdtrain", "h100")
     even, uneven, worst = (
         step_time(found, H100, replace(ours, expert_imbalance=imbalance))
@@ -155,8 +153,9 @@ def test_an_uneven_load_costs_time():
 
 
 def test_a_token_crosses_the_network_once_for_its_experts_its_devices_or_its_hosts():
-    even = replace(FINE, experts=ExpertShape(count=128, chosen=8, ffn=768, bucket_factor=1.0))
-    found = Workload(even, 4096, 64, 1, MeshShape(expert=64))
+    exact = FINE.experts.model_copy(update={"bucket_factor": 1.0})
+    even = FINE.model_copy(update={"experts": exact})
+    found = workload_with(even, 4096, 64, mesh=MeshShape(expert=64))
     ours = replace(software("spmdtrain", "h100"), expert_imbalance=1.0, overlap=Overlap())
     rows, devices, hosts = (
         step_time(found, H100, replace(ours, copies_per=copies)).terms["expert_exchange"]
@@ -177,7 +176,7 @@ def test_kernels_that_a_host_launches_take_time_unless_the_device_is_slower():
     each = replace(ours, layer_kernels=500, expert_kernels=6, grouped_share=1.0)
 
     def launches(tokens: int, how: Software) -> float:
-        found = Workload(FINE, tokens, 8, 1, MeshShape(expert=8))
+        found = workload_with(FINE, tokens, 8, mesh=MeshShape(expert=8))
         return step_time(found, H100, how).terms["launches"]
 
     assert launches(64, ours) == 0.0
@@ -193,7 +192,7 @@ def test_kernels_that_a_host_launches_take_time_unless_the_device_is_slower():
 def test_our_experts_multiply_wide_numbers_whatever_the_other_matmuls_do():
     ours = software("spmdtrain", "h100")
     wide, narrow = (
-        Workload(FINE, 4096, 8, 1, MeshShape(expert=8), matmul=matmul)
+        workload_with(FINE, 4096, 8, matmul, mesh=MeshShape(expert=8))
         for matmul in ("compute", "float8")
     )
 
@@ -208,7 +207,7 @@ def test_our_experts_multiply_wide_numbers_whatever_the_other_matmuls_do():
 
 @pytest.mark.seconds
 def test_a_plan_says_why_it_has_its_size_of_expert():
-    found = Workload(FINE, 4096, 128, 2, MeshShape(), stored_bytes=4)
+    found = workload_with(FINE, 4096, 128, microbatch=2)
     plans = search(found, 16, H100, software("spmdtrain", "h100"))
     best = {}
     for each in plans:
@@ -223,7 +222,7 @@ def test_a_plan_says_why_it_has_its_size_of_expert():
     assert (
         why_axes(
             search(
-                replace(found, model=replace(FINE, experts=None)),
+                found.with_settings(model={"experts": None}),
                 16,
                 H100,
                 software("spmdtrain", "h100"),
@@ -234,8 +233,8 @@ def test_a_plan_says_why_it_has_its_size_of_expert():
 
 
 def test_a_plan_of_long_sequences_says_why_it_has_its_size_of_context():
-    dense = replace(FINE, experts=None, kv_heads=8)
-    found = Workload(dense, 65536, 8, 1, MeshShape(), stored_bytes=4, context_attention="auto")
+    dense = FINE.model_copy(update={"experts": None, "kv_heads": 8})
+    found = workload_with(dense, 65536, 8, context_attention="auto")
     plans = search(found, 16, H100, software("spmdtrain", "h100"))
     lines = why_axes(plans)
     context = plans[0].workload.mesh.context
@@ -249,7 +248,7 @@ def test_a_plan_of_long_sequences_says_why_it_has_its_size_of_context():
 
 def test_few_tokens_a_device_favour_tokens_that_travel():
     """Gathering all experts for a few tokens takes longer than sending the tokens."""
-    found = Workload(FINE, 4096, 16, 1, MeshShape(), stored_bytes=4)
+    found = workload_with(FINE, 4096, 16)
     plans = search(found, 16, H100, software("spmdtrain", "h100"))
     assert plans[0].workload.mesh.expert > 1
 
@@ -262,16 +261,20 @@ def test_the_line_to_paste_says_who_owns_experts():
     at = next(n for n, found in enumerate(mesh_sizes) if found["expert"] > 1 < found["tensor"])
     assert "rules.parameters.experts=expert,tensor" in plans[at].settings
     found = estimate(load(config, plans[at].settings), 16, "h100")
-    assert found.workload == plans[at].workload
+    # It is laid out as the plan, whose other settings are those of the file.
+    assert replace(found.workload, config=plans[at].workload.config) == plans[at].workload
     assert found.memory.total == pytest.approx(plans[at].memory.total, rel=0.01)
 
 
 def test_experts_that_no_other_device_holds_are_never_gathered():
     mesh = MeshShape(expert=8)
-    few = replace(FINE, layers=4)
-    found = Workload(few, 4096, 64, 2, mesh, remat="full", dense_over_expert=True)
+    few = FINE.model_copy(update={"layers": 4})
+    found = workload_with(
+        few, 4096, 64, microbatch=2, mesh=mesh, remat="full", dense_over_expert=True
+    )
     own = memory.own_expert_elements(found) / found.layers_per_stage
-    twice = replace(found, model=replace(few, experts=replace(FINE.experts, count=256)))
+    more = FINE.experts.model_copy(update={"count": 256})
+    twice = found.with_settings(model={"experts": more})
     # Weights, copies, sums and moments of all layers, and one layer's gradients in its rounds.
     grown = memory.step_memory(twice).total - memory.step_memory(found).total
     layers = found.layers_per_stage

@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 from helpers import prepared, tiny
+from workloads import gpt, workload_with
 
 from spmdtrain.models.abstract import build_model
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.stack import rematerialised, run_block
 from spmdtrain.pipeline.layer_vjp import LayerGradient
-from spmdtrain.planner.cost import memory
-from spmdtrain.planner.cost.workload import MeshShape, ModelShape, Workload, workload_of
+from spmdtrain.planner.cost import memory, shape
+from spmdtrain.planner.cost.workload import MeshShape, workload_of
 from spmdtrain.planner.estimate import estimate
 from spmdtrain.planner.own_model import with_counted_moments
 from spmdtrain.planner.plan import plan
@@ -253,16 +254,13 @@ def test_the_planner_counts_the_parameters_of_the_model(seed):
     random = Random(seed)
     drawn = {name: random.choice(values) for name, values in GRID.items()}
     config = tiny("model.name=llama", *(f"model.{name}={value}" for name, value in drawn.items()))
-    shape = workload_of(config, dict(config.mesh.sizes)).model
-    assert shape.parameters == build_model(config).size, drawn
+    model = workload_of(config, dict(config.mesh.sizes)).model
+    assert shape.parameters(model) == build_model(config).size, drawn
 
 
 def test_memory_follows_the_settings():
-    model = ModelShape(
-        layers=24, embed=1024, heads=16, kv_heads=16, head_dim=64, ffn=4096, vocab=32768
-    )
-    workload = Workload(
-        model,
+    workload = workload_with(
+        gpt(layers=24, embed=1024, heads=16, vocab=32768),
         sequence_length=1024,
         global_batch=64,
         microbatch=1,
@@ -270,8 +268,9 @@ def test_memory_follows_the_settings():
         remat="full",
     )
 
-    def held(**settings) -> memory.Memory:
-        return memory.step_memory(replace(workload, **settings))
+    def held(global_batch: int = 64, **layout) -> memory.Memory:
+        batch = workload.with_settings(train={"global_batch": global_batch})
+        return memory.step_memory(replace(batch, **layout))
 
     before = held()
     categories = before.by_category()

@@ -3,6 +3,7 @@
 from dataclasses import asdict, fields, replace
 
 import pytest
+from workloads import gpt, workload_with
 
 from spmdtrain.config.schema import Llama, RunConfig
 from spmdtrain.planner.cost.hardware import DEVICES
@@ -16,14 +17,14 @@ from spmdtrain.planner.cost.overlap import (
 )
 from spmdtrain.planner.cost.software import software
 from spmdtrain.planner.cost.step_time import step_time
-from spmdtrain.planner.cost.workload import MeshShape, ModelShape, Workload
+from spmdtrain.planner.cost.workload import MeshShape
 from spmdtrain.planner.estimate import estimate
 
 H100 = DEVICES["h100"]
 OURS = software("spmdtrain", "h100")
-MODEL = ModelShape(layers=8, embed=1024, heads=16, kv_heads=16, head_dim=64, ffn=4096, vocab=32768)
+MODEL = gpt(layers=8, embed=1024, heads=16, vocab=32768)
 # A schedule whose hops meet ticks with and without other work.
-EVERY_AXIS = Workload(
+EVERY_AXIS = workload_with(
     MODEL,
     sequence_length=1024,
     global_batch=64,

@@ -7,18 +7,20 @@ from pathlib import Path
 import jax
 import pytest
 from helpers import tiny
+from workloads import gpt, workload_with
 
 import spmdtrain as st
 from spmdtrain.cli import main
 from spmdtrain.config import ConfigError, load
 from spmdtrain.config.load import from_resolved, resolved
+from spmdtrain.config.schema import GPT, Llama
 from spmdtrain.models.abstract import build_model
 from spmdtrain.models.choose import choose_model
 from spmdtrain.planner.cost.hardware import DEVICES
 from spmdtrain.planner.cost.memory import SAFE_SHARE, exact_state, step_memory
 from spmdtrain.planner.cost.software import software
 from spmdtrain.planner.cost.step_time import step_time
-from spmdtrain.planner.cost.workload import MeshShape, ModelShape, Workload
+from spmdtrain.planner.cost.workload import MeshShape
 from spmdtrain.planner.estimate import estimate
 from spmdtrain.planner.own_model import OwnModel
 from spmdtrain.planner.plan import plan as plan_config
@@ -27,45 +29,23 @@ from spmdtrain.planner.plan import search
 ROOT = Path(__file__).parent.parent.parent
 A100 = DEVICES["a100-80"]
 H100 = DEVICES["h100"]
-TRILLION = Workload(
-    ModelShape(
-        layers=128,
-        embed=25600,
-        heads=160,
-        kv_heads=160,
-        head_dim=160,
-        ffn=102400,
-        vocab=51200,
-        position_rows=2048,
-        dropout=True,
-    ),
+TRILLION = workload_with(
+    GPT(layers=128, embed=25600, heads=160, vocab=51200, dropout=0.1),
     sequence_length=2048,
     global_batch=3072,
-    microbatch=1,
 )
-LLAMA_8B = Workload(
-    ModelShape(
-        layers=32,
-        embed=4096,
-        heads=32,
-        kv_heads=8,
-        head_dim=128,
-        ffn=14336,
-        vocab=128256,
-        gated=True,
-        tied=False,
-        bias=False,
-    ),
+LLAMA_8B = workload_with(
+    Llama(layers=32, embed=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256),
     sequence_length=4096,
     global_batch=256,
-    microbatch=1,
+    optimizer="lamb",  # whose moments stay on the device
 )
 
 
 @pytest.mark.seconds
 def test_plans_are_in_order_and_say_why_they_lost():
     # Too long for a mesh that splits the batch alone.
-    long = replace(LLAMA_8B, sequence_length=16384)
+    long = LLAMA_8B.with_settings(train={"sequence_length": 16384})
     plans = search(long, 64, H100, software("spmdtrain", "h100"))
     fitting = [plan for plan in plans if plan.memory.total <= SAFE_SHARE * H100.memory]
     assert 0 < len(fitting) < len(plans)
@@ -82,7 +62,7 @@ def test_the_residual_stream_is_split_wherever_tensor_divides_the_tokens():
     setting = "rules.activations.stream_time=context,tensor"
     for plan in search(LLAMA_8B, 64, H100, software("spmdtrain", "h100")):
         assert (setting in plan.settings) == (plan.workload.mesh.tensor > 1)
-    odd = replace(LLAMA_8B, sequence_length=4095)
+    odd = LLAMA_8B.with_settings(train={"sequence_length": 4095})
     plans = search(odd, 64, H100, software("spmdtrain", "h100"))
     assert not any(setting in plan.settings for plan in plans)
 
@@ -144,10 +124,8 @@ def test_what_fits_nowhere_is_one_line_with_what_would_help():
 
 
 def test_a_batch_that_nothing_divides_is_one_line_with_what_would_help():
-    seven_heads = ModelShape(
-        layers=8, embed=512, heads=7, kv_heads=7, head_dim=64, ffn=2048, vocab=32768
-    )
-    one_sequence = Workload(seven_heads, sequence_length=1024, global_batch=1, microbatch=1)
+    seven_heads = gpt(layers=8, embed=512, heads=7, head_dim=64, vocab=32768)
+    one_sequence = workload_with(seven_heads, sequence_length=1024, global_batch=1)
     with pytest.raises(ConfigError, match="no layout divides the batch"):
         search(one_sequence, 11, H100, software("spmdtrain", "h100"))
 

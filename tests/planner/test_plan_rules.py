@@ -10,6 +10,7 @@ from itertools import product
 import numpy as np
 import pytest
 from helpers import trained
+from workloads import gpt, workload_with
 
 from spmdtrain.cli import main
 from spmdtrain.config import ConfigError, load
@@ -18,24 +19,21 @@ from spmdtrain.planner.cost.hardware import DEVICES
 from spmdtrain.planner.cost.memory import SAFE_SHARE, step_memory
 from spmdtrain.planner.cost.software import software
 from spmdtrain.planner.cost.step_time import step_time
-from spmdtrain.planner.cost.workload import Group, MeshShape, ModelShape, Workload
+from spmdtrain.planner.cost.workload import Group, MeshShape
 from spmdtrain.planner.plan_rules import LOGICAL_AXIS, STREAMS, TAKES, Assignment, assign
 
 OURS = software("spmdtrain", "h100")
 H100 = DEVICES["h100"]
 SLOW_LINKS = replace(H100, link_bandwidth=1e9)  # a collective costs more than splitting saves
-WORKLOAD = Workload(
-    ModelShape(layers=8, embed=512, heads=8, kv_heads=8, head_dim=64, ffn=2048, vocab=32768),
+WORKLOAD = workload_with(
+    gpt(layers=8, embed=512, heads=8, vocab=32768),
     sequence_length=512,
     global_batch=64,
     microbatch=1,
     mesh=MeshShape(data=8, tensor=8),
     remat="full",
 )
-LARGE = replace(
-    WORKLOAD,
-    model=replace(WORKLOAD.model, embed=8192, heads=64, kv_heads=64, head_dim=128, ffn=32768),
-)
+LARGE = WORKLOAD.with_settings(model={"embed": 8192, "heads": 64})
 TINY = """
 [model]
 layers = 1
@@ -121,13 +119,13 @@ def test_slow_links_keep_everything_whole():
 
 
 def test_many_tokens_and_few_weights_split_the_tokens():
-    many_tokens = replace(WORKLOAD, sequence_length=32768, microbatch=8)
+    many_tokens = replace(WORKLOAD.with_settings(train={"sequence_length": 32768}), microbatch=8)
     best = assign(many_tokens, H100, OURS)[0]
     assert set(best.ways.values()) == {"tokens"}
 
 
 def test_a_stream_that_may_change_is_no_slower():
-    workload = replace(LARGE, sequence_length=4096)
+    workload = LARGE.with_settings(train={"sequence_length": 4096})
     freely = assign(workload, H100, OURS, by_rules=False)[0]
     assert freely.seconds <= assign(workload, H100, OURS)[0].seconds
 

@@ -12,11 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from spmdtrain.config.schema import TransformerConfig
+from spmdtrain.planner.cost import shape
 from spmdtrain.planner.cost.flops import model_flops_per_token
 from spmdtrain.planner.cost.memory import SAFE_SHARE, Memory
 from spmdtrain.planner.cost.software import FITTED
 from spmdtrain.planner.cost.step_time import step_time
-from spmdtrain.planner.cost.workload import MeshShape, ModelShape, Workload
+from spmdtrain.planner.cost.workload import MeshShape
 
 HERE = Path(__file__).parents[2] / "benchmarks" / "planner"
 CONSTANTS = [value for value, _ in FITTED.values()]
@@ -43,9 +45,9 @@ SOFTWARE = frameworks.software_table(*CONSTANTS)
 
 
 def megatron_seconds(
-    model: ModelShape, batch: int, microbatch: int, mesh: MeshShape, chunks: int = 1
+    model: TransformerConfig, batch: int, microbatch: int, mesh: MeshShape, chunks: int = 1
 ) -> float:
-    workload = Workload(
+    workload = cases.published_run(
         model=model,
         sequence_length=2048,
         global_batch=batch,
@@ -101,7 +103,7 @@ def test_flops_of_published_models_with_experts():
     for row in cases.rows(cases.tables()["megatron_bridge_moe_2511"]):
         model = cases.moe_model(row)
         if row["model"] == "GPT-OSS-120B":
-            flops = 6 * (model.layers * model.active_matrices + model.embed * model.vocab)
+            flops = 6 * (model.layers * shape.active_matrices(model) + model.embed * model.vocab)
         else:
             flops = model_flops_per_token(model, row["sequence"])
         printed = row["tflops_per_gpu"] / row["tokens_per_s_per_gpu"]
@@ -164,8 +166,8 @@ def test_ranks_of_the_same_layouts_by_our_own_software():
 @pytest.mark.parametrize(("layers", "stages", "last"), [(60, 16, 3), (60, 8, 7), (64, 8, 8)])
 def test_layers_that_stages_do_not_divide_are_spread_over_them(layers, stages, last):
     """The last stage once had what full stages leave: of 60 layers on 16 stages none."""
-    workload = Workload(
-        replace(cases.HAGEMANN_MODELS["30B"], layers=layers),
+    workload = cases.published_run(
+        cases.HAGEMANN_MODELS["30B"].model_copy(update={"layers": layers}),
         sequence_length=8192,
         global_batch=512,
         microbatch=1,
@@ -192,7 +194,7 @@ def test_models_with_experts_after_calibrating_on_one_of_each_hardware_and_softw
 
 def test_printed_flops_tell_which_runs_had_a_second_token():
     deepseek = [
-        (table, row["hardware"], cases.moe_model(row).further)
+        (table, row["hardware"], shape.further_tokens(cases.moe_model(row)))
         for table in ("megatron_bridge_moe_2511", "megatron_bridge_moe_2602")
         for row in cases.rows(cases.tables()[table])
         if row["model"] == "DeepSeek-V3"
@@ -240,7 +242,7 @@ def measured_memory() -> dict[str, list[tuple[Memory, float]]]:
     for row in cases.rows(tables["zb_memory_check"]):
         workload = by_1f1b[row["model"]]
         batch = row["microbatches"] * workload.microbatch
-        estimate = megatron_memory(replace(workload, global_batch=batch))
+        estimate = megatron_memory(workload.with_settings(train={"global_batch": batch}))
         check.append((estimate, 1e9 * row["measured_GB"]))
     return {"zb_table4": table4, "zb_memory_check": check}
 
@@ -286,7 +288,7 @@ def test_tensor_parallelism_is_best_up_to_a_host():
 
 
 def test_the_published_layout_of_1t_is_among_the_best():
-    trillion = Workload(
+    trillion = cases.published_run(
         cases.gpt(128, 25600, 160), sequence_length=2048, global_batch=3072, microbatch=1
     )
     start = time.process_time()

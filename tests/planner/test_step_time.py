@@ -4,10 +4,12 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from workloads import gpt, workload_with
 
-from spmdtrain.config.schema import Llama, RunConfig
+from spmdtrain.config.schema import FinetuneConfig, Llama
 from spmdtrain.models.size import train_flops_per_token
 from spmdtrain.pipeline import schedule, timing
+from spmdtrain.planner.cost import shape
 from spmdtrain.planner.cost.collective_time import all_gather_seconds, ring_latency, send_seconds
 from spmdtrain.planner.cost.flops import model_flops_per_token
 from spmdtrain.planner.cost.hardware import DEVICES, swept
@@ -15,21 +17,19 @@ from spmdtrain.planner.cost.layer_time import layer_time
 from spmdtrain.planner.cost.overlap import LOST_BESIDE_COLLECTIVES, Overlap
 from spmdtrain.planner.cost.software import software
 from spmdtrain.planner.cost.step_time import step_time
+from spmdtrain.planner.cost.trained_weights import Trained
 from spmdtrain.planner.cost.workload import (
     Group,
     MeshShape,
-    ModelShape,
-    Trained,
     Workload,
-    model_shape,
 )
 
 H100 = DEVICES["h100"]
 OURS = software("spmdtrain", "h100")
 # With shares that a test can write down, and not those of the fleet.
 PLAIN = replace(OURS, overlap=Overlap())
-MODEL = ModelShape(layers=8, embed=1024, heads=16, kv_heads=16, head_dim=64, ffn=4096, vocab=32768)
-WORKLOAD = Workload(MODEL, sequence_length=1024, global_batch=64, microbatch=1)
+MODEL = gpt(layers=8, embed=1024, heads=16, vocab=32768)
+WORKLOAD = workload_with(MODEL, sequence_length=1024, global_batch=64)
 
 
 def workload(**mesh: int) -> Workload:
@@ -58,7 +58,7 @@ def test_a_pipeline_takes_the_time_of_the_table_that_runs():
 @pytest.mark.parametrize("windows", [(), (100, 0, 600)])
 def test_flops_agree_with_the_metrics_of_a_run(windows):
     config = Llama(layers=4, embed=256, heads=8, kv_heads=2, vocab=1000, windows=windows)
-    flops = model_flops_per_token(model_shape(RunConfig(model=config)), 512)
+    flops = model_flops_per_token(config, 512)
     assert flops == pytest.approx(train_flops_per_token(config, 512), rel=1e-12)
     assert (flops < train_flops_per_token(config.model_copy(update={"windows": ()}), 512)) == bool(
         windows
@@ -68,7 +68,7 @@ def test_flops_agree_with_the_metrics_of_a_run(windows):
 @pytest.mark.parametrize("system", [OURS, software("spmdtrain-xla", "h100")])
 def test_a_window_takes_time_off_attention_and_a_norm_more_passes(system):
     def terms(**changes):
-        changed = replace(WORKLOAD, model=replace(MODEL, **changes))
+        changed = WORKLOAD.with_settings(model=changes)
         return {term: sum(work) for term, work in layer_time(changed, H100, system).items()}
 
     plain = terms()
@@ -83,7 +83,8 @@ def test_a_window_takes_time_off_attention_and_a_norm_more_passes(system):
 
 def test_frozen_weights_save_their_gradients_and_adapters_cost_their_matmuls():
     def terms(*targets: str, **changes) -> dict[str, float]:
-        trained = Trained(0.0, 0.0, rank=16, targets=targets)
+        lora = FinetuneConfig(kind="lora", targets=targets) if targets else FinetuneConfig()
+        trained = Trained(share=0.0, of_matrices=0.0, finetune=lora)
         changed = replace(WORKLOAD, trained=trained, **changes)
         return dict(step_time(changed, H100, PLAIN).terms)
 
@@ -132,9 +133,9 @@ def test_gathers_slow_the_work_beside_them_and_the_first_and_last_stand_alone():
     split = replace(workload(fsdp=8), microbatch=8)
     found = step_time(split, H100, PLAIN).terms["fsdp_collectives"]
     # Weights are gathered twice, 2 bytes each, and their gradients scattered once, 4 bytes each.
-    layers = 4 * all_gather(2 * 8 * MODEL.layer_parameters, pieces=8)
-    first_layer = all_gather(2 * MODEL.layer_parameters)
-    outside = 3 * all_gather(2 * MODEL.outside_parameters)
+    layers = 4 * all_gather(2 * 8 * shape.layer_parameters(MODEL), pieces=8)
+    first_layer = all_gather(2 * shape.layer_parameters(MODEL))
+    outside = 3 * all_gather(2 * shape.outside_parameters(MODEL))
     assert found == pytest.approx(first_layer + outside + LOST_BESIDE_COLLECTIVES * layers)
 
     # Where a compiled step has said which share of all this runs beside work, that counts.

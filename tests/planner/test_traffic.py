@@ -1,24 +1,15 @@
 """What a layout has to send, against sums done by hand."""
 
 import pytest
+from workloads import workload_with
 
+from spmdtrain.config.schema import Llama
 from spmdtrain.planner.cost.collective_time import data_sums
 from spmdtrain.planner.cost.hardware import DEVICES
-from spmdtrain.planner.cost.workload import MeshShape, ModelShape, Workload
+from spmdtrain.planner.cost.workload import MeshShape, Workload
 from spmdtrain.planner.traffic import needed_traffic
 
-MODEL = ModelShape(
-    layers=4,
-    embed=8,
-    heads=2,
-    kv_heads=1,
-    head_dim=4,
-    ffn=16,
-    vocab=32,
-    tied=False,
-    bias=False,
-    layernorm=False,
-)
+MODEL = Llama(layers=4, embed=8, heads=2, kv_heads=1, ffn=16, vocab=32, mlp="gelu")
 LAYER = 8 * (8 + 8 + 8 + 16 + 16)  # queries, keys with values, output, up, down
 TABLES = 2 * 32 * 8
 NORMS = 2 * 8
@@ -26,10 +17,8 @@ ALL = 4 * (LAYER + NORMS) + TABLES + NORMS
 
 
 def workload(mesh: MeshShape, **changes) -> Workload:
-    return Workload(
-        **{"model": MODEL, "sequence_length": 16, "global_batch": 16, "microbatch": 2, "mesh": mesh}
-        | changes
-    )
+    settings = {"model": MODEL, "sequence_length": 16, "global_batch": 16, "microbatch": 2}
+    return workload_with(**settings | changes, mesh=mesh)
 
 
 def test_one_device_sends_nothing():
@@ -50,7 +39,7 @@ def test_zero_scatters_float32_and_gathers_what_it_computes_with():
 
 
 def test_neighbours_scatter_float32_and_send_others_their_share_of_eight_bits():
-    coded = {"sent_gradient_bytes": 1.25, "data_within": 4, "data_exchanges": True}
+    coded = {"sent_gradient_bytes": 1.25, "compression": {"codec": "int8", "within": 4}}
     scattered = 4 * 3 / 4 + 1.25 / 4 / 2
     gathered = 1.25 / 4 / 2 + 1.25 * 3 / 4
     sent = needed_traffic(workload(MeshShape(data=8), **coded))
@@ -68,9 +57,12 @@ def test_an_exchange_among_all_devices_of_many_hosts_takes_the_time_of_float32()
         sums = data_sums(workload(MeshShape(data=64), **coded), 4)
         return sum(each.seconds(1e9, DEVICES["h100"], True) for each in sums)
 
-    coded = {"sent_gradient_bytes": 1 + 4 / 256, "data_exchanges": True}
-    assert seconds(**coded) == pytest.approx(seconds(), rel=0.1)
-    assert seconds(**coded, data_within=8) < 0.75 * seconds()
+    def compressed(within: int) -> float:
+        codec = {"codec": "int8", "within": within}
+        return seconds(sent_gradient_bytes=1 + 4 / 256, compression=codec)
+
+    assert compressed(within=1) == pytest.approx(seconds(), rel=0.1)
+    assert compressed(within=8) < 0.75 * seconds()
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
-"""Sizes the experts of a model, and the traffic of their exchange (`spmdtrain.parallel.experts`).
+"""Sizes the exchange of tokens between the experts of a layer (`spmdtrain.parallel.experts`).
 
-All are plain numbers. Buckets and tiles are those that a run makes, by the same functions.
+Buckets and tiles are those that a run makes, by the same functions.
 """
 
 import math
 from dataclasses import dataclass
 
+from spmdtrain.config.schema import ExpertsConfig
 from spmdtrain.parallel.experts.rounds import tile_of
 from spmdtrain.parallel.experts.sending import Bucket, bucket_of
 
@@ -18,40 +19,13 @@ TOLD_BYTES = 12 + 12 + 4
 
 
 @dataclass(frozen=True)
-class ExpertShape:
-    """The sizes of `[model.experts]`, under its names."""
-
-    count: int
-    chosen: int
-    ffn: int
-    shared: int = 0
-    first_dense: int = 0
-    every: int = 1
-    bucket_factor: float = 1.25
-    logit_bias: bool = False
-
-    def share_of(self, layers: int) -> float:
-        """Returns the share of `layers` that have experts."""
-        return self.repeats(layers) / layers
-
-    def repeats(self, layers: int) -> int:
-        """Returns how often the pattern of the layers after the first dense ones repeats."""
-        return (layers - self.first_dense) // self.every
-
-    @property
-    def router_biases(self) -> int:
-        """The number of a router's parameters other than its matrix."""
-        return self.count * (2 if self.logit_bias else 1)
-
-
-@dataclass(frozen=True)
 class Dispatch:
     """One layer's exchange of the `tokens` of one device, with `devices` that own the experts.
 
     imbalance: rows of the fullest device over the mean, which also holds for its buckets.
     """
 
-    experts: ExpertShape
+    experts: ExpertsConfig
     tokens: int
     devices: int
     imbalance: float

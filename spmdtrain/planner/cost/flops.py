@@ -4,11 +4,13 @@ A multiplication and an addition count as two. The FLOPs that a kernel really co
 where its time is estimated (layer_time.py).
 """
 
-from spmdtrain.planner.cost.workload import ModelShape, Trained
+from spmdtrain.config.schema import TransformerConfig
+from spmdtrain.planner.cost import shape
+from spmdtrain.planner.cost.trained_weights import Trained
 
 
 def model_flops_per_token(
-    model: ModelShape, sequence_length: int, trained: Trained | None = None
+    model: TransformerConfig, sequence_length: int, trained: Trained | None = None
 ) -> float:
     """Returns the FLOPs of forward and backward per token: causal attention, no recomputation.
 
@@ -19,19 +21,25 @@ def model_flops_per_token(
     `models.counted_flops.counted_flops_per_token`.
     """
     trained = trained or Trained()
-    matrices = model.layers * model.active_matrices + model.embed * model.vocab
-    matrices += model.further_matrices
-    attention = 6 * model.heads * model.mean_dim * sequence_length
-    attention *= model.layers * model.seen_share(sequence_length) + model.further
+    matrices = model.layers * shape.active_matrices(model) + model.embed * shape.vocab(model)
+    matrices += shape.further_matrices(model)
+    attention = 6 * model.heads * shape.mean_dim(model) * sequence_length
+    attention *= model.layers * shape.seen_share(model, sequence_length) + shape.further_tokens(
+        model
+    )
     adapters = 6 * model.layers * trained.adapter_matrices(model)
     whole = (4 + 2 * trained.of_matrices) * matrices + adapters + attention
-    of_layer = 4 * (model.active_matrices + trained.adapter_matrices(model))
+    of_layer = 4 * (shape.active_matrices(model) + trained.adapter_matrices(model))
     of_layer += (
-        4 * model.heads * model.mean_dim * sequence_length * model.seen_share(sequence_length)
+        4
+        * model.heads
+        * shape.mean_dim(model)
+        * sequence_length
+        * shape.seen_share(model, sequence_length)
     )
     return whole - trained.frozen_layers * of_layer
 
 
-def teacher_flops_per_token(teacher: ModelShape | None, sequence_length: int) -> float:
+def teacher_flops_per_token(teacher: TransformerConfig | None, sequence_length: int) -> float:
     """Returns the FLOPs of a teacher's forward pass per token, a third of a training step's."""
     return model_flops_per_token(teacher, sequence_length) / 3 if teacher else 0.0

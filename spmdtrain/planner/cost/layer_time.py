@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
+from spmdtrain.config.schema import TransformerConfig
+from spmdtrain.planner.cost import shape
 from spmdtrain.planner.cost.collective_time import (
     all_gather_seconds,
     all_reduce_seconds,
@@ -27,7 +29,7 @@ from spmdtrain.planner.cost.kernel_time import (
 from spmdtrain.planner.cost.memory import FLOAT32
 from spmdtrain.planner.cost.overlap import exposed, left_over
 from spmdtrain.planner.cost.software import LAUNCH_SECONDS, Software
-from spmdtrain.planner.cost.workload import Group, ModelShape, Workload, bytes_of
+from spmdtrain.planner.cost.workload import Group, Workload, bytes_of
 
 
 class Work(NamedTuple):
@@ -68,7 +70,7 @@ class LayerSizes:
     A search asks about many workloads but few different layers.
     """
 
-    model: ModelShape
+    model: TransformerConfig
     microbatch: int
     sequence_length: int
     tensor: int
@@ -107,7 +109,7 @@ def _layer_sizes(workload: Workload, tensor: int) -> LayerSizes:
     return LayerSizes(
         model=workload.model,
         microbatch=workload.microbatch,
-        sequence_length=workload.sequence_length,
+        sequence_length=workload.train.sequence_length,
         tensor=tensor,
         context=workload.mesh.group("context"),
         context_way=workload.context_way,
@@ -115,7 +117,7 @@ def _layer_sizes(workload: Workload, tensor: int) -> LayerSizes:
         collective_matmul=workload.collective_matmul,
         remat=workload.remat,
         dtype=workload.dtype,
-        matmul=workload.matmul,
+        matmul=workload.config.precision.matmul,
         exchange=workload.exchange_group,
         experts_over_tensor=workload.experts_over_tensor,
     )
@@ -138,7 +140,7 @@ def _launch_wait(sizes: LayerSizes, layer: Mapping[str, Work], software: Softwar
     if sizes.model.experts is None:
         return NO_WORK
     kernels = software.layer_kernels + _expert_kernels(sizes, software)
-    seconds = sizes.model.expert_share * kernels * software.launch_wait
+    seconds = shape.expert_share(sizes.model) * kernels * software.launch_wait
     beside = add_work(*layer.values()) if software.launches_ahead else NO_WORK
     return Work(
         forward=max(0.0, FORWARD_KERNELS * seconds - beside.forward),
@@ -173,10 +175,10 @@ def _half_time(
     model = sizes.model
     if half == "attention" or model.experts is None:
         return _dense_half_time(half, sizes, hardware, software)
-    share = model.expert_share
+    share = shape.expert_share(model)
     dense, beside = (
         _dense_half_time(half, replace(sizes, model=layer), hardware, software)
-        for layer in (model.dense_layer, model.beside_experts)
+        for layer in (shape.dense_layer(model), shape.beside_experts(model))
     )
     own = _expert_time(sizes, hardware, software)
     parts = ((1 - share, dense), (share, beside), (share, own))
@@ -200,7 +202,7 @@ def _dense_half_time(
     forward_bytes = own.forward_bytes + (5.5 if sizes.model.dropout else 5) * norm_bytes
     backward_bytes = own.backward_bytes + (6.5 if sizes.model.dropout else 6) * norm_bytes
     # A further norm reads and writes; its backward reads its input and a gradient and writes one.
-    more_norms = sizes.model.norms // 2 - 1
+    more_norms = shape.norms(sizes.model) // 2 - 1
     forward_bytes += 2 * more_norms * norm_bytes
     backward_bytes += 3 * more_norms * norm_bytes
 
@@ -267,10 +269,10 @@ def _latents_again(sizes: LayerSizes, hardware: Hardware, software: Software) ->
         return 0.0
     matmuls = sum(
         _matmul_work(sizes, columns // sizes.tensor, rows, hardware, software).forward
-        for columns, rows, splits in model.qkv_matmuls
+        for columns, rows, splits in shape.qkv_matmuls(model)
         if splits
     )
-    passes = 2 * (model.qkv_width / sizes.tensor + model.latent.norm_width)
+    passes = 2 * (shape.qkv_width(model) / sizes.tensor + shape.latent_norm_width(model))
     moved = passes * sizes.tokens * bytes_of(sizes.dtype)
     return matmuls + software.elementwise_factor * memory_seconds(moved, hardware)
 
@@ -281,25 +283,25 @@ def _attention_half(sizes: LayerSizes, hardware: Hardware, software: Software) -
     qkv = add_work(
         *(
             _matmul_work(sizes, columns // (tensor if splits else 1), rows, hardware, software)
-            for columns, rows, splits in model.qkv_matmuls
+            for columns, rows, splits in shape.qkv_matmuls(model)
         )
     )
     projection = _matmul_work(
-        sizes, model.embed, model.attention_width // tensor, hardware, software
+        sizes, model.embed, shape.attention_width(model) // tensor, hardware, software
     )
 
     column_bytes = sizes.tokens * bytes_of(sizes.dtype) / tensor  # of a column split over `tensor`
     attention = _attention_work(sizes, hardware, software)
     # Norms of queries and keys are one pass more over them, and so are those of latents, which no
     # axis splits.
-    normed = 0 if model.query_norm == "none" else model.query_key_width
+    normed = 0 if model.query_norm == "none" else shape.query_key_width(model)
     if model.latent:
-        normed += model.latent.norm_width * tensor
+        normed += shape.latent_norm_width(model) * tensor
     return _Half(
         matmul=add_work(qkv, projection),
         attention=attention,
-        forward_bytes=2 * (model.qkv_width + normed) * column_bytes,
-        backward_bytes=(5 / 3 * model.qkv_width + 3 * normed) * column_bytes,
+        forward_bytes=2 * (shape.qkv_width(model) + normed) * column_bytes,
+        backward_bytes=(5 / 3 * shape.qkv_width(model) + 3 * normed) * column_bytes,
         context=_context_collectives(sizes, attention, hardware, software),
     )
 
@@ -315,7 +317,7 @@ def _context_collectives(
     """
     model = sizes.model
     tokens = sizes.microbatch * sizes.sequence_length  # over all of `context`
-    head_bytes = tokens * model.mean_dim * bytes_of(sizes.dtype)
+    head_bytes = tokens * shape.mean_dim(model) * bytes_of(sizes.dtype)
     kv_heads = max(1, model.kv_heads // sizes.tensor)
     moving = all_gather_seconds(2 * kv_heads * head_bytes, sizes.context, hardware)
     if sizes.context_way == "ring":
@@ -342,11 +344,11 @@ def _mlp_half(sizes: LayerSizes, hardware: Hardware, software: Software) -> _Hal
     tensor = sizes.tensor
     if not model.ffn:  # the mlp next to experts, none of which are shared
         return _Half(NO_WORK, NO_WORK, 0.0, 0.0, NO_WORK)
-    up = _matmul_work(sizes, model.up_width // tensor, model.embed, hardware, software)
+    up = _matmul_work(sizes, shape.up_width(model) // tensor, model.embed, hardware, software)
     down = _matmul_work(sizes, model.embed, model.ffn // tensor, hardware, software)
 
     # Columns that the activation function reads and writes.
-    forward_columns, backward_columns = (3, 5) if model.gated else (2, 3)
+    forward_columns, backward_columns = (3, 5) if model.is_gated else (2, 3)
     column_bytes = sizes.tokens * bytes_of(sizes.dtype) / tensor
     return _Half(
         matmul=add_work(up, down),
@@ -423,7 +425,7 @@ def _grouped_work(
     model, experts = sizes.model, sizes.model.experts
     assert experts is not None, "a model with experts"
     ffn = experts.ffn // (1 if sizes.experts_over_tensor else sizes.tensor)
-    up_width = ffn * (2 if model.gated else 1)
+    up_width = ffn * (2 if model.is_gated else 1)
     rows, embed = dispatch.rows_of_expert, model.embed
     is_narrow = sizes.matmul != "compute" and software.narrow_experts
     seconds = partial(
@@ -488,7 +490,7 @@ def _dispatch_passes(
 
 def _activation_columns(sizes: LayerSizes, software: Software) -> tuple[int, int]:
     """Returns the columns that an expert's activation moves, forward and backward."""
-    return software.activation_columns or ((3, 5) if sizes.model.gated else (2, 3))
+    return software.activation_columns or ((3, 5) if sizes.model.is_gated else (2, 3))
 
 
 def _column_bytes(sizes: LayerSizes, dispatch: Dispatch) -> float:
@@ -551,12 +553,12 @@ def _fused_attention_work(sizes: LayerSizes, hardware: Hardware, software: Softw
     queries = keys // sizes.context.size
     heads = max(1, model.heads // sizes.tensor)
     # Causal: half of the 4 b h d s^2 FLOPs of two matmuls over all pairs.
-    flops = 2 * sizes.microbatch * heads * model.mean_dim * queries * keys
+    flops = 2 * sizes.microbatch * heads * shape.mean_dim(model) * queries * keys
     if sizes.context_way == "gather":
         # With tokens in order, those of the last device see nearly all keys, and the other devices
         # wait.
         flops *= (2 * sizes.context.size - 1) / sizes.context.size
-    flops *= model.seen_share(keys)
+    flops *= shape.seen_share(model, keys)
     is_narrow = software.narrow_attention and sizes.matmul != "compute"
     seconds = partial(
         fused_attention_seconds,
@@ -574,8 +576,8 @@ def _fused_attention_work(sizes: LayerSizes, hardware: Hardware, software: Softw
     return add_work(
         work,
         Work(
-            forward=memory_seconds(moved * model.qkv_width, hardware),
-            backward=memory_seconds(moved * model.attention_width, hardware),
+            forward=memory_seconds(moved * shape.qkv_width(model), hardware),
+            backward=memory_seconds(moved * shape.attention_width(model), hardware),
             weight=0.0,
         ),
     )
@@ -595,9 +597,9 @@ def _unfused_attention_work(sizes: LayerSizes, hardware: Hardware, software: Sof
         count=matrices,
     )
     # Tiles beyond a window are skipped.
-    seen = model.seen_share(keys)
+    seen = shape.seen_share(model, keys)
     scores = seen * seconds(queries, keys, model.head_dim)
-    values = seen * seconds(queries, model.value_dim, keys)
+    values = seen * seconds(queries, model.value_width, keys)
 
     # Softmax, mask and dropout: passes over the scores, counted for Megatron-LM of 2021.
     score_bytes = seen * matrices * queries * keys * software.score_bytes * software.score_factor

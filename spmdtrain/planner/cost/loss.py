@@ -8,6 +8,7 @@ from pallas_kernels.choose import VARIANT
 from pallas_kernels.loss.api import VARIANTS, XLA, best_on
 from pallas_kernels.loss.chunks import CHUNK_LOGITS, chunk_count
 from pallas_kernels.tuning import Table
+from spmdtrain.planner.cost import shape
 from spmdtrain.planner.cost.workload import Workload
 
 
@@ -23,8 +24,8 @@ def loss_of(workload: Workload, ways: int) -> Loss:
 
     `ways`: the parts into which the rows of the vocabulary are split.
     """
-    microbatch, time = workload.microbatch, workload.sequence_length // workload.mesh.context
-    rows = -(-workload.model.vocab // ways)
+    microbatch, time = workload.microbatch, workload.train.sequence_length // workload.mesh.context
+    rows = -(-shape.vocab(workload.model) // ways)
     name = XLA
     if chunk_count(microbatch, time, rows, CHUNK_LOGITS) > 1:  # or there is nothing to choose
         call = LossCall(
@@ -34,7 +35,7 @@ def loss_of(workload: Workload, ways: int) -> Loss:
             rows=rows,
             dtype=workload.dtype,
             weight=workload.dtype,
-            logits=workload.logits,
+            logits=workload.config.precision.logits,
             whole=ways * workload.mesh.context == 1,
         )
         default = best_on(workload.device_kind)[0] if call.whole else XLA

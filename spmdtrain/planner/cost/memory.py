@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 from pallas_kernels.attention.xla import BLOCK
 from pallas_kernels.loss.api import KERNEL
 from pallas_kernels.loss.chunks import CHUNK_LOGITS
-from spmdtrain.config.schema import RunConfig
+from spmdtrain.config.schema import RunConfig, TransformerConfig
+from spmdtrain.planner.cost import shape
 from spmdtrain.planner.cost.hardware import Hardware
 from spmdtrain.planner.cost.loss import loss_of
 from spmdtrain.planner.cost.schedules import SCHEDULES, RingSlots, lay_out, pipeline_of
-from spmdtrain.planner.cost.workload import ModelShape, Workload, bytes_of
+from spmdtrain.planner.cost.workload import Workload, bytes_of
 
 if TYPE_CHECKING:
     from spmdtrain.train.updates.optimizers import Optimizer
@@ -173,7 +174,9 @@ def _whole_under_zero(workload: Workload) -> float:
     whole = 0.0
     layers = workload.layers_per_stage // workload.chunks
     if mesh.tensor > 1 and workload.chunks % mesh.data and layers % mesh.data:
-        mlp = model.embed * model.mean_of_layers(lambda layer: layer.up_width + layer.ffn)
+        mlp = model.embed * shape.mean_of_layers(
+            model, lambda layer: shape.up_width(layer) + layer.ffn
+        )
         whole += workload.layers_per_stage * mlp / mesh.tensor
     if mesh.tensor * mesh.pipeline > 1:
         whole += _outside_elements(workload)
@@ -214,23 +217,23 @@ def _dense_layer_elements(workload: Workload) -> float:
     are few, whole.
     """
     model = workload.model
-    vectors = model.layer_parameters - model.layer_matrices
-    split = model.layer_matrices - model.whole_matrices
-    return split / workload.mesh.tensor + model.whole_matrices + vectors
+    vectors = shape.layer_parameters(model) - shape.layer_matrices(model)
+    split = shape.layer_matrices(model) - shape.whole_matrices(model)
+    return split / workload.mesh.tensor + shape.whole_matrices(model) + vectors
 
 
 def _expert_elements(workload: Workload) -> float:
     """Counts the elements of a layer's experts: `expert` owns some, and `tensor` splits them."""
     mesh = workload.mesh
-    return workload.model.expert_parameters / (mesh.expert * mesh.tensor)
+    return shape.expert_parameters(workload.model) / (mesh.expert * mesh.tensor)
 
 
 def _outside_elements(workload: Workload) -> float:
     model = workload.model
     ways = workload.mesh.pipeline * workload.mesh.tensor
-    vocabulary = model.vocab * model.vocabulary_tables / ways
-    joining = 2 * model.further * model.embed  # of further tokens, with the stream
-    return model.embed * (vocabulary + model.position_rows + 2 + joining)
+    vocabulary = shape.vocab(model) * shape.vocabulary_tables(model) / ways
+    joining = 2 * shape.further_tokens(model) * model.embed  # of further tokens, with the stream
+    return model.embed * (vocabulary + shape.position_rows(model) + 2 + joining)
 
 
 # Activations
@@ -242,7 +245,8 @@ def kept_bytes(workload: Workload, remat: str | None = None) -> int:
     A test holds it equal to `LayerGradient.saved`.
     """
     policy = remat or workload.remat
-    kept = workload.model.mean_of_layers(
+    of_dense = shape.mean_of_layers(
+        workload.model,
         lambda layer: _kept_bytes(
             layer,
             workload.tokens,
@@ -250,9 +254,9 @@ def kept_bytes(workload: Workload, remat: str | None = None) -> int:
             workload.compute_bytes,
             policy,
             workload.stream_ways,
-        )
+        ),
     )
-    return int(kept + workload.model.expert_share * _kept_of_experts(workload, policy))
+    return int(of_dense + shape.expert_share(workload.model) * _kept_of_experts(workload, policy))
 
 
 def _kept_of_experts(workload: Workload, remat: str) -> float:
@@ -275,7 +279,7 @@ def _kept_of_experts(workload: Workload, remat: str) -> float:
 
 @lru_cache(maxsize=10_000)
 def _kept_bytes(
-    model: ModelShape, tokens: int, tensor: int, size: int, remat: str, stream_ways: int
+    model: TransformerConfig, tokens: int, tensor: int, size: int, remat: str, stream_ways: int
 ) -> int:
     """Returns `kept_bytes`. `size`: bytes of an element. `stream_ways`: as in Workload."""
     layer_input = size * tokens * model.embed // stream_ways
@@ -283,10 +287,10 @@ def _kept_bytes(
         return layer_input
 
     # Attention keeps its result, and its log-sum-exp in float32.
-    attention = size * model.attention_width + FLOAT32 * model.heads
-    of_heads, whole = model.qkv_columns
+    attention = size * shape.attention_width(model) + FLOAT32 * model.heads
+    of_heads, whole = shape.qkv_columns(model)
     if remat == "dots":
-        matmuls = size * (of_heads + model.up_width)
+        matmuls = size * (of_heads + shape.up_width(model))
         # The layer's input, and what attention adds to it; a norm after the mlp reads its output.
         streams = 2 if model.norm_places == "before" else 3
         stream = streams * size * model.embed // stream_ways
@@ -295,18 +299,18 @@ def _kept_bytes(
         return tokens * (stream + (matmuls + attention) // tensor + size * whole)
 
     # A norm keeps its input and output, and in float32 its deviation (and its mean, if centred).
-    statistics = 2 * FLOAT32 if model.layernorm else FLOAT32
+    statistics = 2 * FLOAT32 if model.norm == "layernorm" else FLOAT32
     norm = tokens * (2 * size * model.embed + statistics) // stream_ways
     # The output of a norm after attention or mlp is added to the stream, and not kept.
     out_norm = tokens * (size * model.embed + statistics) // stream_ways
-    norms = 2 * norm + (model.norms - 2) * out_norm
+    norms = 2 * norm + (shape.norms(model) - 2) * out_norm
     # It also keeps its input, and the matmul after it keeps its own.
-    attention += size * (model.qkv_width + model.attention_width)
+    attention += size * (shape.qkv_width(model) + shape.attention_width(model))
     if model.query_norm != "none":
-        attention += size * model.query_key_width
-    mlp = size * (model.up_width + model.ffn)
+        attention += size * shape.query_key_width(model)
+    mlp = size * (shape.up_width(model) + model.ffn)
     # Latents, before and after their norms, are whole on every device of `tensor`.
-    latents = 2 * size * model.latent.norm_width if model.latent else 0
+    latents = 2 * size * shape.latent_norm_width(model) if model.latent else 0
     return norms + tokens * ((attention + mlp) // tensor + latents)
 
 
@@ -316,8 +320,8 @@ def deferred_bytes(workload: Workload) -> int:
     A test holds it equal to `LayerGradient.deferred`.
     """
     model = workload.model
-    deferred = model.mean_of_layers(lambda layer: _deferred_bytes(layer, workload))
-    return int(deferred + model.expert_share * _deferred_of_experts(workload))
+    deferred = shape.mean_of_layers(model, lambda layer: _deferred_bytes(layer, workload))
+    return int(deferred + shape.expert_share(model) * _deferred_of_experts(workload))
 
 
 def _deferred_of_experts(workload: Workload) -> float:
@@ -330,7 +334,7 @@ def _deferred_of_experts(workload: Workload) -> float:
         return 0.0
     dispatch = workload.dispatch()
     if not dispatch.is_one_round:
-        return workload.compute_bytes * _expert_elements(workload) / model.expert_share
+        return workload.compute_bytes * _expert_elements(workload) / shape.expert_share(model)
     columns = _expert_columns(workload)
     router = workload.tokens * FLOAT32 * (model.embed + experts.count)
     return router + dispatch.padded * workload.compute_bytes * (2 * model.embed + columns)
@@ -341,16 +345,18 @@ def _expert_columns(workload: Workload) -> float:
     experts = workload.model.experts
     assert experts is not None, "a model with experts"
     split = 1 if workload.experts_over_tensor else workload.mesh.tensor
-    return experts.ffn * (3 if workload.model.gated else 2) / split
+    return experts.ffn * (3 if workload.model.is_gated else 2) / split
 
 
-def _deferred_bytes(model: ModelShape, workload: Workload) -> int:
+def _deferred_bytes(model: TransformerConfig, workload: Workload) -> int:
     size = workload.compute_bytes
-    of_heads, others = model.qkv_columns
-    whole = (2 * size + 8 * model.norms) * model.embed + size * others
-    split = size * (model.up_width + of_heads) // workload.mesh.tensor
+    of_heads, others = shape.qkv_columns(model)
+    whole = (2 * size + 8 * shape.norms(model)) * model.embed + size * others
+    split = size * (shape.up_width(model) + of_heads) // workload.mesh.tensor
     # The gradients of these vectors are complete in float32.
-    vectors = FLOAT32 * (model.query_norm_size + model.latent_norm_size + model.head_sinks)
+    vectors = FLOAT32 * (
+        shape.query_norm_size(model) + shape.latent_norm_width(model) + shape.head_sinks(model)
+    )
     return workload.tokens * (whole + split) + vectors
 
 
@@ -393,11 +399,11 @@ def _accumulated_memory(
         elements = own / workload.stored_bytes
     narrower = size < workload.stored_bytes
     gathers = workload.zero and workload.mesh.data > 1
-    copied = narrower or gathers or not workload.gradients_at_weights
+    copied = narrower or gathers or not workload.config.optimizer.gradients_at_weights
     compute_copy = size * elements if copied else 0.0
     if size < workload.frozen_bytes:
         compute_copy += size * (frozen + teacher_elements(workload))
-    below = workload.trained.frozen_layers  # which keep nothing, and whose gradients are zeros
+    below = workload.frozen_per_stage  # which keep nothing, and whose gradients are zeros
     gradients = size * elements * (1 - workload.trained.share_below(model))
     sums = FLOAT32 * elements if workload.accumulation > 1 else 0.0
 
@@ -405,7 +411,7 @@ def _accumulated_memory(
     layer = _layer_elements(workload)
     if workload.mesh.fsdp == 1:
         layer = _dense_layer_elements(workload)
-    table = model.vocab * model.embed / tensor
+    table = shape.vocab(model) * model.embed / tensor
     gathered = 0.0
     unscattered = 0.0
     if workload.mesh.fsdp * workload.dense_ways > 1:
@@ -415,7 +421,7 @@ def _accumulated_memory(
 
     # The first layer's input, the last one's output, and what the head reads; a further token has
     # two more joined streams.
-    ends = (3 + 4 * model.further) * size * workload.tokens * model.embed
+    ends = (3 + 4 * shape.further_tokens(model)) * size * workload.tokens * model.embed
     layers = workload.layers_per_stage - below
     if workload.offloads:
         layers = min(layers, BETWEEN_HOST_AND_DEVICE)
@@ -433,7 +439,7 @@ def _accumulated_memory(
         + _round_bytes(workload)
     )
     # A block of a further token leaves a gradient of the table, until that of the model is added.
-    waiting = model.further * FLOAT32 * table
+    waiting = shape.further_tokens(model) * FLOAT32 * table
     at_head = sums + compute_copy + gathered + activations + logits + waiting
     # Written out, a layer's arrays are freed as its backward pass goes on; a loop holds them all.
     freed = 0.0 if workload.scans_layers else kept_bytes(workload) / 2
@@ -496,7 +502,7 @@ def _pipelined_memory(
     )
     narrower = size < workload.stored_bytes
     gathers = mesh.fsdp * workload.dense_ways > 1 or bool(workload.zero)
-    copies = narrower or gathers or not workload.gradients_at_weights
+    copies = narrower or gathers or not workload.config.optimizer.gradients_at_weights
     weights = size * trained if copies else 0.0
     if size < workload.frozen_bytes or mesh.fsdp * workload.dense_ways > 1:
         weights += size * (elements - share * elements)
@@ -569,8 +575,8 @@ def _streamed_bytes(workload: Workload) -> float:
     if not workload.moments_on_host:
         return 0.0
     mesh = workload.mesh
-    table = workload.model.vocab * workload.model.embed / (mesh.tensor * mesh.pipeline)
-    tables = workload.model.vocabulary_tables * table
+    table = shape.vocab(workload.model) * workload.model.embed / (mesh.tensor * mesh.pipeline)
+    tables = shape.vocabulary_tables(workload.model) * table
     largest = max(tables, BETWEEN_HOST_AND_DEVICE * _layer_elements(workload))
     ways = mesh.fsdp * (mesh.data if workload.zero else 1)
     return workload.moment_bytes * workload.moments * largest / ways
@@ -584,9 +590,9 @@ def _logit_bytes(workload: Workload, ways: int) -> float:
     With more than one chunk, a float32 gradient of the table accumulates over them. What a teacher
     has saved is spread over the rows of a chunk as well.
     """
-    rows = workload.model.vocab / ways
+    rows = shape.vocab(workload.model) / ways
     arrays = 2 if workload.likeliest else 1
-    size = FLOAT32 if workload.likeliest else bytes_of(workload.logits)
+    size = FLOAT32 if workload.likeliest else bytes_of(workload.config.precision.logits)
     implementation, chunks = loss_of(workload, ways)
     if workload.likeliest:
         chunks = max(1, math.ceil(arrays * workload.tokens * rows / CHUNK_LOGITS))
@@ -599,12 +605,12 @@ def _logit_bytes(workload: Workload, ways: int) -> float:
     return logits + table_gradients
 
 
-def _logits_of_two(workload: Workload, teacher: ModelShape) -> float:
+def _logits_of_two(workload: Workload, teacher: TransformerConfig) -> float:
     """Returns the bytes of a chunk's logits of both models, and of what the teacher's are from.
 
     The two share the size of a chunk. Those of the teacher have no gradient in compute precision.
     """
-    rows = workload.model.vocab / workload.mesh.tensor
+    rows = shape.vocab(workload.model) / workload.mesh.tensor
     chunks = max(1, math.ceil(2 * workload.tokens * rows / CHUNK_LOGITS))
     size = workload.compute_bytes
     logits = workload.tokens * rows / chunks * (2 * FLOAT32 + size)
@@ -633,8 +639,8 @@ def _widened_bytes(workload: Workload) -> float:
     if workload.trained.base_bytes is None:
         return 0.0
     model = workload.model
-    up_width = model.mean_of_layers(lambda layer: layer.up_width)
-    widest = model.embed * max(model.qkv_width, up_width) / workload.mesh.tensor
+    up_width = shape.mean_of_layers(model, shape.up_width)
+    widest = model.embed * max(shape.qkv_width(model), up_width) / workload.mesh.tensor
     return (FLOAT32 + workload.compute_bytes) * widest
 
 
@@ -650,10 +656,10 @@ def _workspace_bytes(workload: Workload) -> float:
     model = workload.model
     tensor = workload.mesh.tensor
     queries = workload.tokens // workload.microbatch
-    tile = min(BLOCK, workload.sequence_length) * min(BLOCK, queries)
+    tile = min(BLOCK, workload.train.sequence_length) * min(BLOCK, queries)
     scores = 2 * FLOAT32 * workload.microbatch * model.heads / tensor * tile
-    qkv_gradients = FLOAT32 * workload.tokens * model.qkv_width / tensor
-    mlp_columns = model.mean_of_layers(lambda layer: layer.up_width + layer.ffn)
+    qkv_gradients = FLOAT32 * workload.tokens * shape.qkv_width(model) / tensor
+    mlp_columns = shape.mean_of_layers(model, lambda layer: shape.up_width(layer) + layer.ffn)
     mlp_gradients = workload.tokens * mlp_columns / tensor * workload.compute_bytes
     return max(scores + qkv_gradients, mlp_gradients)
 
@@ -674,6 +680,6 @@ def _round_bytes(workload: Workload) -> float:
     of_rows = dispatch.padded * (ROUND_ROWS * model.embed + ROUND_COLUMNS * columns)
     each = workload.compute_bytes + (0 if dispatch.is_one_round else FLOAT32)
     # Those of a layer that has experts, not the mean over layers.
-    of_layer = _expert_elements(workload) / model.expert_share
+    of_layer = _expert_elements(workload) / shape.expert_share(model)
     of_weights = each * workload.trained.share * of_layer
     return workload.compute_bytes * (moved + of_rows) + of_weights

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from spmdtrain.pipeline import timing
+from spmdtrain.planner.cost import shape
 from spmdtrain.planner.cost.collective_time import (
     all_gather_seconds,
     all_reduce_seconds,
@@ -98,7 +99,7 @@ class StepTime:
     def model_flops_per_device(self) -> float:
         """The model FLOP/s: forward and backward once, causal attention, a teacher's forward."""
         workload = self.workload
-        length = workload.sequence_length
+        length = workload.train.sequence_length
         per_token = model_flops_per_token(workload.model, length, workload.trained)
         per_token += teacher_flops_per_token(workload.teacher, length)
         return per_token * self.tokens_per_second_per_device
@@ -190,14 +191,14 @@ def stage_parameters(workload: Workload, software: Software) -> float:
     """
     model = workload.model
     tensor = workload.mesh.tensor
-    inside = workload.layers_per_stage * model.layer_parameters / tensor
-    outside = model.outside_parameters / tensor
+    inside = workload.layers_per_stage * shape.layer_parameters(model) / tensor
+    outside = shape.outside_parameters(model) / tensor
     if workload.mesh.pipeline == 1:
         return inside + outside
     if software.lockstep:
         return inside + outside / workload.mesh.pipeline
-    last_stage = inside - workload.short_ends * model.layer_parameters / tensor
-    return max(inside, last_stage + model.vocab * model.embed / tensor)
+    last_stage = inside - workload.short_ends * shape.layer_parameters(model) / tensor
+    return max(inside, last_stage + shape.vocab(model) * model.embed / tensor)
 
 
 def stage_expert_parameters(workload: Workload) -> float:
@@ -205,7 +206,7 @@ def stage_expert_parameters(workload: Workload) -> float:
     `fsdp`.
     """
     mesh = workload.mesh
-    layer = workload.model.expert_parameters / (mesh.expert * mesh.tensor)
+    layer = shape.expert_parameters(workload.model) / (mesh.expert * mesh.tensor)
     return workload.layers_per_stage * layer
 
 
@@ -227,7 +228,8 @@ def _adapter_work(workload: Workload, hardware: Hardware, software: Software) ->
     trained = workload.trained
     seconds = partial(matmul_seconds, hardware=hardware, software=software, dtype=workload.dtype)
     work = NO_WORK
-    tokens, rank, embed = workload.tokens, trained.rank, workload.model.embed
+    tokens, embed = workload.tokens, workload.model.embed
+    rank = trained.finetune.rank
     for width in trained.adapter_widths(workload.model, workload.mesh.tensor).values():
         wide = math.ceil(width)
         for side in (embed, wide):
@@ -249,8 +251,8 @@ def _work_terms(
     """
     microbatches = workload.accumulation
     embedding = _embedding_seconds(workload, hardware, software)
-    head = (1 + workload.model.further) * _head_seconds(workload, hardware, software)
-    joining = workload.model.further * _joining_seconds(workload, hardware, software)
+    head = (1 + shape.further_tokens(workload.model)) * _head_seconds(workload, hardware, software)
+    joining = shape.further_tokens(workload.model) * _joining_seconds(workload, hardware, software)
     if workload.mesh.pipeline > 1 and not software.lockstep:
         return _slowest_stage(workload, stage, embedding, head, joining)
     terms = {term: microbatches * seconds for term, seconds in stage.items()}
@@ -270,7 +272,7 @@ def _slowest_stage(
 
     There it also joins the stream with the embeddings of further tokens.
     """
-    layers = workload.layers_per_stage - workload.model.further
+    layers = workload.layers_per_stage - shape.further_tokens(workload.model)
     stage = {term: layers / workload.layers_per_stage * work for term, work in stage.items()}
     first_share = 1 - workload.short_ends / layers
     last_share = workload.layers_of_last_stage / layers
@@ -295,8 +297,8 @@ def _head_seconds(workload: Workload, hardware: Hardware, software: Software) ->
     """Returns the seconds of logits, loss and both gradients of a microbatch, on one stage."""
     tokens = workload.tokens
     embed = workload.model.embed
-    vocab = -(-workload.model.vocab // workload.mesh.tensor)
-    dtype = workload.matmul if software.narrow_head else workload.dtype
+    vocab = -(-shape.vocab(workload.model) // workload.mesh.tensor)
+    dtype = workload.config.precision.matmul if software.narrow_head else workload.dtype
     seconds = partial(matmul_seconds, hardware=hardware, software=software, dtype=dtype)
     matmuls = (
         seconds(tokens, vocab, embed),
@@ -317,8 +319,8 @@ def _loss_bytes(workload: Workload, software: Software, logits: int) -> float:
     if not software.loss_was_timed:
         return sum(LOGIT_BYTES) * logits
     loss = loss_of(workload, workload.mesh.tensor)
-    per_logit = TIMED_LOGIT_BYTES[loss.implementation, workload.logits]
-    table = workload.model.vocab * workload.model.embed / workload.mesh.tensor
+    per_logit = TIMED_LOGIT_BYTES[loss.implementation, workload.config.precision.logits]
+    table = shape.vocab(workload.model) * workload.model.embed / workload.mesh.tensor
     of_chunks = loss.chunks * 2 * FLOAT32 * table if loss.chunks > 1 else 0.0
     return per_logit * logits + of_chunks
 
@@ -330,7 +332,7 @@ def _teacher_seconds(workload: Workload, hardware: Hardware, software: Software)
         return 0.0
     layers = sum(work.forward for work in layer_time(teacher, hardware, software).values())
     layers *= teacher.layers_per_stage
-    vocab = -(-teacher.model.vocab // teacher.mesh.tensor)
+    vocab = -(-shape.vocab(teacher.model) // teacher.mesh.tensor)
     seconds = partial(matmul_seconds, hardware=hardware, software=software, dtype=teacher.dtype)
     head = seconds(teacher.tokens, vocab, teacher.model.embed)
     embedding = _embedding_seconds(teacher, hardware, software) / 2  # without its gradient
@@ -387,7 +389,7 @@ def _pipeline_terms(
     sent = workload.activation_bytes / ways
     one_send = send_seconds(sent, workload.mesh.stride("pipeline"), hardware)
     # Blocks of further tokens run with the head, not in a stage's turn.
-    layers = workload.layers_per_stage - workload.model.further
+    layers = workload.layers_per_stage - shape.further_tokens(workload.model)
     times = timing.Times(
         forward=layers * sum(work.forward for work in layer.values()),
         backward=layers * sum(work.backward for work in layer.values()),
@@ -462,8 +464,8 @@ def _fsdp_seconds(
         return (1 + scatter_cost) * (whole + _if_any(experts, own_experts))
 
     layers = workload.layers_per_stage
-    layer = workload.model.layer_parameters / workload.mesh.tensor
-    outside = workload.model.outside_parameters / workload.mesh.tensor
+    layer = shape.layer_parameters(workload.model) / workload.mesh.tensor
+    outside = shape.outside_parameters(workload.model) / workload.mesh.tensor
     pieces = software.gathers_per_layer
     once = dense(layers * layer * size, pieces=layers * pieces)
     once += _if_any(experts, own_experts, layers * pieces)

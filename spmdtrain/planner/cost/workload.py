@@ -1,372 +1,22 @@
-"""Describes the run to be estimated: a model's sizes, its mesh, and the division of its batch.
+"""Describes the run to be estimated: its settings, its layout, and what was counted in it.
 
-All are plain numbers. `workload_of(config)` reads them off a run's settings; benchmarks write
-published runs down as workloads directly.
+Costs read settings in the run's own config, so that one more of them costs nothing here. Benchmarks
+write published runs of other software down as settings, in layouts that no config accepts.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from fnmatch import fnmatchcase
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from spmdtrain.config.published.teacher import teacher_settings
-from spmdtrain.config.schema import RunConfig
+from spmdtrain.config.schema import RunConfig, TrainConfig, TransformerConfig
 from spmdtrain.data.saved_logits.manifest import saved_for
-from spmdtrain.models.size import seen_pairs
 from spmdtrain.parallel.axes import batch_shards
-from spmdtrain.planner.cost.experts import Dispatch, ExpertShape
+from spmdtrain.planner.cost import shape
+from spmdtrain.planner.cost.experts import Dispatch
+from spmdtrain.planner.cost.trained_weights import Trained, trained_part
 from spmdtrain.train.layer_loop import is_loop
-
-
-@dataclass(frozen=True)
-class LatentShape:
-    """The sizes of `[model.latent]`, under its names; no `query_rank` is 0."""
-
-    rank: int
-    query_rank: int
-    plain_dim: int
-    rope_dim: int
-    value_dim: int
-
-    @property
-    def down_width(self) -> int:
-        """The width of the stream's projection, which no axis of heads splits."""
-        return self.query_rank + self.rank + self.rope_dim
-
-    @property
-    def norm_width(self) -> int:
-        """The numbers of a token that norms of latents read."""
-        return self.query_rank + self.rank
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """The sizes of a decoder-only transformer."""
-
-    layers: int
-    embed: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int  # width of the MLP between its two matmuls
-    vocab: int
-    gated: bool = False  # SwiGLU: the MLP has two up matrices
-    tied: bool = True  # embedding and head share one table
-    bias: bool = True
-    layernorm: bool = True  # False: RMSNorm
-    position_rows: int = 0  # of a learned position table; 0: rotary positions
-    dropout: bool = False
-    qkv_bias: bool | None = None  # None: as `bias`, and so are the next two
-    out_bias: bool | None = None
-    mlp_bias: bool | None = None
-    norm_places: str = "before"  # attention and mlp, "after" them or "both"
-    query_norm: str = "none"  # "head" or "all": of queries and keys
-    sinks: bool = False
-    windows: tuple[int, ...] = ()  # tokens that attention sees, repeating over the layers; 0: all
-    experts: ExpertShape | None = None  # in place of the mlp, in some or all layers
-    latent: LatentShape | None = None  # from which keys and values are computed
-    further: int = 0  # blocks after the last layer that predict further tokens
-
-    @property
-    def value_dim(self) -> int:
-        """The channels of a head's values; `head_dim` are those of queries and keys."""
-        return self.latent.value_dim if self.latent else self.head_dim
-
-    @property
-    def attention_width(self) -> int:
-        """The width of the output of attention, and of queries if there is no latent."""
-        return self.heads * self.value_dim
-
-    @property
-    def mean_dim(self) -> float:
-        """The mean of the channels of a key and a value, which attention's FLOPs follow."""
-        return (self.head_dim + self.value_dim) / 2
-
-    @property
-    def qkv_width(self) -> int:
-        """The width of queries, keys and values together."""
-        keys_and_values = self.kv_heads * (self.head_dim + self.value_dim)
-        return self.heads * self.head_dim + keys_and_values
-
-    @property
-    def qkv_matmuls(self) -> tuple[tuple[int, int, bool], ...]:
-        """The matrices that compute q, k and v, each as (columns, rows, whether heads split the
-        columns).
-        """
-        if self.latent is None:
-            return ((self.qkv_width, self.embed, True),)
-        latent = self.latent
-        keys = self.heads * (latent.plain_dim + latent.value_dim)
-        return (
-            (latent.down_width, self.embed, False),
-            (self.heads * self.head_dim, latent.query_rank or self.embed, True),
-            (keys, latent.rank, True),
-        )
-
-    @property
-    def qkv_columns(self) -> tuple[int, int]:
-        """The columns of the matrices that compute q, k and v: (those that heads split, the
-        others).
-        """
-        of_heads = sum(columns for columns, _, splits in self.qkv_matmuls if splits)
-        return of_heads, sum(columns for columns, _, splits in self.qkv_matmuls if not splits)
-
-    @property
-    def whole_matrices(self) -> int:
-        """The elements of a layer's matrices that `tensor` does not split."""
-        return sum(columns * rows for columns, rows, splits in self.qkv_matmuls if not splits)
-
-    @property
-    def cached_width(self) -> int:
-        """The numbers of a token that a layer's cache holds."""
-        if self.latent:
-            return self.latent.rank + self.latent.rope_dim
-        return 2 * self.kv_heads * self.head_dim
-
-    @property
-    def up_width(self) -> int:
-        """The output width of the MLP's up projection."""
-        matrices = 2 if self.gated else 1
-        return self.ffn * matrices
-
-    @property
-    def repeats(self) -> int:
-        """The number of equal parts of the stack that a pipeline divides."""
-        return self.experts.repeats(self.layers) if self.experts else self.layers
-
-    @property
-    def expert_share(self) -> float:
-        """The share of the layers that have experts."""
-        return self.experts.share_of(self.layers) if self.experts else 0.0
-
-    @property
-    def dense_layer(self) -> "ModelShape":
-        """A model of layers like those that have no experts."""
-        return replace(self, experts=None)
-
-    @property
-    def beside_experts(self) -> "ModelShape":
-        """A model of layers like those with experts, but with only the shared ones as their mlp."""
-        assert self.experts is not None, "a model with experts"
-        ffn = self.experts.shared * self.experts.ffn
-        return replace(self, experts=None, ffn=ffn, mlp_bias=self.has_mlp_bias and ffn > 0)
-
-    def mean_of_layers(self, of_layer: Callable[["ModelShape"], float]) -> float:
-        """Returns the mean of `of_layer` over the layers, without their experts."""
-        share = self.expert_share
-        if not share:
-            return of_layer(self)
-        dense = (1 - share) * of_layer(self.dense_layer) if share < 1 else 0.0
-        return dense + share * of_layer(self.beside_experts)
-
-    @property
-    def layer_matrices(self) -> float:
-        """The number of parameters of one layer that multiply every token.
-
-        With experts, here and in what follows, it is the mean of the layers. Those of experts are
-        `expert_matrices`.
-        """
-        if self.experts is None:
-            qkv = sum(columns * rows for columns, rows, _ in self.qkv_matmuls)
-            return qkv + self.embed * (self.attention_width + self.up_width + self.ffn)
-        router = self.expert_share * self.embed * self.experts.count
-        return self.mean_of_layers(lambda layer: layer.layer_matrices) + router
-
-    @property
-    def active_matrices(self) -> float:
-        """The number of parameters of one layer that a token goes through."""
-        if self.experts is None:
-            return self.layer_matrices
-        return self.layer_matrices + self.experts.chosen / self.experts.count * self.expert_matrices
-
-    @property
-    def expert_matrices(self) -> float:
-        """The number of parameters of all experts of one layer but for their biases."""
-        if self.experts is None:
-            return 0
-        width = self.experts.ffn * (3 if self.gated else 2)
-        return self.expert_share * self.experts.count * self.embed * width
-
-    @property
-    def expert_parameters(self) -> float:
-        """The number of parameters of all experts of one layer."""
-        if self.experts is None:
-            return 0
-        up_width = self.experts.ffn * (2 if self.gated else 1)
-        biases = self.experts.count * (up_width + self.embed) * self.has_mlp_bias
-        return self.expert_matrices + self.expert_share * biases
-
-    @property
-    def layer_parameters(self) -> float:
-        """The number of parameters of one layer, except those of its experts."""
-        if self.experts is not None:
-            router = self.embed * self.experts.count + self.experts.router_biases
-            others = self.mean_of_layers(lambda layer: layer.layer_parameters)
-            return others + self.expert_share * router
-        norms = self.norms * self.embed * self.vectors_per_norm
-        norms += self.latent_norm_size
-        return self.layer_matrices + norms + self._biases + self.query_norm_size + self.head_sinks
-
-    @property
-    def has_mlp_bias(self) -> bool:
-        return self.bias if self.mlp_bias is None else self.mlp_bias
-
-    @property
-    def norms(self) -> int:
-        """The number of norms of one layer."""
-        return 4 if self.norm_places == "both" else 2
-
-    @property
-    def query_key_width(self) -> int:
-        """The width of queries and keys together."""
-        return (self.heads + self.kv_heads) * self.head_dim
-
-    @property
-    def _biases(self) -> int:
-        """The number of biases of one layer's projections."""
-        qkv, out = (
-            self.bias if given is None else given for given in (self.qkv_bias, self.out_bias)
-        )
-        mlp = self.has_mlp_bias
-        return self.qkv_width * qkv + self.embed * out + (self.up_width + self.embed) * mlp
-
-    @property
-    def query_norm_size(self) -> int:
-        """The number of parameters of the norms of queries and keys in one layer."""
-        if self.query_norm == "all":
-            return self.query_key_width
-        return 2 * self.head_dim if self.query_norm == "head" else 0
-
-    @property
-    def latent_norm_size(self) -> int:
-        """The number of parameters of the norms of latents in one layer."""
-        return self.latent.norm_width if self.latent else 0
-
-    @property
-    def head_sinks(self) -> int:
-        """The number of sinks of one layer: one for each head, or none."""
-        return self.heads if self.sinks else 0
-
-    def seen_share(self, sequence_length: int) -> float:
-        """Returns the pairs of query and key that a layer sees, averaged over the layers.
-
-        They are relative to causal attention without a window.
-        """
-        if not self.windows:
-            return 1.0
-        kinds = [self.windows[n % len(self.windows)] for n in range(self.layers)]
-        whole = seen_pairs(sequence_length)
-        return sum(seen_pairs(sequence_length, window) for window in kinds) / self.layers / whole
-
-    @property
-    def outside_parameters(self) -> int:
-        """The number of parameters outside the layers: tables and the last norm."""
-        tables = self.vocab * self.vocabulary_tables + self.position_rows
-        return self.embed * (tables + self.vectors_per_norm)
-
-    @property
-    def last_layer(self) -> "ModelShape":
-        """A model of layers like the last one."""
-        if self.experts is None:
-            return self
-        return replace(self, experts=replace(self.experts, first_dense=0, every=1))
-
-    @property
-    def further_parameters(self) -> float:
-        """The number of parameters of the blocks that predict further tokens."""
-        last = self.last_layer
-        block = last.layer_parameters + last.expert_parameters
-        joining = 2 * self.embed**2 + 3 * self.embed * self.vectors_per_norm
-        return self.further * (block + joining)
-
-    @property
-    def further_matrices(self) -> float:
-        """The number of parameters that a token goes through in these blocks, counting the head
-        once for each block.
-        """
-        own = 2 * self.embed**2 + self.embed * self.vocab
-        return self.further * (self.last_layer.active_matrices + own)
-
-    @property
-    def parameters(self) -> int:
-        layer = self.layer_parameters + self.expert_parameters
-        inside = self.layers * layer + self.further_parameters
-        return round(inside) + self.outside_parameters
-
-    @property
-    def vocabulary_tables(self) -> int:
-        return 1 if self.tied else 2
-
-    @property
-    def vectors_per_norm(self) -> int:
-        """The vectors of a norm: a scale, and for a layernorm with biases an offset."""
-        return 2 if self.layernorm and self.bias else 1
-
-
-@dataclass(frozen=True)
-class Trained:
-    """The trained part of a model.
-
-    share: that of the model's own weights, by elements, and `of_matrices` that of those that
-    multiply every token.
-
-    `targets`: the linear layers of each block that have an adapter of `rank`, and `magnitudes` if
-    DoRA's; () for none. `frozen_layers`: the first layers, without a backward.
-    """
-
-    share: float = 1.0
-    of_matrices: float = 1.0
-    rank: int = 0
-    targets: tuple[str, ...] = ()
-    magnitudes: bool = False
-    frozen_layers: int = 0
-    base_bytes: float | None = None  # of an element of a weight with adapters; None: as other ones
-
-    def share_below(self, model: "ModelShape") -> float:
-        """Returns the share of the model's elements that the frozen first layers have."""
-        layers = model.layers * model.layer_parameters
-        return self.frozen_layers / model.layers * layers / (layers + model.outside_parameters)
-
-    def adapted_elements(self, model: ModelShape, tensor: int) -> float:
-        """Counts the elements of one layer's weights that have adapters, before `fsdp`."""
-        widths = {
-            ("q", "k", "v"): model.qkv_width,
-            ("out",): model.attention_width,
-            ("gate", "up"): model.mean_of_layers(lambda layer: layer.up_width),
-            ("down",): model.mean_of_layers(lambda layer: layer.ffn),
-        }
-        have = [width for parts, width in widths.items() if set(parts) & set(self.targets)]
-        return model.embed * sum(have) / tensor
-
-    def adapter_matrices(self, model: ModelShape) -> float:
-        """Counts the elements of one layer's adapters that multiply every token."""
-        return replace(self, magnitudes=False).adapter_elements(model, 1)
-
-    def adapter_elements(self, model: ModelShape, tensor: int) -> float:
-        """Counts the elements of one layer's adapters on a device.
-
-        `fsdp` splits none.
-        """
-        total = 0.0
-        for target, wide in self.adapter_widths(model, tensor).items():
-            total += self.rank * (model.embed + wide)
-            if self.magnitudes:
-                total += model.embed if target in ("out", "down") else wide
-        return total
-
-    def adapter_widths(self, model: ModelShape, tensor: int) -> dict[str, float]:
-        """Returns target -> the width, on a device, of an adapter's side that is not the stream.
-
-        It is split like its weight; the side in the stream is whole.
-        """
-        heads = model.attention_width / tensor
-        kv_heads = model.kv_heads * model.head_dim / tensor
-        ffn = model.mean_of_layers(lambda layer: layer.ffn) / tensor
-        wide = {"q": heads, "k": kv_heads, "v": kv_heads, "out": heads, "up": ffn, "down": ffn}
-        if model.gated:
-            wide["gate"] = ffn
-        return {target: width for target, width in wide.items() if width and target in self.targets}
 
 
 class Group(NamedTuple):
@@ -410,21 +60,26 @@ class MeshShape:
         return Group(self.sizes[axis], self.stride(axis))
 
 
+# By optimizer.moment_dtype; 8 bits have a float32 scale for each 256.
+MOMENT_BYTES = {"params": None, "bfloat16": 2.0, "8bit": 1 + 4 / 256}
+FEEDBACK_BYTES = 4
+
+
 @dataclass(frozen=True)
 class Workload:
-    """One training run, as far as its time and memory depend on it.
+    """One training run: its settings, the layout in which it runs, and what was counted in it.
 
-    `remat` says what the backward recomputes. This framework's policies are "none", "dots" (all but
-    matmuls and attention) and "full". Other frameworks have "matmuls" (all but matmuls: one of
-    jax's policies), "attention" (the scores: Megatron's selective recomputation) and "half" (every
-    other matmul: torchtitan's).
+    The layout is that of `config`, unless a search tries another one. Nothing else reads these
+    settings there. `remat` says what the backward recomputes. This framework's policies are "none",
+    "dots" (all but matmuls and attention) and "full". Other frameworks have "matmuls" (all but
+    matmuls: one of jax's policies), "attention" (the scores: Megatron's selective recomputation)
+    and "half" (every other matmul: torchtitan's).
     """
 
-    model: ModelShape
-    sequence_length: int
-    global_batch: int
-    microbatch: int  # sequences per batch shard
+    config: RunConfig
+    # The layout.
     mesh: MeshShape = MeshShape()
+    microbatch: int = 1  # sequences per batch shard
     schedule: str = "1f1b"
     chunks: int = 1
     remat: str = "none"
@@ -432,69 +87,75 @@ class Workload:
     zero: int = 0
     sequence_parallel: bool = False
     collective_matmul: bool = False  # only with sequence_parallel
-    short_ends: int = 0  # layers that the first and the last stage each have fewer
-    last_takes_rest: bool = False  # the last stage has the layers that full stages leave
-    dtype: str = "bfloat16"  # of the computation
     # How attention reaches keys on other devices of `context`. This framework's ways are "auto",
     # "ring", "gather" and "ulysses"; "balanced" gathers, with the tokens in zigzag order (Llama 3).
     context_attention: str = "balanced"
-    matmul: str = "compute"  # numbers of the layers' matmuls, as precision.matmul
-    stored_bytes: int = 4  # of a weight at rest, and of each moment
-    trained: Trained = Trained()
-    frozen_bytes: int = 4  # of a weight at rest that is not trained
-    moments: float = 2  # that the optimizer keeps of each trained weight, on average
-    own_moment_bytes: float | None = None  # of each at rest; None: stored_bytes
     moments_on_host: bool = False
-    moments_may_move: bool = False  # to the host: optimizer.memory is built for them
-    sent_gradient_bytes: float | None = None  # as it crosses `data`; None: as the software sends it
-    data_within: int = 1  # neighbours along `data` that sum in full before others, compressed
-    data_exchanges: bool = False  # compressed gradients are scattered by an all-to-all
-    gradients_at_weights: bool = True  # False: at a separate point, which a step holds as well
-    item_bytes: int = 0  # per weight, of other items of the state, such as its average
-    feedback_bytes: int = (
-        0  # the same, of what compressed gradients leave on each of several shards
-    )
-    replays_steps: bool = False  # guard.replay_check takes some steps twice, from a copy
     dense_over_expert: bool = False  # `expert` splits all weights, in addition to `fsdp`
     experts_over_tensor: bool = False  # `tensor` owns experts, and does not split each of them
-    teacher: ModelShape | None = None  # a frozen second model, of which only the forward pass runs
-    likeliest: int = 0  # saved log-probabilities of each token, from which it learns
-    logits: str = "float32"  # dtype of the logits that the loss is taken from
-    scan_layers: bool | Literal["auto"] = "auto"
+    short_ends: int = 0  # layers that the first and the last stage each have fewer
+    last_takes_rest: bool = False  # the last stage has the layers that full stages leave
     device_kind: str = ""  # jax's name of the device; "": no particular one
+    # What was counted.
+    trained: Trained = Trained()
+    moments: float = 2  # that the optimizer keeps of each trained weight, on average
+    sent_gradient_bytes: float | None = None  # as it crosses `data`; None: as the software sends it
+    item_bytes: int = 0  # per weight, of other items of the state, such as its average
+    teacher: TransformerConfig | None = None  # a second model, of which only the forward runs
+    likeliest: int = 0  # saved log-probabilities of each token, from which it learns
+
+    @property
+    def model(self) -> TransformerConfig:
+        return self.config.model
+
+    @property
+    def train(self) -> TrainConfig:
+        return self.config.train
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the computation."""
+        return self.config.precision.compute
+
+    def with_settings(self, **sections: Mapping[str, Any] | TransformerConfig) -> "Workload":
+        """Returns the workload with other settings: a section, or those that change in it.
+
+        They are not checked. Its layout, and what was counted, stay the same.
+        """
+        changed = {
+            name: getattr(self.config, name).model_copy(update=section)
+            if isinstance(section, Mapping)
+            else section
+            for name, section in sections.items()
+        }
+        return replace(self, config=self.config.model_copy(update=changed))
 
     @property
     def scans_layers(self) -> bool:
         """True if the layers run as one loop, and are not written out."""
-        layers = self.model.layers
-        return is_loop(self.scan_layers, layers, self.offloads, self.mesh.sizes, self.device_kind)
+        scan, layers = self.train.scan_layers, self.model.layers
+        return is_loop(scan, layers, self.offloads, self.mesh.sizes, self.device_kind)
 
     @property
     def of_teacher(self) -> "Workload | None":
         """The teacher's part of the run, as a run of its own; None without a teacher."""
         if self.teacher is None:
             return None
-        alone = {
-            "remat": "none",
-            "offloads": False,
-            "zero": 0,
-            "item_bytes": 0,
-            "feedback_bytes": 0,
-        }
+        alone = {"teacher": None, "remat": "none", "offloads": False, "zero": 0, "item_bytes": 0}
         frozen = Trained(share=0.0, of_matrices=0.0)
-        return replace(self, model=self.teacher, teacher=None, trained=frozen, **alone)
+        return replace(self.with_settings(model=self.teacher), trained=frozen, **alone)
 
     @property
     def accumulation(self) -> int:
         """The number of microbatches per step and batch shard."""
-        return self.global_batch // (self.microbatch * self.mesh.batch_shards)
+        return self.train.global_batch // (self.microbatch * self.mesh.batch_shards)
 
     @property
     def context_way(self) -> str:
         """The value of `context_attention`, with "auto" resolved as a run resolves it."""
         if self.context_attention != "auto":
             return self.context_attention
-        return "gather" if self.sequence_length % (2 * self.mesh.context) else "ring"
+        return "gather" if self.train.sequence_length % (2 * self.mesh.context) else "ring"
 
     @property
     def takes_ulysses(self) -> bool:
@@ -502,29 +163,58 @@ class Workload:
         return self.model.kv_heads // self.mesh.tensor % self.mesh.context == 0
 
     @property
+    def stored_bytes(self) -> int:
+        """The bytes of a trained weight at rest."""
+        return bytes_of(self.config.precision.params)
+
+    @property
+    def frozen_bytes(self) -> int:
+        """The bytes of a weight at rest that is not trained."""
+        return bytes_of(self.config.precision.frozen)
+
+    @property
     def moment_bytes(self) -> float:
         """The bytes of one moment of a weight at rest."""
-        return self.stored_bytes if self.own_moment_bytes is None else self.own_moment_bytes
+        return MOMENT_BYTES[self.config.optimizer.moment_dtype] or self.stored_bytes
 
     @property
     def optimizer_bytes(self) -> float:
         """The bytes per weight, on the device, of the moments and of other items of the state."""
-        held = 0.0 if self.moments_on_host else self.moment_bytes * self.moments
-        return held + self.held_item_bytes
+        moments = 0.0 if self.moments_on_host else self.moment_bytes * self.moments
+        return moments + self.held_item_bytes
 
     @property
     def held_item_bytes(self) -> int:
-        """The bytes per weight of the items of a state that this mesh has."""
-        return self.item_bytes + (self.feedback_bytes if self.mesh.data > 1 else 0)
+        """The bytes per weight of the items of a state that this mesh has.
+
+        A data shard keeps the float32 error of what it has sent, split like the weight.
+        """
+        has_feedback = self.config.compression.has_feedback and self.mesh.data > 1
+        return self.item_bytes + (FEEDBACK_BYTES if has_feedback else 0)
+
+    @property
+    def data_within(self) -> int:
+        """The neighbours along `data` that sum in full before others, compressed."""
+        return self.config.compression.within or 1
+
+    @property
+    def data_exchanges(self) -> bool:
+        """True if an all-to-all scatters compressed gradients, in place of a ring."""
+        return self.config.compression.codec in ("int8", "float8", "topk")
+
+    @property
+    def replays_steps(self) -> bool:
+        """True if some steps are taken twice, from a copy of the state."""
+        return self.config.guard.replay_check > 0
 
     @property
     def tokens(self) -> int:
         """The number of tokens of one microbatch on one device."""
-        return self.microbatch * self.sequence_length // self.mesh.context
+        return self.microbatch * self.train.sequence_length // self.mesh.context
 
     @property
     def tokens_per_step(self) -> int:
-        return self.global_batch * self.sequence_length
+        return self.train.global_batch * self.train.sequence_length
 
     @property
     def dense_ways(self) -> int:
@@ -563,7 +253,7 @@ class Workload:
         further tokens, which count as layers.
         """
         first = self.model.experts.first_dense if self.model.experts else 0
-        return self.chunks * self.layers_per_chunk + first + self.model.further
+        return self.chunks * self.layers_per_chunk + first + shape.further_tokens(self.model)
 
     @property
     def layers_per_chunk(self) -> int:
@@ -595,7 +285,7 @@ class Workload:
         Layers that the stages do not divide are spread over them, one more for some of them, unless
         `last_takes_rest`. Blocks of further tokens run on the last stage alone.
         """
-        further = self.model.further
+        further = shape.further_tokens(self.model)
         full = self.layers_per_stage - further
         if self.short_ends:
             return full - self.short_ends + further
@@ -621,7 +311,7 @@ class Workload:
     @property
     def sum_ways(self) -> int:
         """The parts into which `tensor` splits an activation that is summed over the stages."""
-        divides = self.sequence_length // self.mesh.context % self.mesh.tensor == 0
+        divides = self.train.sequence_length // self.mesh.context % self.mesh.tensor == 0
         return self.mesh.tensor if divides else 1
 
     @property
@@ -634,107 +324,12 @@ def bytes_of(dtype: str) -> int:
     return {"float32": 4, "float8": 1, "mxfp8": 1}.get(dtype, 2)
 
 
-def model_shape(config: RunConfig) -> ModelShape:
-    """Returns the shape of the config's model, whose vocabulary must be set."""
-    model = config.model
-    return ModelShape(
-        layers=model.layers,
-        embed=model.embed,
-        heads=model.heads,
-        kv_heads=model.kv_heads,
-        head_dim=model.head_dim,
-        ffn=model.ffn,
-        vocab=config.vocab,
-        gated=model.is_gated,
-        tied=model.tied,
-        bias=model.bias,
-        layernorm=model.norm == "layernorm",
-        position_rows=config.model.max_length if model.positions == "learned" else 0,
-        dropout=model.dropout > 0,
-        qkv_bias=model.qkv_bias,
-        out_bias=model.out_bias,
-        mlp_bias=model.mlp_bias,
-        norm_places=model.norm_places,
-        query_norm=model.query_norm,
-        sinks=model.sinks,
-        windows=model.windows,
-        experts=_expert_shape(config),
-        latent=_latent_shape(config),
-        further=model.multi_token.depth if model.multi_token else 0,
-    )
-
-
-def _latent_shape(config: RunConfig) -> LatentShape | None:
-    latent = config.model.latent
-    if latent is None:
-        return None
-    sizes = latent.model_dump()
-    return LatentShape(**sizes | {"query_rank": latent.query_rank or 0})
-
-
-def _expert_shape(config: RunConfig) -> ExpertShape | None:
-    """Returns the sizes of the config's experts; None for a custom model, which has its own."""
-    experts = config.model.experts
-    if experts is None or config.model.make:
-        return None
-    return ExpertShape(
-        count=experts.count,
-        chosen=experts.chosen,
-        ffn=experts.ffn,
-        shared=experts.shared,
-        first_dense=experts.first_dense,
-        every=experts.every,
-        bucket_factor=experts.bucket_factor,
-        logit_bias=experts.logit_bias,
-    )
-
-
-def trained_part(config: RunConfig) -> Trained:
-    """Returns the trained part of the config's model. `model.vocab` must be set.
-
-    Its own weights are counted in the built model if [finetune] or a group of the optimizer names
-    some of them, and so are the adapters of a custom model, as weights of the model.
+def model_of(config: RunConfig) -> TransformerConfig:
+    """Returns the model whose sizes make the costs: of a custom one without [model.experts], since
+    what it does with these settings is its own affair.
     """
-    finetune = config.finetune
-    patterns = [group.match for group in config.optimizer.groups if group.frozen]
-    below = config.always_frozen
-    if not finetune.has_adapters and not patterns:
-        return Trained(frozen_layers=below)
     own = config.model.make is not None
-    share = of_matrices = 0.0
-    if own or patterns or finetune.also_train:
-        share, of_matrices = _built_shares(config, with_adapters=own)
-    if own or not finetune.has_adapters:
-        return Trained(share, of_matrices, frozen_layers=below)
-    # NF4 has a scale of 8 bits for 64 weights, and one of 32 for 256 of those.
-    held = {"float": None, "int8": 1.0, "nf4": (4 + 8 / 64 + 32 / (64 * 256)) / 8}[finetune.base]
-    dora = finetune.kind == "dora"
-    return Trained(share, of_matrices, finetune.rank, finetune.targets, dora, below, held)
-
-
-def _built_shares(config: RunConfig, *, with_adapters: bool) -> tuple[float, float]:
-    """Returns the share of the built model's elements that is trained, and that of its matrices."""
-    from spmdtrain.models.abstract import build_model
-    from spmdtrain.models.choose import choose_model
-
-    parameters = build_model(*choose_model(config)).parameters
-    groups = config.optimizer.groups
-    head = "tokens.table_ve" if config.model.tied else "unembed_ve"
-    total = {False: 0, True: 0}  # by whether a matmul reads it
-    trained = {False: 0, True: 0}
-    for path, each in parameters.items():
-        if each.is_of_adapter and not with_adapters:
-            continue
-        group = next((group for group in groups if fnmatchcase(path, group.match)), None)
-        of_matmuls = each.is_of_matmuls or path == head
-        total[of_matmuls] += each.size
-        trained[of_matmuls] += each.size * (each.is_trained and not (group and group.frozen))
-    of_matrices = trained[True] / total[True] if total[True] else 1.0
-    return sum(trained.values()) / sum(total.values()), of_matrices
-
-
-# By optimizer.moment_dtype; 8 bits have a float32 scale for each 256.
-MOMENT_BYTES = {"params": None, "bfloat16": 2.0, "8bit": 1 + 4 / 256}
+    return config.model.model_copy(update={"experts": None}) if own else config.model
 
 
 def workload_of(
@@ -746,12 +341,11 @@ def workload_of(
     pipelined = mesh.pipeline > 1
     stream_axes = config.rules.activations.get("stream_time", ())
     sequence_parallel = "tensor" in stream_axes and mesh.tensor > 1
+    teacher, logits = teacher_settings(config), saved_for(config)
     return Workload(
-        model=model_shape(config),
-        sequence_length=train.sequence_length,
-        global_batch=train.global_batch,
-        microbatch=train.microbatch or train.global_batch // mesh.batch_shards,
+        config=config.model_copy(update={"model": model_of(config)}),
         mesh=mesh,
+        microbatch=train.microbatch or train.global_batch // mesh.batch_shards,
         schedule=config.pipeline.schedule if pipelined else "1f1b",
         chunks=config.pipeline.chunks if pipelined else 1,
         remat="full" if train.remat == "offload" else train.remat,
@@ -759,42 +353,18 @@ def workload_of(
         zero=train.zero,
         sequence_parallel=sequence_parallel,
         collective_matmul=sequence_parallel and config.mesh.collective_matmul,
-        dtype=config.precision.compute,
         context_attention=_context_attention(config),
-        matmul=config.precision.matmul,
-        stored_bytes=4 if config.precision.params == "float32" else 2,
-        trained=trained_part(config),
-        frozen_bytes=4 if config.precision.frozen == "float32" else 2,
-        moments=config.optimizer.moments,
-        own_moment_bytes=MOMENT_BYTES[config.optimizer.moment_dtype],
         moments_on_host=config.optimizer.memory == "host",
-        moments_may_move=may_move(config),
-        sent_gradient_bytes=_sent_gradient_bytes(config),
-        data_within=config.compression.within or 1,
-        data_exchanges=config.compression.codec in ("int8", "float8", "topk"),
-        gradients_at_weights=config.optimizer.gradients_at_weights,
-        item_bytes=_item_bytes(config),
-        # The float32 error that a data shard keeps is split like the weight.
-        feedback_bytes=4 if config.compression.has_feedback else 0,
-        replays_steps=config.guard.replay_check > 0,
         dense_over_expert="expert" in config.rules.parameters.get("embed", ()),
         experts_over_tensor="tensor" in config.rules.parameters.get("experts", ()),
-        teacher=_teacher_shape(config),
-        likeliest=_likeliest(config),
-        logits=config.precision.logits,
-        scan_layers=train.scan_layers,
         device_kind=device_kind,
+        trained=trained_part(config),
+        moments=config.optimizer.moments,
+        sent_gradient_bytes=_sent_gradient_bytes(config),
+        item_bytes=_item_bytes(config),
+        teacher=None if teacher is None else model_of(teacher),
+        likeliest=0 if logits is None else logits.top,
     )
-
-
-def _teacher_shape(config: RunConfig) -> ModelShape | None:
-    settings = teacher_settings(config)
-    return None if settings is None else model_shape(settings)
-
-
-def _likeliest(config: RunConfig) -> int:
-    saved = saved_for(config)
-    return 0 if saved is None else saved.top
 
 
 def may_move(config: RunConfig) -> bool:
@@ -828,20 +398,20 @@ def _mean_factor_bytes(config: RunConfig) -> float:
 
     model = build_model(*choose_model(config))
     codecs = feedback_codecs(config, model, {"data": 2})
-    trained = {path: each for path, each in model.parameters.items() if each.is_trained}
+    trained = {path: weight for path, weight in model.parameters.items() if weight.is_trained}
     numbers = 0
-    for path, each in trained.items():
+    for path, weight in trained.items():
         codec = codecs.get(path)
-        numbers += codec.numbers(each.shape) if isinstance(codec, LowRank) else each.size
-    return 4 * numbers / sum(each.size for each in trained.values())
+        numbers += codec.numbers(weight.shape) if isinstance(codec, LowRank) else weight.size
+    return 4 * numbers / sum(weight.size for weight in trained.values())
 
 
 def _context_attention(config: RunConfig) -> str:
     """Returns the way of attention over `context`; a custom model is assumed to gather by
     itself.
     """
-    asked = config.model.context_attention
-    return "gather" if asked == "auto" and config.model.make else asked
+    way = config.model.context_attention
+    return "gather" if way == "auto" and config.model.make else way
 
 
 def _item_bytes(config: RunConfig) -> int:

@@ -39,7 +39,9 @@ class Offer:
         """The number of steps that see this many tokens."""
         assert self.best is not None, "an offer on which the model fits"
         workload = self.best.workload
-        return math.ceil(self.tokens / (workload.global_batch * workload.sequence_length))
+        return math.ceil(
+            self.tokens / (workload.train.global_batch * workload.train.sequence_length)
+        )
 
     @property
     def days(self) -> float:

@@ -90,7 +90,7 @@ class Accepted:
         rules = make_rules(own.rules, workload.mesh.sizes)
         sequences = workload.microbatch * workload.mesh.batch_shards
         try:
-            self._model().check_blocks(rules, sequences, workload.sequence_length)
+            self._model().check_blocks(rules, sequences, workload.train.sequence_length)
         except ConfigError as error:
             return error
         return None

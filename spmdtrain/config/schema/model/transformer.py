@@ -164,6 +164,10 @@ class TransformerConfig(Settings):
         default={}, description="settings of that model, checked against the types in its class"
     )
 
+    def __hash__(self) -> int:
+        # `extra` is a table, which has no hash. Models of the same sizes are seldom unequal.
+        return hash((self.layers, self.embed, self.heads, self.ffn, self.vocab, self.experts))
+
     def derived(self) -> dict[str, Any]:
         """Returns sizes and biases; `max_length` follows from another section, see RunConfig."""
         latent = self.latent

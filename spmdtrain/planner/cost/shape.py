@@ -1,0 +1,258 @@
+"""The sizes of a decoder-only transformer that costs are made of, from its settings.
+
+A setting is read where a cost depends on it; what stands here is computed from several.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+
+from spmdtrain.config.schema import LatentConfig, TransformerConfig
+from spmdtrain.models.size import seen_pairs
+
+
+def vocab(model: TransformerConfig) -> int:
+    """Returns the rows of the embedding, which must be known: `planner.estimate.with_vocab`."""
+    assert model.vocab is not None, "a model with a vocabulary"
+    return model.vocab
+
+
+def position_rows(model: TransformerConfig) -> int:
+    """Returns the rows of a learned table of positions."""
+    return model.max_length if model.positions == "learned" else 0
+
+
+def further_tokens(model: TransformerConfig) -> int:
+    """Counts the blocks after the last layer that predict further tokens."""
+    return model.multi_token.depth if model.multi_token else 0
+
+
+def down_width(latent: LatentConfig) -> int:
+    """Returns the width of the stream's projection to latents, which no axis of heads splits."""
+    return (latent.query_rank or 0) + latent.rank + latent.rope_dim
+
+
+def attention_width(model: TransformerConfig) -> int:
+    """Returns the width of the output of attention, and of queries if there is no latent."""
+    return model.heads * model.value_width
+
+
+def mean_dim(model: TransformerConfig) -> float:
+    """Returns the mean of the channels of a key and a value, which attention's FLOPs follow."""
+    return (model.head_dim + model.value_width) / 2
+
+
+def qkv_width(model: TransformerConfig) -> int:
+    """Returns the width of queries, keys and values together."""
+    keys_and_values = model.kv_heads * (model.head_dim + model.value_width)
+    return model.heads * model.head_dim + keys_and_values
+
+
+def qkv_matmuls(model: TransformerConfig) -> tuple[tuple[int, int, bool], ...]:
+    """Returns the matrices that compute q, k and v, each as (columns, rows, is split by heads)."""
+    if model.latent is None:
+        return ((qkv_width(model), model.embed, True),)
+    latent = model.latent
+    keys = model.heads * (latent.plain_dim + latent.value_dim)
+    return (
+        (down_width(latent), model.embed, False),
+        (model.heads * model.head_dim, latent.query_rank or model.embed, True),
+        (keys, latent.rank, True),
+    )
+
+
+def qkv_columns(model: TransformerConfig) -> tuple[int, int]:
+    """Counts the columns of the matrices that compute q, k and v: (split by heads, whole)."""
+    of_heads = sum(columns for columns, _, splits in qkv_matmuls(model) if splits)
+    return of_heads, sum(columns for columns, _, splits in qkv_matmuls(model) if not splits)
+
+
+def whole_matrices(model: TransformerConfig) -> int:
+    """Counts the elements of a layer's matrices that `tensor` does not split."""
+    return sum(columns * rows for columns, rows, splits in qkv_matmuls(model) if not splits)
+
+
+def cached_width(model: TransformerConfig) -> int:
+    """Counts the numbers that a layer's cache holds for a token."""
+    if model.latent:
+        return model.latent.rank + model.latent.rope_dim
+    return 2 * model.kv_heads * model.head_dim
+
+
+def up_width(model: TransformerConfig) -> int:
+    """Returns the output width of the MLP's up projection."""
+    matrices = 2 if model.is_gated else 1
+    return model.ffn * matrices
+
+
+def repeats(model: TransformerConfig) -> int:
+    """Counts the equal parts of the stack, which a pipeline divides among its stages."""
+    experts = model.experts
+    return (model.layers - experts.first_dense) // experts.every if experts else model.layers
+
+
+def expert_share(model: TransformerConfig) -> float:
+    """Returns the share of the layers that have experts."""
+    return repeats(model) / model.layers if model.experts else 0.0
+
+
+@lru_cache(maxsize=1000)
+def dense_layer(model: TransformerConfig) -> TransformerConfig:
+    """Returns a model whose layers are all like those without experts."""
+    return model.model_copy(update={"experts": None})
+
+
+@lru_cache(maxsize=1000)
+def beside_experts(model: TransformerConfig) -> TransformerConfig:
+    """Returns a model whose layers are all like those with experts, with the shared ones as mlp."""
+    assert model.experts is not None, "a model with experts"
+    ffn = model.experts.shared * model.experts.ffn
+    narrow = {"experts": None, "ffn": ffn, "mlp_bias": model.mlp_bias and ffn > 0}
+    return model.model_copy(update=narrow)
+
+
+def mean_of_layers(
+    model: TransformerConfig, of_layer: Callable[[TransformerConfig], float]
+) -> float:
+    """Returns the mean of `of_layer` over the layers, without their experts."""
+    share = expert_share(model)
+    if not share:
+        return of_layer(model)
+    dense = (1 - share) * of_layer(dense_layer(model)) if share < 1 else 0.0
+    return dense + share * of_layer(beside_experts(model))
+
+
+def layer_matrices(model: TransformerConfig) -> float:
+    """Counts the parameters of one layer that multiply every token, but for those of experts.
+
+    In a model with experts this is the mean over its layers, as in the functions below.
+    """
+    if model.experts is None:
+        qkv = sum(columns * rows for columns, rows, _ in qkv_matmuls(model))
+        return qkv + model.embed * (attention_width(model) + up_width(model) + model.ffn)
+    router = expert_share(model) * model.embed * model.experts.count
+    return mean_of_layers(model, layer_matrices) + router
+
+
+def active_matrices(model: TransformerConfig) -> float:
+    """Counts the parameters of one layer that a token goes through."""
+    if model.experts is None:
+        return layer_matrices(model)
+    return layer_matrices(model) + model.experts.chosen / model.experts.count * expert_matrices(
+        model
+    )
+
+
+def expert_matrices(model: TransformerConfig) -> float:
+    """Counts the parameters of all experts of one layer but for their biases."""
+    if model.experts is None:
+        return 0
+    width = model.experts.ffn * (3 if model.is_gated else 2)
+    return expert_share(model) * model.experts.count * model.embed * width
+
+
+def expert_parameters(model: TransformerConfig) -> float:
+    """Counts the parameters of all experts of one layer."""
+    if model.experts is None:
+        return 0
+    columns = model.experts.ffn * (2 if model.is_gated else 1)
+    biases = model.experts.count * (columns + model.embed) * model.mlp_bias
+    return expert_matrices(model) + expert_share(model) * biases
+
+
+def layer_parameters(model: TransformerConfig) -> float:
+    """Counts the parameters of one layer, except those of its experts."""
+    if model.experts is not None:
+        # A router has a bias for the choice of each expert, and may have one for its logit.
+        router = model.experts.count * (model.embed + (2 if model.experts.logit_bias else 1))
+        others = mean_of_layers(model, layer_parameters)
+        return others + expert_share(model) * router
+    vectors = norms(model) * model.embed * vectors_per_norm(model) + latent_norm_width(model)
+    vectors += _biases(model) + query_norm_size(model) + head_sinks(model)
+    return layer_matrices(model) + vectors
+
+
+def norms(model: TransformerConfig) -> int:
+    """Counts the norms of one layer."""
+    return 4 if model.norm_places == "both" else 2
+
+
+def query_key_width(model: TransformerConfig) -> int:
+    """Returns the width of queries and keys together."""
+    return (model.heads + model.kv_heads) * model.head_dim
+
+
+def _biases(model: TransformerConfig) -> int:
+    """Counts the biases of one layer's projections."""
+    attention = qkv_width(model) * model.qkv_bias + model.embed * model.out_bias
+    return attention + (up_width(model) + model.embed) * model.mlp_bias
+
+
+def query_norm_size(model: TransformerConfig) -> int:
+    """Counts the parameters of the norms of queries and keys in one layer."""
+    if model.query_norm == "all":
+        return query_key_width(model)
+    return 2 * model.head_dim if model.query_norm == "head" else 0
+
+
+def latent_norm_width(model: TransformerConfig) -> int:
+    """Counts the numbers of a token that the norms of latents read: one parameter for each."""
+    return (model.latent.query_rank or 0) + model.latent.rank if model.latent else 0
+
+
+def head_sinks(model: TransformerConfig) -> int:
+    """Counts the sinks of one layer: one for each head, or none."""
+    return model.heads if model.sinks else 0
+
+
+def seen_share(model: TransformerConfig, sequence_length: int) -> float:
+    """Returns the share of the pairs of causal attention that windows leave, over all layers."""
+    if not model.windows:
+        return 1.0
+    kinds = [model.windows[n % len(model.windows)] for n in range(model.layers)]
+    whole = seen_pairs(sequence_length)
+    return sum(seen_pairs(sequence_length, window) for window in kinds) / model.layers / whole
+
+
+def outside_parameters(model: TransformerConfig) -> int:
+    """Counts the parameters outside the layers: tables and the last norm."""
+    tables = vocab(model) * vocabulary_tables(model) + position_rows(model)
+    return model.embed * (tables + vectors_per_norm(model))
+
+
+def last_layer(model: TransformerConfig) -> TransformerConfig:
+    """Returns a model whose layers are all like the last one."""
+    if model.experts is None:
+        return model
+    everywhere = model.experts.model_copy(update={"first_dense": 0, "every": 1})
+    return model.model_copy(update={"experts": everywhere})
+
+
+def further_parameters(model: TransformerConfig) -> float:
+    """Counts the parameters of the blocks that predict further tokens."""
+    last = last_layer(model)
+    block = layer_parameters(last) + expert_parameters(last)
+    joining = 2 * model.embed**2 + 3 * model.embed * vectors_per_norm(model)
+    return further_tokens(model) * (block + joining)
+
+
+def further_matrices(model: TransformerConfig) -> float:
+    """Counts the parameters that a token goes through in these blocks, each with the head."""
+    own = 2 * model.embed**2 + model.embed * vocab(model)
+    return further_tokens(model) * (active_matrices(last_layer(model)) + own)
+
+
+def parameters(model: TransformerConfig) -> int:
+    """Counts all parameters of the model."""
+    layer = layer_parameters(model) + expert_parameters(model)
+    inside = model.layers * layer + further_parameters(model)
+    return round(inside) + outside_parameters(model)
+
+
+def vocabulary_tables(model: TransformerConfig) -> int:
+    """Counts the tables of the vocabulary: embedding and head, or one for both."""
+    return 1 if model.tied else 2
+
+
+def vectors_per_norm(model: TransformerConfig) -> int:
+    """Counts the vectors of a norm: a scale, and for a layernorm with biases an offset."""
+    return 2 if model.norm == "layernorm" and model.bias else 1
