@@ -11,13 +11,14 @@ UV ?= uv
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 NO_DEPENDENCIES := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
 
 # A part of Shakespeare's plays, which are in the public domain, put together by Andrej Karpathy.
 SHAKESPEARE ?= https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt
 SHAKESPEARE_SHA256 := 86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed
 
-.PHONY: help train open-model test test-fast test-slow test-hf test-gpu claims mutations certified fuzz fuzz-data faults real-files check docs pages bench-overhead bench-guards bench-pipeline bench-pipeline-cuda bench-gpu bench-torch bench-cpu gpu-hour cuda-compiler aot fleet plan-table schema constraints
+.PHONY: help train open-model test test-all test-fast test-slow test-hf test-gpu claims mutations certified fuzz fuzz-data faults real-files check docs pages bench-overhead bench-guards bench-pipeline bench-pipeline-cuda bench-gpu bench-torch bench-cpu gpu-hour cuda-compiler aot fleet plan-table schema constraints
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -36,11 +37,14 @@ build/tinyshakespeare.txt:
 	echo "$(SHAKESPEARE_SHA256)  $@.part" | sha256sum --check --quiet
 	mv $@.part $@
 
-test: $(VENV)/installed-dev  ## every test, on CPU: make test PYTEST_ARGS="-k mesh"
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+test: $(VENV)/installed-dev  ## every room, on CPU: of a test that compiles for seconds one case; a quarter of an hour
+	$(PYTEST) --share first $(PYTEST_ARGS)
+
+test-all: $(VENV)/installed-dev  ## every test, on CPU: make test-all PYTEST_ARGS="-k mesh"; without PYTEST_ARGS an hour
+	$(PYTEST) $(PYTEST_ARGS)
 
 test-fast: $(VENV)/installed-dev  ## the tests of less than a second, which compile little: most of what a change breaks, in two minutes
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long and not seconds" $(PYTEST_ARGS)
+	$(PYTEST) -m "not long and not seconds" $(PYTEST_ARGS)
 
 test-slow: $(VENV)/installed-dev  ## the tests that take long: whole grids of pipelines and kernels, hours
 	$(BIN)/python -m pytest -n 2 -m slow $(PYTEST_ARGS)

@@ -1,8 +1,7 @@
 """Eight simulated CPU devices for every test, compiled as cheaply as XLA can, and the tests that
 run only when asked.
 
-JAX_PLATFORMS is respected where it is set: `JAX_PLATFORMS=cuda make test PYTEST_ARGS="-m gpu"` on a
-  GPU box.
+JAX_PLATFORMS is respected where it is set, as `make test-gpu` sets it.
 """
 
 import gc
@@ -14,7 +13,7 @@ from collections import Counter
 
 import hypothesis
 import pytest
-import two_pythons
+import shares
 from typed_again import every_try_can_be_typed  # noqa: F401  a fixture of every test
 
 # Before anything imports jax: it reads all of this once.
@@ -89,14 +88,14 @@ def gpu_is_there() -> bool:
 def pytest_addoption(parser):
     parser.addoption(
         "--share",
-        choices=two_pythons.SHARES,
-        help="leave out what CI's other Python runs (tests/two_pythons.py)",
+        choices=shares.SHARES,
+        help="first: what make test runs; second: the rest, for a newer Python (tests/shares.py)",
     )
     parser.addoption(
         "--turn",
         type=int,
-        choices=sorted(two_pythons.TURNS),
-        help="leave out the cases of long tests that CI runs in its two other turns",
+        choices=sorted(shares.TURNS),
+        help="leave out, of the rest, what CI runs in its two other turns",
     )
 
 
@@ -112,13 +111,12 @@ def pytest_collection_modifyitems(config, items):
     gpu = {item for item in items if item.get_closest_marker("gpu")}
     if gpu and not gpu_is_there():
         left_out |= gpu
-    cases = [two_pythons.Case(item.nodeid, runs_on_both(item), is_long(item)) for item in items]
-    if share := config.option.share:
-        shares = two_pythons.shares_of(cases)
-        left_out |= {item for item, of in zip(items, shares, strict=True) if share not in of}
-    if (turn := config.option.turn) is not None:
-        turns = two_pythons.turns_of(cases)
-        left_out |= {item for item, of in zip(items, turns, strict=True) if turn not in of}
+    candidates = [item for item in items if item not in left_out]
+    cases = shares.cases_of((item.nodeid, marks_of(item)) for item in candidates)
+    share, turn = config.option.share, config.option.turn
+    for item, case in zip(candidates, cases, strict=True):
+        if share not in {None, *case.shares} or turn not in {None, *case.turns}:
+            left_out.add(item)
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
@@ -126,9 +124,8 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: (item.path.name not in HEAVIEST, -long[item.path]))
 
 
-def runs_on_both(item) -> bool:
-    """True for the core, and for what one of the two may skip."""
-    return any(item.get_closest_marker(name) for name in ("core", "skipif"))
+def marks_of(item) -> frozenset[str]:
+    return frozenset(mark.name for mark in item.iter_markers())
 
 
 def is_long(item) -> bool:

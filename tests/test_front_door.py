@@ -37,6 +37,7 @@ def test_no_room_takes_the_name_of_a_public_one():
     assert callable(st.run)
 
 
+@pytest.mark.core
 def test_importing_the_package_imports_neither_jax_nor_numpy():
     program = (
         "import sys, spmdtrain; sys.exit(bool({'jax', 'numpy', 'pydantic'} & set(sys.modules)))"

@@ -78,6 +78,7 @@ CONFIGS = st.builds(
 )
 
 
+@pytest.mark.core
 @given(CONFIGS, st.lists(st.none() | st.sampled_from([1.0, 2.0, 3.0, float("nan")]), max_size=30))
 def test_those_stay_that_brute_force_finds_wherever_the_run_is_resumed(config, losses):
     """One that is resumed after each save decides as one that never stopped."""

@@ -302,6 +302,7 @@ def test_iota_groups_are_what_numpy_makes_of_them(order, inner):
     )
 
 
+@pytest.mark.core
 def test_the_mesh_spelling_agrees_with_what_this_jax_prints_for_the_same_groups():
     for axes in (("data",), ("fsdp", "tensor"), ("data", "tensor")):
         text = compiled(manual(lambda x, axes=axes: lax.psum(x, axes)), ARRAY).as_text()

@@ -476,6 +476,7 @@ def is_text_of_toml(config: RunConfig) -> bool:
     return "none" not in (config.data.path, config.train.init_from)
 
 
+@pytest.mark.core
 @pytest.mark.seconds
 @given(runs().filter(is_text_of_toml))
 def test_what_to_toml_writes_loads_back(tmp_path_factory, config):

@@ -22,6 +22,7 @@ def corpus_of(lengths: list[int], **fields) -> Corpus:
     return Corpus(np.arange(total, dtype=np.uint32), starts, total, None, "", **fields)
 
 
+@pytest.mark.core
 @given(LENGTHS, st.integers(1, 17))
 @settings(max_examples=200, deadline=None)
 def test_every_token_but_a_documents_first_is_a_target_once_given_what_stands_before_it(

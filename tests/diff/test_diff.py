@@ -154,6 +154,7 @@ def test_of_many_changes_that_comes_first_which_decides_what_was_other_first(par
             assert ranked[3].name == "optimizer.beta2", "what is made last explains least"
 
 
+@pytest.mark.core
 def test_rounding_is_explained_by_layout_and_a_wrong_layout_by_itself():
     within = Parting(9, 9, "rounding", first=1)
     beyond = Parting(9, 9, "differ", first=1, beyond=1, in_figure="loss")

@@ -268,6 +268,7 @@ def test_the_gradient_of_the_table_waits_in_the_precision_of_the_table():
     assert any("tensor<96x16xbf16>" in barrier for barrier in barriers)
 
 
+@pytest.mark.core
 def test_logits_are_never_whole():
     case = cases.Case(b=1, t=4096, width=64, vocab=8192, chunk_logits=2**17)
     shapes = jax.eval_shape(case.draw)

@@ -167,6 +167,7 @@ def test_a_second_signal_is_handed_on_when_it_cannot_be_the_first_once_more(monk
     assert heard[1] - heard[0] > 0.1
 
 
+@pytest.mark.core
 @pytest.mark.seconds
 def test_no_process_outlives_its_launcher(tmp_path):
     program = f"""

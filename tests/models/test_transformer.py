@@ -136,6 +136,7 @@ def test_remat_changes_no_gradient(remat):
         )
 
 
+@pytest.mark.core
 def test_noise_depends_on_seed_step_sample_layer_and_site_only():
     x = jnp.ones((3, 4, 64))
 

@@ -331,6 +331,7 @@ NAMES = st.sampled_from(
 )
 
 
+@pytest.mark.core
 @settings(max_examples=25)
 @given(st.lists(st.dictionaries(NAMES, VALUES, max_size=6), max_size=6), st.integers(0, 9))
 @pytest.mark.seconds

@@ -22,6 +22,7 @@ from spmdtrain.train.shard import shard_on
 SHAPES = some.lists(some.tuples(some.integers(1, 5), some.integers(0, 3)), min_size=1, max_size=4)
 
 
+@pytest.mark.core
 @pytest.mark.seconds
 @settings(max_examples=20)
 @given(SHAPES)

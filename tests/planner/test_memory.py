@@ -89,6 +89,7 @@ def test_argument_bytes_of_the_compiled_step(overrides):
     assert sum(state) + bytes_per_device(batch) == compiled.argument_size_in_bytes
 
 
+@pytest.mark.core
 def test_the_closed_form_of_the_state_is_close():
     for overrides in LAYOUTS:
         config = tiny(*overrides, "model.embed=256", "model.ffn=1024")

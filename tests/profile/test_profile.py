@@ -152,6 +152,7 @@ spans = st.lists(
 )
 
 
+@pytest.mark.core
 @given(spans)
 def test_shared_time_adds_up_to_the_time_in_which_anything_ran(ran):
     covered = {at for each in ran for at in range(int(each.begin), int(each.end))}

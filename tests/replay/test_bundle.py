@@ -59,6 +59,7 @@ def test_a_bad_step_leaves_a_small_bundle_without_code_or_weights(ended):
     assert [path.name for path in (ended / "bundles").iterdir()] == [str(BAD)]
 
 
+@pytest.mark.core
 def test_a_bundle_is_replayed_to_the_bit_wherever_it_lies(ended, tmp_path):
     found = replay(ended / "bundles" / str(BAD))
     assert (found.equal, found.start, found.last, found.samples) == (True, 3, BAD, (24, 31))

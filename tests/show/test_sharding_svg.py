@@ -4,6 +4,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import jax
+import pytest
 from helpers import mesh_of, tiny
 
 from spmdtrain.cli import main
@@ -31,6 +32,7 @@ def contains(texts: list[str], *wanted: str) -> bool:
     return any(texts[end - len(wanted) : end] == list(wanted) for end in ends)
 
 
+@pytest.mark.core
 def test_a_mesh_a_batch_and_weights_split_over_three_axes():
     texts = drawn("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2")
     assert contains(texts, "the mesh", "data 2 x fsdp 2 x tensor 2", "tensor 0", "tensor 1")

@@ -138,6 +138,7 @@ def test_one_that_trains_something_else_is_told_from_rounding(trained):
     assert "the first" in said[2] and "NO" in said[3]
 
 
+@pytest.mark.core
 def test_predictions_are_those_of_estimate_and_one_that_does_not_divide_is_a_reason():
     config = tiny("train.global_batch=16", "model.kv_heads=4")
     found = {each.name: each.offer for each in predict(config, [*STRATEGIES], DEVICES["h100"], 16)}

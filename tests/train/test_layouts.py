@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from helpers import compiled_step, partitioned_text, prepared, trained
-from two_pythons import core
+from shares import core
 
 from pallas_kernels.partition import axes_of
 from spmdtrain.compiled import hlo

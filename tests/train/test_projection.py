@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import MESHES_OF_WEIGHTS, batches_of, mesh_of, tiny
-from two_pythons import core
+from shares import core
 
 import spmdtrain as st
 from spmdtrain.models.buffer import Buffer
