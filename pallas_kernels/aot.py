@@ -9,8 +9,8 @@ refused and why; fails if one did not compile.
 
 Needs jax >= 0.11, its CUDA plugin and compiler wheels (jax-cuda13-plugin, jax-cuda13-pjrt,
 nvidia-cuda-nvcc, nvidia-nvvm; `pip install --no-deps`), no driver. cuDNN is compiled only with
-nvidia-cudnn-cu13 too, and for one GPU: what jax checks of a call hardly depends on the GPU, and
-cuDNN makes its plan where it runs.
+nvidia-cudnn-cu13 too, and for one GPU: jax's checks of a call hardly depend on the GPU, and
+cuDNN plans on the GPU that runs it.
 
 A compiler that aborts loses only its own case: cases run in a child process, which is restarted
 after an abort.

@@ -3,9 +3,9 @@
     python -m pallas_kernels.bench --json FILE [--ops attention norm grouped loss] [--first N]
                                    [--brief] [--dry]
 
-Prints a table, and writes it as JSON after each row. Times are those of the forward pass, and of
-forward with backward less forward. Within a case implementations take turns, round after round;
-each round runs a call several times and waits once; medians count. Columns:
+Prints a table, and writes it as JSON after each row. Times are of the forward pass, and of the
+backward pass: of both together, less the forward pass. Within a case implementations take turns,
+round after round; each round runs a call several times and waits once; medians count. Columns:
 
     against   the time of the best other implementation over this one's: above 1 is faster
     ceiling   the share of the matmul rate, or copy bandwidth, measured in the same process

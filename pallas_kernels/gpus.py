@@ -1,4 +1,4 @@
-"""Lists GPUs in one table: names, peaks, memory, links, and what XLA must know to compile for one.
+"""Lists GPUs in one table: names, peaks, memory, links, and what XLA needs to compile for each.
 
 Kernels, training and the planner read it: a new chip is one entry in GPUS. What depends on the
 machine around a chip (its network, the number of chips in a host), or on software, is not here.

@@ -10,7 +10,7 @@ Start with api.py, then problem.py and mask.py, whose words all implementations 
     hopper/     kernels for sm_90, on Mosaic GPU
     cudnn.py    NVIDIA's own
 
-tiling.py has their tile sizes. tile_ranges.py and operands.py are what the kernels share.
+tiling.py has their tile sizes. The kernels share tile_ranges.py and operands.py.
 """
 
 from pallas_kernels.attention.api import SAVED as SAVED

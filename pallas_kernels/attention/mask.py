@@ -16,7 +16,7 @@ from pallas_kernels.attention.problem import Inputs, Problem
 def positions(inputs: Inputs, xp=jnp):
     """Returns positions (of queries [b or 1, t], of keys [b or 1, s]).
 
-    They are those given, or else counted from the ends.
+    They are the given ones, or else counted from the ends.
     """
     if inputs.q_positions is not None and inputs.kv_positions is not None:
         return inputs.q_positions, inputs.kv_positions
@@ -59,7 +59,7 @@ def visible_keys(problem: Problem, inputs: Inputs):
     """Returns bool [b or 1, s]: which keys are visible to some query; None: all.
 
     Hidden keys may hold NaN. With segments or positions this compares all pairs, t x s, unless XLA
-    itself finds that the first half of the last line is true, as when both sides have the same ids.
+    can prove the first half of the last line, as it can if both sides have the same ids.
     """
     t, s = inputs.lengths
     if inputs.mask_is_static:

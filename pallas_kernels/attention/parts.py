@@ -20,7 +20,7 @@ def attention_forward(
     """Returns (out [b, t, h, e] in the dtype of q, lse [b, t, h] in float32) of these keys.
 
     Args:
-      options: those of `attention` for masks and scores: causal, segment_ids, window, softcap,
+      options: as `attention` takes for masks and scores: causal, segment_ids, window, softcap,
         scale, positions. There is no bias.
 
     Raises:
@@ -47,9 +47,9 @@ def attention_backward(
     Args:
       arrays: (q, k, v) of `attention_forward`.
       dout: the gradient of out, [b, t, h, e].
-      lse: that of all keys, [b, t, h], not only of these.
-      delta: that of all keys, by `delta_of`.
-      options: those of `attention_forward`.
+      lse: of all keys, not only of these, [b, t, h].
+      delta: of all keys, by `delta_of`.
+      options: as in `attention_forward`.
     """
     module, given, problem, inputs = _call(*arrays, implementation, options)
     # An implementation computes delta as the sum of out x dout, less the gradient of lse.
@@ -67,7 +67,7 @@ def delta_of(
 
     Args:
       results: (out, lse) of all keys.
-      gradients: those of the results.
+      gradients: the gradients of `results`.
     """
     out, lse = results
     dout, dlse = gradients

@@ -1,4 +1,4 @@
-"""Finds the tiles that a program of a kernel visits, and those that it must mask.
+"""Finds the tiles that a program of a kernel visits, and which of them it must mask.
 
 A program owns one tile of queries (or of keys) and walks over tiles of the other side in order,
 from the first visible one to the last. Four bounds cut the walk into three ranges; the tiles

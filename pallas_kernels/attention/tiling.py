@@ -152,9 +152,9 @@ class GradientTile:
     q is 128 in the dq kernel; k is 128 or 64 in the dk and dv kernel.
 
     `stages`: tiles in shared memory, of keys and of values in the dq kernel, of queries and of
-    gradients of out in the other. `registers`: of a thread that copies and of one that computes;
-    one warpgroup of the first and two of the second share 504. `overlap`: whether the second
-    matmul of scores runs while the first is used even with a softcap or masks.
+    gradients of out in the other. `registers`: of a copying and of a computing thread; one copying
+    and two computing warpgroups share 504. `overlap`: whether the second matmul of scores runs
+    while the first is used even with a softcap or masks.
     """
 
     q: int

@@ -332,7 +332,7 @@ def _blocks(inputs: Inputs) -> tuple[int, int]:
 
 
 def _even(length: int, at_most: int) -> int:
-    """Returns the size of blocks of at most this size that leave little to pad."""
+    """Returns a block size, at most this one, that leaves little padding."""
     return -(-length // -(-length // at_most))
 
 

@@ -1,8 +1,8 @@
 """Implements the backward passes on Triton.
 
 A program owns some columns, and walks over a share of the rows. It keeps the sums of its columns in
-registers and writes them once; XLA adds those of all programs. So there are no atomics, and every
-sum has a fixed order.
+registers and writes them once; XLA adds the sums of all programs. So there are no atomics, and
+every sum has a fixed order.
 """
 
 from functools import partial

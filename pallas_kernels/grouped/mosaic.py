@@ -1,10 +1,10 @@
 """Implements the grouped matmul for NVIDIA's Hopper (sm_90), on Mosaic GPU.
 
 A program makes a block of SIDE x SIDE of the result, y or one expert's dw, as a sum of products of
-a left and a right operand over STEP of what is contracted. Warpgroup 2 copies them into a ring of
-shared memory, and the others compute ROWS rows of the block each. A block without an expert, or an
-expert without tiles, takes no steps: its sum is 0. There are no atomics, and every sum has a fixed
-order.
+a left and a right operand, over STEP of the contracted dim at a time. Warpgroup 2 copies them into
+a ring of shared memory, and the others compute ROWS rows of the block each. A block without an
+expert, or an expert without tiles, takes no steps: its sum is 0. There are no atomics, and every
+sum has a fixed order.
 
 Barriers: `ready[slot]`, for which the computing warpgroups wait: the operands of a step are there;
 `free[slot]`, for which the copying one waits: both have read them.

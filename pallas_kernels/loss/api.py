@@ -83,8 +83,8 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
         which spares XLA's CPU backend a transposed copy of the logits' gradient.
       logits_dtype: "float32", or "bfloat16", which halves the memory of a chunk and rounds each
         logit by up to 2^-9 of itself.
-      implementation: a name of `candidates()`: who computes the loss of a chunk from its logits,
-        and a default of chunk_logits.
+      implementation: a name of `candidates()`: it computes the loss of a chunk from its logits, and
+        sets the default of chunk_logits.
 
     Raises:
       ValueError: the arguments do not fit together.
@@ -252,7 +252,7 @@ class _Options(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _loss(options: _Options, x_bte, weight_ve, targets_bt, mask_bt, part_bn):
-    """Returns the loss, the part of it that is z-loss, and those of `part_bn` or None."""
+    """Returns the loss, the part of it that is z-loss, and the losses of `part_bn` or None."""
 
     def step(sums, chunk):
         loss, _ = _chunk_loss(options, weight_ve, part_bn, *chunk)
@@ -330,7 +330,7 @@ def _products(options: _Options, x_bte: jax.Array, weight_ve: jax.Array) -> jax.
 
 
 def _chunk_by_kernel(options: _Options, weight_ve, part_bn, x_bte, targets_bt, mask_bt):
-    """Returns what `_chunk_by_xla` does, from a kernel that reads the logits once."""
+    """Returns the same as `_chunk_by_xla`, by a kernel that reads the logits once."""
     products_btv = _products(options, x_bte, weight_ve)
     shape = products_btv.shape
     vocab = options.vocab or shape[-1]

@@ -1,6 +1,6 @@
-"""`linear_distillation`: the loss of a student beside a teacher, a chunk of tokens at a time.
+"""`linear_distillation`: the loss of a student against a teacher, a chunk of tokens at a time.
 
-The logits of both exist for one chunk only, and each device has those of its own rows of the two
+The logits of both exist for one chunk only, and a device has the logits of its own rows of the two
 tables. As in `linear_cross_entropy`, the gradients of the student are computed along with the loss.
 
 Letters: b sequences, t time, e width of the student, f width of the teacher, v rows of a table on
@@ -37,8 +37,9 @@ def linear_distillation(  # noqa: PLR0913 - the question has as many parts
     """Returns the cross-entropy and the loss against the teacher, sums of mask x loss over tokens.
 
     Both are float32. With p and q, the softmax of the teacher's and of the student's logits over T,
-    the second is T^2 KL(p || q) (arXiv:1503.02531, but for the teacher's entropy, a constant: so
-    it is 0 where both agree). T^2 makes up for gradients that fall by it.
+    the second is T^2 KL(p || q) (as in arXiv:1503.02531, minus the teacher's entropy, a constant,
+    so that it is 0 where both agree). The gradients of KL fall by T^2, and the factor restores
+    them.
 
     The derivative of the first result is that of (1 - share) x cross-entropy + share x T^2 KL; the
     second is a constant to differentiation, and so are the teacher and the mask.

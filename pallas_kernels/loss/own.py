@@ -86,7 +86,7 @@ def linear_token_losses(  # noqa: PLR0913 - the question has as many parts
 ) -> Losses:
     """Returns mask x loss of each token, float32 [b, t] by name.
 
-    The arguments are those of `linear_token_loss`.
+    Arguments as in `linear_token_loss`.
     """
     losses_of_chunk = _make_losses_of_chunk(loss, scale, softcap, axis_name, vocab)
     chunks = _chunks(x_bte, weight_ve, axis_name, chunk_logits)
@@ -122,8 +122,8 @@ def _make_losses_of_chunk(
     axis_name: tuple[str, ...],
     vocab: int | None,
 ) -> Callable[..., Losses]:
-    """Returns `losses(weight_ve, x_bte, targets_bt, mask_bt)`, which gives those of each token, [b,
-    t] by name.
+    """Returns `losses(weight_ve, x_bte, targets_bt, mask_bt)`, the losses of each token, [b, t] by
+    name.
     """
 
     def losses_of_chunk(weight_ve, x_bte, targets_bt, mask_bt):

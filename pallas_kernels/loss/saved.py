@@ -1,15 +1,15 @@
-"""`linear_saved_distillation`: the loss of a student beside what a teacher said before.
+"""`linear_saved_distillation`: the loss of a student against saved predictions of a teacher.
 
-Of each token the teacher's k likeliest next tokens are known, with their log-probabilities, and
-that of all others together, the *rest*. The top alone would be biased: its probabilities do not add
-up to 1, so a student would learn to be surer than its teacher (arXiv:2503.16870). With the rest as
-one more outcome both models have a distribution over k + 1 outcomes, and the divergence is between
-those:
+For each token the teacher's k likeliest next tokens are known, with their log-probabilities and the
+log-probability of all others together, the *rest*. The top alone would be biased: its probabilities
+do not add up to 1, so a student would learn to be surer than its teacher (arXiv:2503.16870). With
+the rest as one more outcome both models have a distribution over k + 1 outcomes, and the divergence
+is between those:
 
     KL(p || q) = sum over the k of p log(p / q) + p_rest log(p_rest / q_rest)
 
 It is at most the divergence over the whole vocabulary, since joining outcomes loses information,
-and 0 where the student says what the teacher says.
+and 0 where the student agrees with the teacher.
 
 Letters: as in student.py; k likeliest tokens.
 """
@@ -47,7 +47,7 @@ def linear_saved_distillation(  # noqa: PLR0913 - the question has as many parts
     """Returns the cross-entropy and the loss against the teacher, sums of mask x loss over tokens.
 
     Both are float32. The second is T^2 KL(p || q) over the k + 1 outcomes, where q is the softmax
-    of the student's logits over T. Derivatives are those of `linear_distillation`.
+    of the student's logits over T. Derivatives as in `linear_distillation`.
 
     Args:
       ids_btk: different ids, integers.
@@ -56,8 +56,8 @@ def linear_saved_distillation(  # noqa: PLR0913 - the question has as many parts
       temperature: T, above 0.
       share: of the loss against the teacher, in (0, 1].
       axis_name, vocab: as in `linear_distillation`.
-      chunk_logits: half of it is the most logits that exist at once on a device; what the teacher
-        said is spread over the rows of the table, too.
+      chunk_logits: at most half as many logits exist at once on a device: the other half holds the
+        teacher's predictions, spread over the rows of the table.
     """
     batch, time = targets_bt.shape
     options = Options(
@@ -124,7 +124,7 @@ def _chunk_losses(options: Options, weight_ve, table, x_bte, targets_bt, said_bt
 def _spread(places_btk: jax.Array, logs_btk: jax.Array, rows: int) -> jax.Array:
     """Returns [b, t, rows] with the log-probabilities at their places, and UNNAMED elsewhere.
 
-    Places outside the rows are those of other devices.
+    Places outside the rows belong to other devices.
     """
     batch, time, top = places_btk.shape
     is_here_btk = (places_btk >= 0) & (places_btk < rows)

@@ -78,7 +78,7 @@ def loss_and_gradient(
 class _Block:
     """Some rows of the weight, from `start` on.
 
-    Of a cut block some do not exist, or do not count.
+    In a cut block some rows do not exist, or do not count.
     """
 
     start: Any
@@ -171,7 +171,7 @@ def _kernel(shaping: Shaping, rows: int, size: int, *refs):
 
 
 def _over_blocks(body, carry: Any, rows: int, vocab: int, size: int) -> Any:
-    """Returns the carry after `body(blocks, carry)` for all blocks, TOGETHER of which come at once.
+    """Returns the carry after `body(blocks, carry)` for all blocks, TOGETHER of them at a time.
 
     The last ones are cut.
     """

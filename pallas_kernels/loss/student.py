@@ -1,8 +1,8 @@
 """Sums the losses of a student over its tokens, a chunk at a time, and its gradients with them.
 
-What its teacher says of a token lies beside the token: hidden states (distilled.py), or its
-likeliest next tokens (saved.py). Each has its losses of a chunk; cutting, adding up and the
-backward pass are the same, and are here.
+For each token there is an array from its teacher: hidden states (distilled.py), or the likeliest
+next tokens (saved.py). Each file computes the losses of a chunk; cutting into chunks, adding up and
+the backward pass are the same, and are here.
 
 Letters: b sequences, t time, e width of the student, v rows of its table on this device, n parts.
 """
@@ -34,7 +34,7 @@ class Options(NamedTuple):
     """The static part of a student's losses.
 
     `of_chunk(options, weight_ve, table, x_bte, targets_bt, said)` returns the ChunkLosses. `said`
-    is a tuple of arrays [b, t, ...], `table` what all tokens share, or None.
+    is a tuple of the teacher's arrays [b, t, ...], `table` an array for all tokens, or None.
     """
 
     of_chunk: Callable[..., "ChunkLosses"]
@@ -48,7 +48,7 @@ class Options(NamedTuple):
 
 
 class ChunkLosses(NamedTuple):
-    """The losses of a chunk's tokens, and the gradient of what is minimised."""
+    """The losses of a chunk's tokens, and the gradient of the minimised loss."""
 
     cross_entropy_bt: jax.Array
     distilled_bt: jax.Array
@@ -96,7 +96,7 @@ def _sums(options: Options, weight_ve, table, x_bte, targets_bt, mask_bt, said_b
 
 
 def _forward(options: Options, weight_ve, table, x_bte, targets_bt, mask_bt, said_bt, part_bn):
-    """Returns `_sums`, and the gradients of student and table but for the cotangent's factor."""
+    """Returns `_sums`, and the gradients of student and table without the cotangent's factor."""
 
     def step(carry, chunk):
         sums, dweight_ve = carry

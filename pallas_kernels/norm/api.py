@@ -129,7 +129,7 @@ def _normalise(eps, centred, name, x, scale, bias, residual):
 def _forward(eps, centred, name, x, scale, bias, residual):
     module = _implementation(name)
     y, total, mean, rstd = module.forward(x, scale, bias, residual, eps, centred, name)
-    # The backward pass needs their dtypes, and whether they exist: an empty array tells both.
+    # The backward pass needs their dtypes, and whether they exist: an empty array carries both.
     like = [
         None if array is None else jnp.zeros((0,), array.dtype) for array in (x, bias, residual)
     ]

@@ -19,7 +19,7 @@ def decide(
 
     Args:
       order: all candidates, the default first.
-      faults: name -> what is wrong with it.
+      faults: name -> the fault.
       times: name -> seconds of each round, of correct candidates.
 
     The first is None if every candidate has a fault.

@@ -5,7 +5,7 @@
      "programs": {DIGEST: {"gpu": KIND, "calls": [CLASS, ...]}}}
 
 `programs` says which classes a program has, so that a known one need not be traced. Files in
-shipped/, in the same form, hold what we know about a GPU whatever its software: they apply if the
+shipped/, in the same form, hold what we know about a GPU with any software: they apply if the
 user's own file has no entry.
 """
 

@@ -1,7 +1,7 @@
 """Tries the candidates of one call after another, in the process that touches the GPU.
 
 A line of JSON on standard input asks for a call; the answers are lines of JSON. Before each step
-that may crash or hang a line names it, so that the process that listens (measure.py) knows what
+that may crash or hang, a line names the step, so that the listening process (measure.py) knows what
 ended this one.
 
     {"call": {...}, "without": [...], "right": [...], "rounds": 12, "seconds": 40.0}

@@ -1,7 +1,7 @@
-"""Strips a compiled program of what changes from process to process, and hashes it.
+"""Strips a compiled program of all that changes from process to process, and hashes it.
 
-XLA's text names every instruction, and says from which line of which file it comes. Names depend on
-what was compiled before, and files on the location of the checkout. Without both, two compiles of
+XLA's text names every instruction, and the line of source that it comes from. Names depend on
+earlier compilations, and paths on the location of the checkout. Without both, two compiles of
 one program give the same text, and a different instruction, operand, layout or constant gives a
 different one.
 """

@@ -180,8 +180,8 @@ def _check_header(header: str, mesh_axes: Mapping[str, int]) -> None:
 def events(hlo_text: str) -> dict[str, list[tuple[str, "Instruction"]]]:
     """Returns the (event, instruction) pairs of each computation, in scheduled order.
 
-    Only what takes time is listed. The event of a collective, of its -start and of its -done is the
-    opcode; others are "loop", "matmul" and "fusion".
+    Only events that take time are listed. The event of a collective, of its -start and of its -done
+    is the opcode; others are "loop", "matmul" and "fusion".
     """
     named, _ = computations(hlo_text)
     pairs = {}
@@ -226,12 +226,12 @@ def overlaps(hlo_text: str, mesh_axes: Mapping[str, int]) -> list[dict[str, Any]
 
 
 def traffic(hlo_text: str, mesh_axes: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Returns what a device sends in one step, by kind, axis and inside_loop.
+    """Returns the bytes that a device sends in one step, by kind, axis and inside_loop.
 
     A loop's body counts once for each time that it runs. The rounds in which tokens travel to their
-    experts count as one: balanced tokens need no more. `bytes` are those of the outputs, `sent`
-    what a ring of that kind sends for them, and `sent_beside_work` the part of it with a matmul or
-    a loop between start and end.
+    experts count as one: balanced tokens need no more. `bytes` are the bytes of the outputs, `sent`
+    the bytes that a ring of that kind sends for them, and `sent_beside_work` the part of `sent`
+    with a matmul or a loop between start and end.
     """
     return _sent(instructions(hlo_text, mesh_axes))
 

@@ -1,4 +1,4 @@
 """Reads a trained run: samples, evaluations, and tasks of other harnesses.
 
-trained_run.py opens a run; the other files take what it returns.
+trained_run.py opens a run; the other files work on the opened run.
 """

@@ -42,10 +42,10 @@ def evaluate(
     `paths` are either texts as `data prepare` reads them (`field` names the texts of a table or of
     JSON lines), which the run's own tokenizer encodes, or token files made with that tokenizer. All
     of their tokens count. `overrides` may set mesh.* (default: one device) and the settings in
-    OF_EVALUATION. `make` is what the run was trained with: a class or its name, as in `model.make`.
-    With `ema` the loss is that of the average of the weights, which a run with `optimizer.ema` has.
-    `own` are the files and modules whose code may run if [own] of the run names it: its data and
-    its loss, which validation data needs.
+    OF_EVALUATION. `make`: the model of the run, a class or its name, as in `model.make`. With `ema`
+    the loss is that of the average of the weights, which a run with `optimizer.ema` has. `own` are
+    the files and modules whose code may run if [own] of the run names it: its data and its loss,
+    which validation data needs.
 
     The result has "loss" (nats per token), "perplexity", "bits_per_byte" (None if ids have no text,
     or if the model restores some of the tokens), the predicted "tokens" and "bytes", the

@@ -71,7 +71,7 @@ def likelihoods(
 
     A continuation is scored given its context. The model sees the last `max_length` tokens of the
     two together, the length it was trained for. A context has at least one token, and a
-    continuation at most that length. `programs` are those of the run's setup, if already made.
+    continuation at most that length. `programs`: the programs of the run's setup, if already made.
     """
     limit = opened.config.model.max_length
     assert all(0 < len(scored) <= limit for _, scored in pairs), "each has 1 to max_length tokens"

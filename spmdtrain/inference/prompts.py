@@ -154,7 +154,7 @@ def stops_of(prompts: Prompts, texts: Sequence[str], end: int | None) -> Stops:
 
 
 def text_until_stop(prompts: Prompts, ids: np.ndarray, size: int, stops: Stops) -> str:
-    """Returns the text of `ids`, whose first `size` are the prompt, up to what ends it.
+    """Returns the text of `ids`, whose first `size` are the prompt, up to the first stop.
 
     For a conversation it is the answer alone.
     """

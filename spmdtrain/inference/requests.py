@@ -29,9 +29,9 @@ Pair = tuple[Ids, Ids]  # (context, continuation), both of at least one token
 def scored_pair(opened: OpenedRun, context: str, continuation: str) -> Pair:
     """Encodes a context and the continuation that is scored after it.
 
-    They are the ids of the whole, split after those of the context. Spaces at the end of the
-    context belong to the continuation. An empty context is the token before a text. Raises
-    DataError if the continuation has no token of its own, or more than the model sees.
+    The whole text is encoded at once, and its ids are split after those of the context. Spaces at
+    the end of the context belong to the continuation. An empty context is the token before a text.
+    Raises DataError if the continuation has no token of its own, or more than the model sees.
     """
     encode = opened.tokenizer.encode
     before_spaces = context.rstrip()

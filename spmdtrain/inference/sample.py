@@ -110,9 +110,9 @@ def generate(  # noqa: PLR0913 - one keyword for each thing that a caller may ch
     `length` defaults to the number of tokens that the model was made for, at most LONGEST. Beyond
     that number the model sees only the last tokens (with rotary positions: all). Text ends before
     the first of the texts in `stop`; END_OF_TEXT in `stop` stands for the token that ends a
-    document. `overrides` may set mesh.* (default: one device), rules.* and model.attention. `make`
-    is what the run was trained with: a class or its name, as in `model.make`. With `ema` the
-    average of the weights is used, which a run with `optimizer.ema` has. Raises UserError.
+    document. `overrides` may set mesh.* (default: one device), rules.* and model.attention. `make`:
+    the model of the run, a class or its name, as in `model.make`. With `ema` the average of the
+    weights is used, which a run with `optimizer.ema` has. Raises UserError.
     """
     choice, stop = checked_choice(choice), texts_to_stop(stop)
     parse_special = as_flag(parse_special, "parse_special")

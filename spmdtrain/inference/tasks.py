@@ -23,7 +23,7 @@ from spmdtrain.train.state import TrainState
 
 
 def make_evaluate_with_tasks(setup: Setup, data: Data) -> Callable[[TrainState], dict[str, float]]:
-    """Returns `figures(state)`, those of `make_eval_figures` and of `eval.tasks`.
+    """Returns `figures(state)`: the figures of `make_eval_figures` and of `eval.tasks`.
 
     Which evaluations run the tasks depends only on the step, so a resumed run makes the same
     choice. Raises ConfigError if the tasks cannot be run.

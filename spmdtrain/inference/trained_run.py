@@ -31,7 +31,7 @@ SEQUENCES = 8  # per batch shard, if no number is given
 class OpenedRun:
     """An opened run, as `open_run` returns it.
 
-    `params` are those of `step`, in the shards of `setup`.
+    `params` are the weights after `step`, in the shards of `setup`.
     """
 
     run: Path
@@ -84,12 +84,12 @@ def open_run(
 ) -> OpenedRun:
     """Returns the weights of `run` after `step` steps, ready to compute with.
 
-    Without `step` it is the newest intact one: see `read_step` in restore.py. `make` is what the
-    run was trained with: a class or its name, as in `model.make`. The mesh is one device unless
-    `overrides` set `mesh.*`; they may set only what is in `settable`. With `ema` the weights are
-    the average that was kept with `optimizer.ema`. A run that learned from pairs of answers is read
-    as one that learned from texts, unless `with_pairs`. `own` are the files and modules whose code
-    may run if [own] of the run names it. Raises UserError.
+    Without `step` it is the newest intact one: see `read_step` in restore.py. `make`: the model of
+    the run, a class or its name, as in `model.make`. The mesh is one device unless `overrides` set
+    `mesh.*`; they may set only the keys in `settable`. With `ema` the weights are the average that
+    was kept with `optimizer.ema`. A run that learned from pairs of answers is read as one that
+    learned from texts, unless `with_pairs`. `own` are the files and modules whose code may run if
+    [own] of the run names it. Raises UserError.
     """
     run, step, ema = as_run(run, "run"), as_step(step), as_flag(ema, "ema")
     overrides = as_overrides(overrides)

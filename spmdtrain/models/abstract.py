@@ -333,7 +333,7 @@ def _check_parts(config: RunConfig, model: Any) -> LanguageModel:
 
 
 def _name_axes(model: nnx.Module) -> None:
-    """Gives a parameter without logical axes those that keep it whole.
+    """Gives a parameter without logical axes the axes that keep it whole.
 
     `nnx.Param(x)` is one, as are the parameters of `nnx.Linear`. In a stack its first dim still
     counts layers.

@@ -1,5 +1,5 @@
-"""Gives a layer what it needs in addition to its input: positions, segments, noise, and the
-sharding of activations.
+"""Gives a layer its inputs besides activations: positions, segments, noise, and the sharding of
+activations.
 
 One `ForwardContext` accompanies a microbatch through the model. It is an argument, not ambient
 state: a layer without one cannot silently run unsharded. It is a pytree of its arrays.

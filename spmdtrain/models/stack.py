@@ -218,9 +218,9 @@ def sum_losses(*parts: SideLosses) -> SideLosses:
 
 
 def rematerialised(layer: Callable, remat: str, scanned: bool = True) -> Callable:
-    """Returns `layer` with a backward that recomputes what `remat` names.
+    """Returns `layer` with a backward that recomputes a part of it, as the setting `remat` says.
 
-    That is nothing (none), gathered weights (weights), all but matmuls and attention (dots),
+    The part is nothing (none), gathered weights (weights), all but matmuls and attention (dots),
     everything (full), or everything from layer inputs kept on the host (offload). Outside a loop
     (`scanned` false) XLA would find the forward pass and the recomputation equal, and keep both.
     """

@@ -47,7 +47,7 @@ class Block(nnx.Module):
     `attention(x_bte, ctx, cache) -> (y_bte, cache)`. Attention and mlp may return (y_bte, side
     losses) instead of y_bte, like a block of `Stack`.
 
-    `first`: layers of the model before those of its stack, which the stack does not count.
+    `first`: the number of layers before the stack, which the stack does not count.
     """
 
     any_order = True

@@ -8,7 +8,7 @@ choose.
 
 Weights are gathered in one of these ways:
 
-    what            by                                when
+    unit            by                                when
     array           `gather_over`                     inside the region: ZeRO-1, once a step
     weight          `GatherWeight`                    inside the region, with its gradient
     layer           `ctx.gather_layer`                before a layer runs: by `GatherWeight` in

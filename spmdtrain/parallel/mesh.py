@@ -257,7 +257,7 @@ def _describe_hosts(hosts: Sequence[Sequence[Any]]) -> str:
 
 
 def _describe_request(sizes: Mapping[str, int], where: Mapping[str, str]) -> str:
-    """Returns e.g. `mesh.data=4 (configs/a.toml), mesh.tensor=2 (--set): 8 devices`.
+    """Returns text such as `mesh.data=4 (configs/a.toml), mesh.tensor=2 (--set): 8 devices`.
 
     Names the axes that are set explicitly or differ from 1.
     """

@@ -8,8 +8,8 @@ rests with zeros appended to that dim. There are two such dims:
 - with ZeRO-1, the dim that is split over `data` (arXiv:1910.02054): the zeros are cut off again as
   soon as the weight has been gathered.
 
-A weight therefore has three shapes, and six forms on its way through a step. Here are those of a
-table of 50 rows on `tensor` 4, and of 3 stacked layers on 2 stages:
+A weight therefore has three shapes, and six forms on its way through a step. Here are the forms of
+a table of 50 rows on `tensor` 4, and of 3 stacked layers on 2 stages:
 
     form          who has it                          table     stack
     of layers     imports, `weights`                  [50, e]   [3, e, f]
@@ -88,9 +88,9 @@ def add_zeros_apart(x: jax.Array, smaller: Shape, larger: Shape, yes: jax.Array)
     """Returns `add_zeros` of an x that is computed as if nothing were appended, to the bit.
 
     `yes`: True, but not known to be so while compiling. XLA may round a product and a sum in one
-    or in two steps, by what else it fuses with them, so drawn weights would depend on their
-    padding. A branch is never fused with what computes its operands; an optimization barrier would
-    not do, because the CPU backend drops it before it fuses.
+    step or in two, depending on what it fuses them with, so drawn weights would depend on their
+    padding. A branch is never fused with the code that computes its operands; an optimization
+    barrier would not do, because the CPU backend drops it before it fuses.
     """
     if smaller == larger:
         return x

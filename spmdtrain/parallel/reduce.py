@@ -81,8 +81,8 @@ def reduction(
     """Returns how a gradient whose spec at rest is `spec` is reduced over `axes`.
 
     Over an axis in `spec` it is scattered, over any other it is summed. An `owning` axis needs
-    neither: each device along it has the gradients of its own part, e.g. a stage those of its
-    layers.
+    neither: each device along it already has the gradients of its own part, as a stage has those
+    of its layers.
 
     A dim that several axes split is scattered in the order of the spec, major axis first, because
     each scatter hands out consecutive slices of what the previous one has left.
@@ -206,7 +206,7 @@ def reduce_gradients(
 def _reduce(
     gradients: Mapping[str, jax.Array], reductions: Mapping[str, Reduction]
 ) -> dict[str, jax.Array]:
-    """Scatters the gradients that rest split, then sums whatever is left to sum.
+    """Scatters the gradients that are split at rest, then sums what remains to be summed.
 
     In this order, the sums run over slices, which are smaller.
     """

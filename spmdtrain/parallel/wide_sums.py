@@ -6,7 +6,7 @@ lookup (a scatter-add), of a broadcast bias (a reduction) or of a weight that a 
 turn (a carry), and jax gives a transpose the dtype of its cotangent. `jnp.sum` is always wide.
 
 So the program of a step is rewritten after jax has differentiated it, before XLA sees it. That
-reaches the layers of this library, those of flax, and whatever a model of a user computes.
+reaches the layers of this library, those of flax, and any code of a user's model.
 Matmuls stay as they are: they accumulate in float32 on CPUs and GPUs. So do collectives: they add
 few terms, and wider ones would be twice the traffic; `reduce.py` decides about those.
 """
@@ -22,7 +22,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as
 
 NARROW = (jnp.dtype("bfloat16"), jnp.dtype("float16"))
 SCATTER = "scatter-add"
-# They sum along dims of their first operand, and take no other one.
+# They sum along dims of their only operand.
 REDUCTIONS = ("reduce_sum", "cumsum", "reduce_window_sum")
 Names = dict[Any, Any]  # the variables of a traced function -> those that take their places
 # Their programs are written for one device's registers, where each dtype is deliberate.
@@ -50,7 +50,7 @@ def with_wide_sums(function: Callable, compute: str) -> Callable:
 
 
 def narrow_sums(program: ClosedJaxpr | Jaxpr) -> Iterator[JaxprEqn]:
-    """Yields the operations that sum many 16-bit floats in 16 bits, those of inner programs too."""
+    """Yields the operations that sum many 16-bit floats in 16 bits, inner programs included."""
     for equation in _opened(program).eqns:
         if _is_narrow_sum(equation) or _narrow_carries(equation):
             yield equation

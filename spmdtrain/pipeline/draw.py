@@ -65,7 +65,7 @@ def describe_pipeline(table: Table, layout: "StageLayout") -> str:
 
 
 def bubbles(table: Table, times: Times, *, peers: bool) -> str:
-    """Describes the bubble, and what hops add, in one line, with the times from which it follows.
+    """Describes the bubble and the cost of hops in one line, with the times assumed.
 
     `peers`: adds the bubble of other frameworks that run this kind of schedule in their own order.
     """

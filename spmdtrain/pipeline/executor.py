@@ -67,8 +67,8 @@ class StageProgram:
     """The functions that a pipeline runs.
 
     Losses are float32 scalars by name; training minimises the sum of them all. `shared` are the
-    weights outside the layers, `context` is what comes with a microbatch (tokens, positions,
-    noise), and `x` is an activation, of one shape throughout.
+    weights outside the layers, `context` the data of a microbatch besides x (tokens, positions,
+    noise), and `x` an activation, of one shape throughout.
 
     - `embed(shared, context) -> x`
     - `layer(weights, x, (number, context)) -> (y, side losses)`: `weights` of one layer, including
@@ -227,7 +227,7 @@ class _Executor:
         - cotangent: x, made in the last tick and not yet sent
         - stash: [n + 1, Lc, ...] for each saved residual, or [n + 1, x], the chunk's input
         - cotangents: [slots + 1, x], those waiting for their backward, if any wait
-        - deferred: [slots + 1, Lc, ...], what the weight gradient needs, if backward is split
+        - deferred: [slots + 1, Lc, ...], inputs of the weight gradient, if backward is split
         - shared, stack: gradients; those of the stack are [v, Lc, ...]
         """
         table = self.table

@@ -43,8 +43,8 @@ class Phase:
 class RepeatedPhases:
     """A sequence of phases that runs `repeats` times.
 
-    All repeats have phases of the same lengths with the same kinds of work. `phases` are those of
-    the first repeat, with every flag that any of the repeats has.
+    All repeats have phases of the same lengths with the same kinds of work. `phases` are the
+    phases of the first repeat, with every flag that any repeat has.
     """
 
     phases: tuple[Phase, ...]

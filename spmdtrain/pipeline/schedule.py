@@ -358,8 +358,8 @@ def without_backward_of(table: Table, frozen: int) -> Table:
     """Returns the table without backward and weight gradients of the first `frozen` chunks that a
     microbatch passes.
 
-    Ticks without work go, and weight gradients run as many ticks earlier as all of them can. What
-    is left needs the stash of the first stage that still learns.
+    Ticks without work are dropped, and all weight gradients move the same number of ticks
+    earlier, as many as possible. The rest needs the stash of the first stage that still learns.
     """
     if not frozen:
         return table

@@ -97,9 +97,9 @@ def lockstep_ticks(table: Table, times: Times, overlap: float = 1.0) -> np.ndarr
 
 
 def exposed_hop(hop: float, beside: np.ndarray, overlap: float) -> np.ndarray:
-    """Returns what a hop of `hop` seconds adds to each tick.
+    """Returns the seconds that a hop of `hop` seconds adds to each tick.
 
-    The share `overlap` of it may overlap with work of `beside` seconds.
+    The share `overlap` of the hop may overlap with work of `beside` seconds.
     """
     return hop - np.minimum(overlap * hop, beside)
 

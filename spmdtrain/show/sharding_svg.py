@@ -1,8 +1,8 @@
 """Draws a run's mesh and shardings: `spmdtrain show CONFIG --svg FILE`.
 
-One panel shows the mesh, one the tokens of a batch, and one each distinct sharding of parameters,
-with the largest parameter that has it. A cell is a part of the array; the numbers in it are the
-devices that hold that part, according to jax's own sharding.
+One panel shows the mesh, one the tokens of a batch, and one panel each the distinct shardings of
+parameters, by the largest parameter with that sharding. A cell is a part of the array; its numbers
+are the devices that hold that part, according to jax's own sharding.
 """
 
 import itertools
@@ -108,7 +108,8 @@ def _headline(setup: Setup) -> str:
 def _mesh_panel(setup: Setup) -> Panel:
     """Returns the panel of the mesh.
 
-    Columns are the last of several split axes. Rows are the others, the slowest link first.
+    With several split axes, the last one makes the columns. The others make the rows, the slowest
+    link first.
     """
     mesh = setup.mesh
     active = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
@@ -158,7 +159,8 @@ def _split_axes(setup: Setup, part: Any) -> tuple[str, ...]:
 def _array_panel(title: str, names: Sequence[str], array: Shaped, fill: str) -> Panel:
     """Returns the panel of an array.
 
-    Rows are the parts of the first split dims, columns those of the last of several.
+    With several split dims, the parts of the last one are the columns. The parts of the others are
+    the rows.
     """
     holders: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
     for device, index in array.sharding.devices_indices_map(array.shape).items():
@@ -207,7 +209,7 @@ def _array_panel(title: str, names: Sequence[str], array: Shaped, fill: str) -> 
 def draw_panel(panel: Panel, left: int, top: int) -> list[str]:
     """Returns the panel's lines of SVG.
 
-    Rows and columns beyond the largest picture are counted, not drawn.
+    Rows and columns that exceed the largest picture are counted, not drawn.
     """
     rows = min(len(panel.cells), MOST_ROWS)
     columns = min(len(panel.column_labels), MOST_COLUMNS)

@@ -1,6 +1,6 @@
-"""Shows what a configuration means, before anything runs.
+"""Shows the resolved configuration of a run before anything runs.
 
-Every parameter is listed with its sharding and the bytes that it takes per device.
+Every parameter is listed with its sharding and its bytes per device.
 """
 
 from typing import Any

@@ -15,8 +15,8 @@ def program_grid(heads: int, tiles: int, size: int) -> dict[str, int]:
     """Returns the sizes of the grid, fastest first, for `tiles` tiles of `heads` batch x heads.
 
     Every program of a head reads the same `size` bytes. Sections of as many heads as CACHE holds
-    run one after another, and in each section the tiles from first to last: what the programs of a
-    head read together then stays in the L2.
+    run one after another, and in each section the tiles from first to last: the bytes that the
+    programs of a head share then stay in the L2.
     """
     together = 1
     for count in range(1, heads + 1):

@@ -20,7 +20,7 @@ from spmdtrain.parallel.experts import ExpertWeights
 
 
 class ExpertMlp(nnx.Module):
-    """Several mlps, of which each token goes through some, in place of `Mlp`.
+    """Several mlps in place of `Mlp`; each token goes through a few of them.
 
     Returns the weighted sum of their outputs, and the side losses of the router. Tokens travel to
     the devices that own their experts; weights stay where they are (`parallel/experts`).

@@ -57,7 +57,7 @@ def predict_further(
     embeddings: Sequence[jax.Array],
     contexts: Sequence[ForwardContext],
 ) -> tuple[list[jax.Array], SideLosses]:
-    """Returns (what the head reads at each depth, side losses of all depths).
+    """Returns (the hidden states of each depth, which the head reads, and all side losses).
 
     `embeddings` and `contexts` have an entry for each depth; a context's mask has the tokens with a
     loss at that depth. The entropy of routers is left out: it is reported for the model's own

@@ -132,7 +132,7 @@ class Router(nnx.Module):
 def best_experts(ranks_btx: jax.Array, experts: ExpertsConfig) -> jax.Array:
     """Returns the ids [b, t, k] of the experts with the highest ranks, int32.
 
-    They are among those of the best groups, if `experts` has groups.
+    If `experts` has groups, only experts of the best groups can be chosen.
     """
     if experts.groups_kept < experts.groups:
         size = experts.count // experts.groups

@@ -50,7 +50,7 @@ class ContextMethod:
 
 
 def zigzag_order(tokens: int, ways: int) -> np.ndarray:
-    """Returns the token at each place, int [tokens]: those of a device are contiguous.
+    """Returns the token at each place, int [tokens]; the tokens of a device are contiguous.
 
     `tokens` is a multiple of 2 `ways`, or `ways` is 1.
     """

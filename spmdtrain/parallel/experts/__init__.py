@@ -2,9 +2,9 @@
 
 Start with layer.py. A *row* is a token and one of its choices; a *message* is a token and a device
 that has experts of its choice, so that it travels once for all of them. Rows go in *rounds*: a
-round sends at most a bucket from each device to each other one, and what does not fit goes in the
-next. So shapes are static, memory is that of one round, and nothing is ever dropped: the worst
-routing costs time.
+round sends at most a bucket from each device to each other one; rows that do not fit wait for the
+next round. So shapes are static, memory is that of one round, and nothing is ever dropped: the
+worst routing costs time.
 
 Every float moves by a gather, in both directions: each row knows its place, and each place its row.
 So no sum depends on the order in which devices or threads run.

@@ -13,7 +13,7 @@ Activation = Callable[[jax.Array], jax.Array]
 
 
 class ExpertWeights(NamedTuple):
-    """The weights of a layer's experts, or of those that a device has.
+    """The weights of a layer's experts, of all or of one device.
 
     u is f, or 2 and f if the mlp is gated, the gate first.
     """
@@ -33,8 +33,8 @@ def multiply(
 ) -> jax.Array:
     """Returns each row's expert output times the row's gate [p, e].
 
-    The gate, float32, multiplies what enters the second matmul: then its gradient needs no result
-    of this matmul. Padding rows must be zeros, with a gate of 0.
+    The gate, float32, multiplies the input of the second matmul: its gradient then needs no result
+    of that matmul. Padding rows must be zeros, with a gate of 0.
     """
     own, width = weights.up.shape[:2]
     u = weights.up.shape[2:]

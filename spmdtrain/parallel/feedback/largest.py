@@ -9,8 +9,8 @@ Numbers are left out twice, and each time a device keeps them as its error: the 
 does not send, the owner those that its sum loses, in its own row. Together with what was sent the
 errors add up to the true sum.
 
-A number is a bfloat16, with its place among `block` consecutive ones in 16 bits: 4 bytes, of which
-a share `keep` of all numbers is sent. If a number is not finite, it is larger than any other.
+A number is a bfloat16, with its place among `block` consecutive ones in 16 bits: 4 bytes.
+The share `keep` of all numbers is sent. One that is not finite counts as larger than any other.
 
 n: devices along the axis, c: numbers in a row, b: numbers in a block, k: those sent.
 """
@@ -69,7 +69,7 @@ class Largest:
 
 
 def decode(encoded: jax.Array, block: int) -> jax.Array:
-    """Returns the float32 blocks [..., b] of `encode`, with zeros for what it left out."""
+    """Returns the float32 blocks [..., b] of `encode`, with zeros for the numbers not sent."""
     numbers = jax.lax.bitcast_convert_type(encoded[..., 0], jnp.bfloat16).astype(jnp.float32)
     places = encoded[..., 1].astype(jnp.int32)
     zeros = jnp.zeros((*encoded.shape[:-2], block), jnp.float32)

@@ -39,8 +39,8 @@ _dot = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 class LowRank:
     """The sum of matrices by factors of `rank` columns.
 
-    An array has `apart` dims that count matrices. Of those of a matrix, dim `row` (from 0) are the
-    rows, and all others together the columns.
+    The first `apart` dims of an array count matrices. Of the dims after them, dim `row` (from 0)
+    holds the rows, and all others together the columns.
     """
 
     rank: int
@@ -64,8 +64,8 @@ class LowRank:
     def first_factor(self, shape: Sequence[int], path: str) -> jax.Array:
         """Returns the right factors before the first step, drawn from the path, for tracing.
 
-        They do not depend on the layout: all matrices of an array begin with the same one, and each
-        row is drawn by itself, whatever padding follows.
+        They do not depend on the layout: all matrices of an array start with the same factor, and
+        each row is drawn from its own key, so padding changes none.
         """
         of_all = self.factor_shape(shape)
         key = jax.random.key(zlib.crc32(path.encode()))
@@ -79,7 +79,7 @@ class LowRank:
         """Returns (the sum over the manual `axis`, new error, new right factors), float32.
 
         Every device along `axis` gets the same sum and factors, to the bit. `spec`, one entry per
-        dim: how mesh axes, manual too, split the array of which x is a part.
+        dim: how mesh axes, which are manual too, split the whole array that x is a part of.
         """
         row_axes, column_axes = self._axes(spec)
         m_amp = self._as_matrices(x.astype(jnp.float32) + error)

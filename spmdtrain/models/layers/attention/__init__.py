@@ -1,4 +1,4 @@
-"""Defines the attention of a layer: what computes queries, keys and values, and what attends.
+"""Defines the attention of a layer: the projections to queries, keys and values, and attention.
 
 Letters as in layers/.
 """

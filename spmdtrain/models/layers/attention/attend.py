@@ -158,7 +158,7 @@ class Attend:
     def _attend(  # noqa: PLR0913 - the arrays of attention
         self, ctx, q_btkgd, k_bskd, v_bske, sinks_h, options: dict[str, Any], window: int
     ) -> jax.Array:
-        """Returns the attention output [b, t, k, g, e] through a window, 0 for all tokens.
+        """Returns the attention output [b, t, k, g, e] within a window; 0 stands for all tokens.
 
         A sink is one more column of the softmax, without a value: the others lose the sink's share,
         and keep sigmoid(lse - sink).
@@ -185,7 +185,7 @@ class Attend:
 
     @contextlib.contextmanager
     def _refusals_as_config_errors(self) -> Iterator[None]:
-        """Turns a kernel's refusal inside into a ConfigError."""
+        """Turns a kernel's refusal within the context into a ConfigError."""
         try:
             yield
         except Refused as refused:

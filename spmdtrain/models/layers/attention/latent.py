@@ -1,9 +1,9 @@
 """Defines multi-head latent attention: keys and values of all heads are computed from a narrow
 latent.
 
-Letters in addition to those of this room: n the channels of a query or key that are not rotated, h
-those that are, r and c the widths of the latents of queries, and of keys and values; u everything
-that is projected down together.
+Letters in addition to those of this room: n channels of a query or key that are not rotated, h
+channels that are, r and c the widths of the latents of queries, and of keys and values; u all
+channels of the down projection.
 """
 
 import jax
