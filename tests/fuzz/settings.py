@@ -1,7 +1,7 @@
 """Every setting of a run by its dotted name, and the values that it is drawn from.
 
-Values come from a setting's own type where that says all (a choice, a switch), else from `VALUES`.
-A setting that is neither drawn nor in `NOT_DRAWN` fails tests/fuzz/test_fuzz.py, so that a new one
+Values come from a setting's own type where that says all (a choice, a switch), else from `VALUES`
+or from the examples of its field in the schema. A setting that is neither drawn nor in `NOT_DRAWN` fails tests/fuzz/test_fuzz.py, so that a new one
 cannot be missed.
 """
 
@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
 
 from spmdtrain.config.schema import RunConfig, Settings
 from spmdtrain.config.schema.own import PARTS
@@ -276,20 +278,20 @@ LAYOUT_SECTIONS = {"mesh", "pipeline", "checkpoint", "log", "rules"}
 
 
 @functools.cache
-def settings() -> dict[str, Any]:
-    """Dotted name -> type, of every class that a section may have."""
-    found = {}
-    for section, field in RunConfig.model_fields.items():
-        for choice in classes(field.annotation):
-            for name, inner in choice.model_fields.items():
+def settings() -> dict[str, FieldInfo]:
+    """Dotted name -> field, of every class that a section may have."""
+    fields = {}
+    for section, of_section in RunConfig.model_fields.items():
+        for choice in classes(of_section.annotation):
+            for name, field in choice.model_fields.items():
                 key = f"{section}.{name}"
-                found |= of_table(key) if key in TABLES else {key: inner.annotation}
-    return found
+                fields |= of_table(key) if key in TABLES else {key: field}
+    return fields
 
 
-def of_table(key: str) -> dict[str, Any]:
-    """Dotted name -> type, of the settings of a table of [model]."""
-    return {f"{key}.{name}": field.annotation for name, field in _fields(key).items()}
+def of_table(key: str) -> dict[str, FieldInfo]:
+    """Dotted name -> field, of the settings of a table of [model]."""
+    return {f"{key}.{name}": field for name, field in _fields(key).items()}
 
 
 def required(key: str) -> set[str]:
@@ -321,13 +323,17 @@ def names(section: str) -> list[str]:
 
 
 def values_of(key: str) -> Sequence[Any]:
-    """What a setting is drawn from; a KeyError where neither its type nor `VALUES` says so."""
+    """What a setting is drawn from; a KeyError where neither its type, nor `VALUES`, nor the
+    examples of its field say so.
+    """
     if key in VALUES:
         return VALUES[key]
+    if examples := settings()[key].examples:
+        return examples
     if key.endswith(".name"):
         return names(key.partition(".")[0])
     values: list[Any] = []
-    for kind in members(settings()[key]):
+    for kind in members(settings()[key].annotation):
         if get_origin(kind) is Literal:
             values += get_args(kind)
         elif kind is bool:
