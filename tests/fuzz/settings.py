@@ -1,8 +1,8 @@
 """Every setting of a run by its dotted name, and the values that it is drawn from.
 
 Values come from a setting's own type where that says all (a choice, a switch), else from `VALUES`
-or from the examples of its field in the schema. A setting that is neither drawn nor in `NOT_DRAWN` fails tests/fuzz/test_fuzz.py, so that a new one
-cannot be missed.
+or from the examples of its field in the schema. A setting that is neither drawn nor in `NOT_DRAWN`
+fails tests/fuzz/test_fuzz.py, so that a new one cannot be missed.
 """
 
 import functools
