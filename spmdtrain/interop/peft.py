@@ -23,7 +23,7 @@ from spmdtrain.interop.names import EMBED, HEAD, TABLES
 from spmdtrain.interop.published_weights import sizes_of
 from spmdtrain.interop.safetensors_files import open_file
 from spmdtrain.interop.writer import new_folder
-from spmdtrain.models.adapters.adapted import Part, parts_of
+from spmdtrain.models.adapters.adapted import LinearPart, parts_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -36,7 +36,7 @@ class Module:
 
     name: str
     path: str
-    parts: tuple[Part, ...]
+    parts: tuple[LinearPart, ...]
 
     @property
     def last(self) -> str:
@@ -105,7 +105,7 @@ def _modules(values: Values, family: str) -> Iterator[Module]:
             yield Module(names[0], path, parts)
 
 
-def _at(module: Module, part: Part, name: str) -> str:
+def _at(module: Module, part: LinearPart, name: str) -> str:
     return f"{module.path}.{part.name}.{name}"
 
 
@@ -304,7 +304,9 @@ def read_adapters(folder: Path, values: Values, config: RunConfig, family: str) 
     return found
 
 
-def _read_part(module: Module, part: Part, values: Values, read: Any, row: int) -> dict[str, Any]:
+def _read_part(
+    module: Module, part: LinearPart, values: Values, read: Any, row: int
+) -> dict[str, Any]:
     """Returns the arrays of a part, stacked over the layers; `row`: where its rows of B begin."""
     like = values[_at(module, part, "b")]
     layers, outs = like.shape[0], math.prod(like.shape[2:])
