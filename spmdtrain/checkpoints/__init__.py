@@ -1,4 +1,4 @@
-"""Checkpoints: what a run leaves on disk, and how damage to it is detected.
+"""Checkpoints: the files that a run leaves on disk, and the checks that detect damage to them.
 
 Start with checkpoints.py, on top of saved_steps.py (read and verified) and store.py, the only file
 that uses Orbax. newest.py finds the step to resume from, restore.py reads a finished or foreign

@@ -70,14 +70,14 @@ class Checkpoints(SavedSteps):
     def save(self, step: int, state: TrainState, meta: Meta) -> None:
         """Starts saving; `state` may be donated as soon as this returns.
 
-        Waits for the previous save, if it is still under way. `completed` tells when this one is on
-        disk.
+        Waits for the previous save, if it is still under way. `completed` lists the step once it is
+        on disk.
         """
         layout = self._setup.model.stage_layout
         self._store.save(step, arrays_of(state), self.whole_meta(step, state, meta), layout)
 
     def whole_meta(self, step: int, state: TrainState, meta: Meta) -> Meta:
-        """Returns all that a checkpoint says about itself: `meta`, and what its arrays are.
+        """Returns the whole meta of a checkpoint: `meta`, and the description of its arrays.
 
         Waits for the devices. All processes must call it, and all get the same fingerprints.
         """
@@ -98,7 +98,7 @@ class Checkpoints(SavedSteps):
         return meta | {"digest": digest(meta)}
 
     def _fingerprints(self, arrays: Mapping[str, jax.Array]) -> dict[str, Fingerprint]:
-        """Returns the fingerprints of arrays; one after another if memory is short."""
+        """Returns the fingerprints of arrays; one array at a time if memory is short."""
         if not self._by_layer:
             return fingerprints(arrays)
         return {name: fingerprints({name: x})[name] for name, x in arrays.items()}
@@ -112,7 +112,7 @@ class Checkpoints(SavedSteps):
         self._store.wait()
 
     def quarantine(self, steps: Collection[int]) -> None:
-        """Moves damaged steps into `quarantine`, where nothing takes them for good ones.
+        """Moves damaged steps into `quarantine`, so that nothing mistakes them for good ones.
 
         Deletes nothing. All processes must call it.
         """
@@ -134,36 +134,36 @@ class Checkpoints(SavedSteps):
         return self.retention.best(self._store.steps()) if self.retention else None
 
     def restore(self, step: int, abstract: TrainState) -> tuple[TrainState, Meta]:
-        """Returns the state saved at `step`, each leaf in the sharding that `abstract` gives it.
+        """Returns the state saved at `step`, each leaf in its sharding in `abstract`.
 
         Items of the state that were not saved start afresh from its weights: see `check_items`.
         """
         meta, _ = self._meta(step)
-        found, meta = self._restored(step, saved_by_parameter(abstract, meta))
+        trees, meta = self._restored(step, saved_by_parameter(abstract, meta))
         values = {}
-        for item, asked in all_items().of(all_items().saved(abstract.items)):
-            value = found.get(item.name)
+        for item, abstract_value in all_items().of(all_items().saved(abstract.items)):
+            value = trees.get(item.name)
             if item.note:
-                value = from_note(item, asked, meta)
+                value = from_note(item, abstract_value, meta)
             elif item.rests is not as_parameters:
-                value = self._read_unlike_parameters(step, item, asked)
+                value = self._read_unlike_parameters(step, item, abstract_value)
             if value is not None:
                 values[item.name] = value
-        state = TrainState(step_counter(step, abstract), found["params"], found["state"], values)
+        state = TrainState(step_counter(step, abstract), trees["params"], trees["state"], values)
         return with_items_begun(self._setup, state, abstract.items.keys() - values), meta
 
-    def _read_unlike_parameters(self, step: int, item: Item, asked: Value) -> Value | None:
+    def _read_unlike_parameters(self, step: int, item: Item, abstract: Value) -> Value | None:
         """Returns an item not sharded like the parameters; None if it must start afresh."""
         meta, layout = self._meta(step)
-        shapes = shapes_saved(item, asked, meta)
+        shapes = shapes_saved(item, abstract, meta)
         if shapes is None:
             return None
         folder = self._store.folder(step) / item.name
         tree = self._read(step, lambda: saved_tree(folder))
         self._check_trees(step, {item.name: tree}, meta)
-        found = self._read(step, lambda: read_leaves(folder, tree, shapes))
-        self._verify(step, meta, fingerprints(named_leaves({item.name: found})))
-        return folded(self._setup, item, found, asked, layout)
+        value = self._read(step, lambda: read_leaves(folder, tree, shapes))
+        self._verify(step, meta, fingerprints(named_leaves({item.name: value})))
+        return folded(self._setup, item, value, abstract, layout)
 
     def restore_params(
         self,
@@ -172,21 +172,21 @@ class Checkpoints(SavedSteps):
         *,
         ema: bool = False,
     ) -> tuple[dict[str, jax.Array], Meta]:
-        """Returns only the weights; with `ema` the float32 averages of those that are trained."""
+        """Returns only the weights; with `ema` the float32 averages of the trained ones."""
         if not ema:
-            found, meta = self._restored(step, {"params": params})
-            return found["params"], meta
+            weights, meta = self._restored(step, {"params": params})
+            return weights["params"], meta
         averaged = self.averaged(step)
-        asked = {
+        abstract = {
             path: jax.ShapeDtypeStruct(x.shape, np.float32, sharding=x.sharding)
             for path, x in params.items()
             if path in averaged
         }
-        averages, meta = self._restored(step, {"ema": asked})
-        if asked.keys() == params.keys():
+        averages, meta = self._restored(step, {"ema": abstract})
+        if abstract.keys() == params.keys():
             return averages["ema"], meta
-        found, meta = self._restored(step, {"params": params})
-        return found["params"] | averages["ema"], meta
+        weights, meta = self._restored(step, {"params": params})
+        return weights["params"] | averages["ema"], meta
 
     def check_items(self, step: int, abstract: TrainState) -> None:
         """Raises the error of an item of the state that was not saved, if it defines one."""
@@ -196,15 +196,15 @@ class Checkpoints(SavedSteps):
                 raise item.lacking(self._store.at(step))
 
     def _restored(
-        self, step: int, asked: Mapping[str, Mapping[str, Any]]
+        self, step: int, abstract: Mapping[str, Mapping[str, Any]]
     ) -> tuple[dict[str, dict[str, Any]], Meta]:
         """Returns each item's leaves by parameter, and the meta.
 
-        The leaves have the shapes and shardings of `asked`.
+        The leaves have the shapes and shardings of `abstract`.
         """
-        meta, saved = self._checked_meta(step, asked)
+        meta, saved = self._checked_meta(step, abstract)
         folder = self._store.folder(step)
-        trees = self._read(step, lambda: {item: saved_tree(folder / item) for item in asked})
+        trees = self._read(step, lambda: {item: saved_tree(folder / item) for item in abstract})
         self._check_trees(step, trees, meta)
 
         def read(item: str, shapes: Mapping[str, Any]) -> dict[str, Any]:
@@ -212,15 +212,15 @@ class Checkpoints(SavedSteps):
             return self._read(step, lambda: read_leaves(folder / item, tree, shapes))
 
         leaves = meta["leaves"]
-        if saved == self._setup.model.stage_layout and describe(named_leaves(asked)) == of_items(
-            leaves, asked
+        if saved == self._setup.model.stage_layout and describe(named_leaves(abstract)) == of_items(
+            leaves, abstract
         ):
-            found = {item: read(item, shapes) for item, shapes in asked.items()}
+            found = {item: read(item, shapes) for item, shapes in abstract.items()}
             self._verify(step, meta, fingerprints(named_leaves(found)))
             return found, meta
 
         def relaid(item: str, path: str) -> Any:
-            tree = asked[item][path]
+            tree = abstract[item][path]
 
             def shape_of(leaf_path: tuple, leaf: Any) -> Any:
                 shape, dtype = leaves[prefix(item) + leaf_name((DictKey(path), *leaf_path))]
@@ -232,7 +232,9 @@ class Checkpoints(SavedSteps):
             self._verify(step, meta, fingerprints(named_leaves({item: found})))
             return lay_out_anew(self._setup, path, found[path], tree, saved)
 
-        return {item: {path: relaid(item, path) for path in asked[item]} for item in asked}, meta
+        return {
+            item: {path: relaid(item, path) for path in abstract[item]} for item in abstract
+        }, meta
 
     def _without_padding(
         self, trees: Mapping[str, Mapping[str, Any]], layout: StageLayout
@@ -243,8 +245,8 @@ class Checkpoints(SavedSteps):
             shape = without_padding(self._setup, path, x.shape)
             return jax.ShapeDtypeStruct(in_layout(self._setup, path, shape, layout), x.dtype)
 
-        def tree(path: str, given: Any) -> Any:
-            return jax.tree.map(lambda x: leaf(path, x), given)
+        def tree(path: str, of_parameter: Any) -> Any:
+            return jax.tree.map(lambda x: leaf(path, x), of_parameter)
 
         return {
             item: {path: tree(path, x) for path, x in of_item.items()}
@@ -252,9 +254,9 @@ class Checkpoints(SavedSteps):
         }
 
     def _checked_meta(
-        self, step: int, asked: Mapping[str, Mapping[str, Any]]
+        self, step: int, abstract: Mapping[str, Mapping[str, Any]]
     ) -> tuple[Meta, StageLayout]:
-        """Returns the checkpoint's meta and layout, after checking its leaves against `asked`.
+        """Returns the checkpoint's meta and layout, after checking its leaves against `abstract`.
 
         The two must match exactly: same names, same shapes without padding, and same dtypes, except
         that `precision.params` may have changed.
@@ -269,19 +271,19 @@ class Checkpoints(SavedSteps):
                 fix="the configuration that it was saved with, or another --run",
                 meta=meta,
             )
-        wanted = describe(named_leaves(self._without_padding(asked, layout_saved)))
-        there = of_items(unpadded_leaves(meta), asked)
+        wanted = describe(named_leaves(self._without_padding(abstract, layout_saved)))
+        on_disk = of_items(unpadded_leaves(meta), abstract)
         different = [
             name
-            for name in different_leaves(wanted, there)
-            if not fits(wanted.get(name), there.get(name))
+            for name in different_leaves(wanted, on_disk)
+            if not fits(wanted.get(name), on_disk.get(name))
         ]
         if different:
             first = different[0]
             raise UnfitError(
                 f"{self._store.at(step)} does not fit: {first}",
                 asked=leaf_text(wanted.get(first)),
-                found=f"{leaf_text(there.get(first))}{others_text(different)}",
+                found=f"{leaf_text(on_disk.get(first))}{others_text(different)}",
                 fix="the configuration that it was saved with, or another --run",
                 meta=meta,
             )

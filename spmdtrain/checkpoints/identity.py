@@ -27,8 +27,8 @@ DATA = (
     *("data.corpus", "data.path", "data.tokenizer", "data.field", "data.begin_of_text"),
     *("data.mix", "data.phases"),
 )
-# Settings of [model] that show in the presence or shape of a leaf, and those that do not change
-# what the weights compute.
+# Settings of [model] that show in the presence or shape of a leaf, and settings that do not change
+# the function that the weights compute.
 OF_SHAPES = {"layers", "embed", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_length"} | {
     *("bias", "qkv_bias", "out_bias", "mlp_bias", "tied", "sinks"),
 }
@@ -107,26 +107,26 @@ def changes(meta: Meta, config: RunConfig, seams: Mapping[str, Any]) -> Changes:
     }
 
 
-def describe_changes(found: Changes) -> str:
+def describe_changes(changed: Changes) -> str:
     """Returns `changes` as readable text: "train.clip: 1.0, now none; ..."."""
-    said = []
-    for name, (then, now) in found.items():
+    parts = []
+    for name, (then, now) in changed.items():
         then = "none" if then is None else then
         now = "none" if now is None else now
-        said.append(f"{name}: {then}, now {now}")
-    return "; ".join(said)
+        parts.append(f"{name}: {then}, now {now}")
+    return "; ".join(parts)
 
 
 def check_identity(
     meta: Meta, setup: Setup, data: Data, where: str, recorded: Mapping[str, Any]
 ) -> list[str]:
-    """Raises CheckpointError if the checkpoint's data, code or function is not this run's.
+    """Returns notes about changed code.
 
     Raises CheckpointError if the checkpoint's data, code or function is not this run's. `where`
     names the checkpoint; `recorded` has the settings of its run by dotted name, see other_run.py.
     """
     config = setup.config
-    said = check_model_code(meta["model_code"], code_of(setup), where)
+    notes = check_model_code(meta["model_code"], code_of(setup), where)
     for name, now in _stream(config, data.fingerprint).items():
         then = meta["stream"].get(name)
         if then != now:
@@ -155,11 +155,11 @@ def check_identity(
             found=f"{then} in the checkpoint",
             fix=f"{as_setting(name, then)}, or a new --run with train.init_from",
         )
-    return said
+    return notes
 
 
 def model_changes(meta: Meta, config: RunConfig) -> list[tuple[str, Any, Any]]:
-    """Returns the settings that changed what the weights compute.
+    """Returns the changed settings that decide which function the weights compute.
 
     Each is (setting, its value in the checkpoint, its value now).
     """
@@ -178,28 +178,29 @@ def refuse_other_settings(
 ) -> None:
     """Raises CheckpointError with both values of each named setting that differs from its record.
 
-    `fix` is what to try; without it, the recorded settings. Does nothing if none differs, or if
-    nothing was recorded.
+    `fix` is the remedy; without it, it is to set the recorded values. Does nothing if none differs,
+    or if nothing was recorded.
     """
     now = settings_of(config)
     other = [name for name in names if recorded and recorded.get(name) != now.get(name)]
     if not other:
         return
 
-    def said(values: Mapping[str, Any]) -> str:
-        return ", ".join(f"{name}={_shown(values.get(name))}" for name in other)
+    def listed(settings: Mapping[str, Any]) -> str:
+        return ", ".join(f"{name}={_shown(settings.get(name))}" for name in other)
 
     then = [recorded.get(name) for name in other]
     if fix:
-        raise CheckpointError(what, asked=said(now), found=f"{said(recorded)} in the run", fix=fix)
+        raise CheckpointError(
+            what, asked=listed(now), found=f"{listed(recorded)} in the run", fix=fix
+        )
     fix = "the settings of that run"
     if all(isinstance(value, bool | int | float | str) for value in then):
-        each = (f"--set {shlex.quote(f'{name}={_shown(recorded[name])}')}" for name in other)
-        fix = " ".join(each)
+        fix = " ".join(as_setting(name, recorded[name]) for name in other)
     raise CheckpointError(
         what,
-        asked=said(now),
-        found=f"{said(recorded)} in the run",
+        asked=listed(now),
+        found=f"{listed(recorded)} in the run",
         fix=f"{fix}, or another --run",
     )
 
@@ -225,13 +226,13 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Returns the leaves of nested settings, by dotted name."""
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{name}.")
+            leaves |= flat(value, f"{prefix}{name}.")
         else:
-            found[prefix + name] = value
-    return found
+            leaves[prefix + name] = value
+    return leaves
 
 
 def _what_changed(name: str) -> str:
@@ -262,7 +263,7 @@ def model_function(config: RunConfig) -> dict[str, Any]:
     if model.positions != "rope":
         left_out |= {"rope_theta"}
     values = model.as_given()
-    shipped = {f"model.{name}": each for name, each in values.items() if name not in left_out}
+    shipped = {f"model.{name}": value for name, value in values.items() if name not in left_out}
     if config.finetune.has_adapters:
         for name in ("alpha", "rank_stabilised"):
             shipped[f"finetune.{name}"] = getattr(config.finetune, name)
@@ -291,5 +292,7 @@ def _changeable(config: RunConfig, seams: Mapping[str, Any]) -> dict[str, Any]:
         for section, values in sections.items()
         for name, value in values.items()
     }
-    given = {f"{name}=": qualified_name(each) for name, each in seams.items() if each is not None}
-    return settings | given
+    replaced = {
+        f"{name}=": qualified_name(part) for name, part in seams.items() if part is not None
+    }
+    return settings | replaced

@@ -1,5 +1,4 @@
-"""Reads the weights of a checkpoint one layer at a time, where a whole model does not fit in
-memory.
+"""Reads the weights of a checkpoint one layer at a time, for models that do not fit in memory.
 
 Several processes may each read some of the layers; together they verify everything that was read.
 """
@@ -53,25 +52,25 @@ class Layers:
     def read(self, path: str, layer: int | None, *, counts: bool = True) -> np.ndarray:
         """Returns one layer of a parameter, or a parameter without layers, in its saved dtype.
 
-        With `counts` it is included in what `verify` checks, so each layer must count exactly once
-        among all processes.
+        With `counts`, `verify` will check it: each layer must count exactly once among all
+        processes.
         """
         name = self._name(path)
         try:
             if layer is None:
-                found, first = self._opened(path)[...].read().result(), 0
+                x, first = self._opened(path)[...].read().result(), 0
             else:
-                found, first = self._layer(path, layer), layer
+                x, first = self._layer(path, layer), layer
         except (OSError, ValueError, KeyError) as error:  # tensorstore raises only these
             cause = " ".join(str(error).split())[:200]
             raise self._checkpoints.damaged(self._step, f"it cannot be read: {cause}") from error
         if counts:
             sums = self._sums.setdefault(name, [])
-            sums.append(host_fingerprint(found, first * found.size))
+            sums.append(host_fingerprint(x, first * x.size))
             if layer is not None and layer == self._layout.layers - 1:
                 sums += self._of_padding(path)
         shape = self._unpadded[name][0]
-        return cut_to(found, shape if layer is None else shape[len(self._layout.shape) :])
+        return cut_to(x, shape if layer is None else shape[len(self._layout.shape) :])
 
     def _of_padding(self, path: str) -> list[Fingerprint]:
         """Returns the fingerprints of a stack's padding, after its last layer."""
@@ -80,11 +79,11 @@ class Layers:
         return [host_fingerprint(x, place * x.size) for place, x in layers]
 
     def verify(self) -> None:
-        """Raises DamagedError if what the processes have read together is not what was saved."""
+        """Raises DamagedError if the arrays that all processes have read are not those saved."""
         mine = {name: added(sums) for name, sums in self._sums.items()}
         total: dict[str, list[Fingerprint]] = {}
-        for said in said_by_all(json.dumps(mine)):
-            for name, sums in json.loads(said).items():
+        for text in said_by_all(json.dumps(mine)):
+            for name, sums in json.loads(text).items():
                 total.setdefault(name, []).append(sums)
         self._checkpoints.verify(self._step, {name: added(sums) for name, sums in total.items()})
         self._sums = {}
@@ -100,9 +99,7 @@ class Layers:
         return _open(folder, path)
 
     def _layer(self, path: str, layer: int) -> np.ndarray:
-        """Returns the layer at a place of the stack, from the chunk that holds it: a chunk is read
-        whole.
-        """
+        """Returns the layer at a place of the stack. The whole chunk that holds it is read."""
         stack = self._layout.shape
         place = tuple(map(int, np.unravel_index(layer, stack)))
         chunk = self._chunk(path)[: len(stack)]
@@ -137,11 +134,11 @@ def check_average(run: Path, step: int | None, average: Sequence[int]) -> None:
         )
     if len(set(average)) < max(len(average), 2):
         raise ConfigError(f"--average {listed} has fewer than two different steps", fix="two steps")
-    there = steps_in(run)
-    lacking = [each for each in average if each not in there]
+    saved = steps_in(run)
+    lacking = [number for number in average if number not in saved]
     if lacking:
-        found = ", ".join(map(str, there)) or "none"
-        raise CheckpointError(f"{run} holds no checkpoint of step {lacking[0]}", found=found)
+        listed_saved = ", ".join(map(str, saved)) or "none"
+        raise CheckpointError(f"{run} holds no checkpoint of step {lacking[0]}", found=listed_saved)
 
 
 def _open(folder: Path, path: str) -> Any:

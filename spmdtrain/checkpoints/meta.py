@@ -18,7 +18,7 @@ PARTS = (
     *("stream", "model", "model_code", "settings"),
 )
 OPTIMIZER = "optimizer."  # prefix of the names of the leaves of "state"
-OF_ITEM = " of "  # follows the item in the names of its leaves; no parameter name has a blank
+OF_ITEM = " of "  # between item and leaf, as in "ema of w"; parameter names have no spaces
 FLOATS = {"float32", "bfloat16"}  # the dtypes that `precision.params` may name
 MOST_NAMED = 5  # leaves in one error
 Meta = dict[str, Any]
@@ -38,7 +38,7 @@ def prefix(item: str) -> str:
 
 
 def named_leaves(items: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the leaves of items by the names that the meta gives them."""
+    """Returns the leaves of items by their names in the meta."""
     return {
         prefix(item) + leaf_name(path): leaf
         for item, tree in items.items()
@@ -74,18 +74,18 @@ def of_items(leaves: Mapping[str, list], items: Iterable[str]) -> dict[str, list
     return {name: leaf for name, leaf in leaves.items() if item_of(name) in items}
 
 
-def different_leaves(asked: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """Returns the names at which the two differ, those in `asked` first."""
-    names = [*sorted(asked), *sorted(found.keys() - asked.keys())]
-    return [name for name in names if asked.get(name) != found.get(name)]
+def different_leaves(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """Returns the names of the leaves that differ, those in `wanted` first."""
+    names = [*sorted(wanted), *sorted(saved.keys() - wanted.keys())]
+    return [name for name in names if wanted.get(name) != saved.get(name)]
 
 
-def fits(asked: list | None, found: list | None) -> bool:
-    """Returns True if a leaf can be read as `asked`: a float may differ in width."""
-    if asked is None or found is None:
-        return asked is found
-    narrow = {asked[1], found[1]} <= FLOATS
-    return asked[0] == found[0] and (asked[1] == found[1] or narrow)
+def fits(wanted: list | None, saved: list | None) -> bool:
+    """Returns True if a leaf can be read as `wanted`: a float may differ in width."""
+    if wanted is None or saved is None:
+        return wanted is saved
+    narrow = {wanted[1], saved[1]} <= FLOATS
+    return wanted[0] == saved[0] and (wanted[1] == saved[1] or narrow)
 
 
 def others_text(different: list[str]) -> str:

@@ -1,6 +1,6 @@
 """Records the code of a model: its class, and hashes of the sources outside this package.
 
-A checkpoint keeps this record because weights alone do not say what they mean: a subclass may have
+A checkpoint keeps this record because weights alone do not determine a model: a subclass may have
 the same parameters and compute something else.
 """
 
@@ -21,8 +21,8 @@ from flax import nnx
 from spmdtrain.config.errors import CheckpointError
 from spmdtrain.models.model import LanguageModel
 
-# "class": a name; "sources": name -> hash; "make": as in model.make; "own": file or module -> hash,
-# of those that [own] names, if it names any
+# "class": a name; "sources": name -> hash; "make": as in model.make; "own": each file or module
+# that [own] names -> hash
 ModelCode = dict[str, Any]
 OURS = "spmdtrain"
 SHIPPED = f"{OURS}.Transformer"
@@ -111,7 +111,7 @@ def _file(thing: Any) -> str | None:
     """Returns the file that a function, or a method of a class, was compiled from."""
     if not inspect.isclass(thing):
         return getattr(getattr(thing, "__code__", None), "co_filename", None)
-    methods = (each for each in vars(thing).values() if inspect.isfunction(each))
+    methods = (value for value in vars(thing).values() if inspect.isfunction(value))
     return next((method.__code__.co_filename for method in methods), None)
 
 
@@ -124,8 +124,8 @@ def _parts_of_make(make: Callable[..., Any]) -> Iterator[Any]:
     if not isinstance(make, functools.partial):
         yield make
         return
-    given = (make.func, *make.args, *make.keywords.values())
-    yield from (each for each in given if inspect.isclass(each) or inspect.isroutine(each))
+    parts = (make.func, *make.args, *make.keywords.values())
+    yield from (part for part in parts if inspect.isclass(part) or inspect.isroutine(part))
 
 
 def _parts(model: LanguageModel) -> Iterator[Any]:

@@ -37,10 +37,10 @@ def newest_good(
 
     Raises CheckpointError if it does not fit `abstract`.
     """
-    found = read_newest(checkpoints, lambda step: checkpoints.restore(step, abstract), before)
-    if found is None:
+    newest = read_newest(checkpoints, lambda step: checkpoints.restore(step, abstract), before)
+    if newest is None:
         return None
-    step, (state, meta), damaged = found
+    step, (state, meta), damaged = newest
     return Found(step, state, meta, damaged)
 
 

@@ -1,7 +1,7 @@
-"""Reads what a run has left: its configuration, weights and state. Changes nothing.
+"""Reads the configuration, the weights and the state of a run. Changes nothing.
 
-Without a step, the newest intact checkpoint is read; if a newer one is damaged, one line says so. A
-step that was asked for is read or refused.
+Without a step, the newest intact checkpoint is read, with a line on standard error if a newer one
+is damaged. A requested step is read or refused.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ def restore(run: str | Path, setup: Setup, step: int | None = None) -> TrainStat
 
 @contextlib.contextmanager
 def _naming_imported(run: Path) -> Iterator[None]:
-    """Says what to do if a checkpoint does not fit because it is that of an imported model."""
+    """Adds a remedy to the error of a checkpoint that does not fit because it is an import."""
     try:
         yield
     except UnfitError as error:
@@ -88,17 +88,17 @@ def weights(
     """Returns the parameters of `run` after `step` steps as plain arrays.
 
     See `restore` for the step. They are whole, keyed by dotted path, in the dtype in which they
-    were saved. Those of the layers are stacked in order, [layers, ...], whatever pipeline wrote
-    them. With `ema` each trained parameter is its float32 average, which a run with `optimizer.ema`
-    has. Needs no mesh, no model and no devices. Raises CheckpointError if there is no such
-    checkpoint, or no average in it.
+    were saved. Layers are stacked in order, [layers, ...], whatever pipeline wrote them. With `ema`
+    each trained parameter is its float32 average, which a run with `optimizer.ema` has. Needs no
+    mesh, no model and no devices. Raises CheckpointError if there is no such checkpoint, or no
+    average in it.
     """
     run, step, ema = as_run(run, "run"), as_step(step), as_flag(ema, "ema")
     with contextlib.closing(SavedSteps(run)) as checkpoints:
-        _, found = read_step(
+        _, arrays = read_step(
             checkpoints, run, step, lambda at: checkpoints.read_weights(at, ema=ema)
         )
-    return found
+    return arrays
 
 
 class NamedCode(NamedTuple):
@@ -109,10 +109,10 @@ class NamedCode(NamedTuple):
 
 
 def read_document(run: Path, own: Sequence[str] = ()) -> tuple[dict[str, Any], NamedCode]:
-    """Returns (RUN/config.json as written, but without the code that it names; that code).
+    """Returns (RUN/config.json without the code that it names, that code).
 
-    The parts of [own] that are in the files or modules `own` stay. Raises CheckpointError if it is
-    not such a document.
+    Names in the files or modules `own` stay in it. Raises CheckpointError if the file is not such a
+    document.
     """
     saved = RunFiles(run).config
     return saved, take_code(saved, own)
@@ -121,15 +121,15 @@ def read_document(run: Path, own: Sequence[str] = ()) -> tuple[dict[str, Any], N
 def take_code(saved: dict[str, Any], own: Sequence[str] = ()) -> NamedCode:
     """Takes the names of code out of the document of a run, and returns them.
 
-    Those of [own] stay if they are in the files or modules `own`.
+    Names in the files or modules `own` stay in it.
     """
     make = saved["config"]["model"].pop("make", None)
     named = saved["config"].pop("own", None)
     if not isinstance(named, dict):  # a run of an older version
         return NamedCode(make, {})
-    kept, left = split_own(named, own)
-    saved["config"]["own"] = kept
-    return NamedCode(make, left)
+    inside, outside = split_own(named, own)
+    saved["config"]["own"] = inside
+    return NamedCode(make, outside)
 
 
 def refuse_own_code(run: Path, saved: dict[str, Any], named: NamedCode) -> None:
@@ -146,16 +146,19 @@ def refuse_own_code(run: Path, saved: dict[str, Any], named: NamedCode) -> None:
 
 
 def refuse_own_parts(
-    run: Path, named: NamedCode, parts: Collection[str], given: Collection[str] = ()
+    run: Path, named: NamedCode, parts: Collection[str], passed: Collection[str] = ()
 ) -> None:
     """Raises ConfigError if one of these parts of a run is code that the caller has not named.
 
-    `parts` are keywords of [own] that matter to the reader, and `given` those that a caller passes.
+    `parts` are the keywords of [own] that matter to the reader, `passed` those that the caller
+    passes.
     """
-    left = {part: named.own[part] for part in parts if named.own.get(part) and part not in given}
-    if left:
-        part, name = next(iter(left.items()))
-        homes = dict.fromkeys(home_of(each) for each in left.values())
+    unnamed = {
+        part: named.own[part] for part in parts if named.own.get(part) and part not in passed
+    }
+    if unnamed:
+        part, name = next(iter(unnamed.items()))
+        homes = dict.fromkeys(home_of(name) for name in unnamed.values())
         raise ConfigError(
             f"{run} uses own.{part}={name!r}, whose code runs only if you name it",
             fix=" ".join(f"--own {home}" for home in homes),
@@ -163,27 +166,27 @@ def refuse_own_parts(
 
 
 def read_step(
-    checkpoints: SavedSteps, run: Path, asked: int | None, read: Callable[[int], T]
+    checkpoints: SavedSteps, run: Path, requested: int | None, read: Callable[[int], T]
 ) -> tuple[int, T]:
-    """Returns the step that is read, and the result of `read(step)`.
+    """Returns the step that was read, and the result of `read(step)`.
 
-    If no step was asked for, damaged newer steps are skipped with a line on standard error. A
-    damaged step that was asked for is refused: DamagedError names the newest readable one. Raises
-    CheckpointError if there is none.
+    Without a requested step, damaged newer steps are skipped with a line on standard error. If the
+    requested step is damaged, DamagedError names the newest readable one. Raises CheckpointError if
+    there is none.
     """
-    if asked is None:
-        step, found, line = read_newest_good(checkpoints, run, read)
+    if requested is None:
+        step, result, line = read_newest_good(checkpoints, run, read)
         if line and jax.process_index() == 0:
             print(f"spmdtrain: {line}", file=sys.stderr)
-        return step, found
-    there = checkpoints.steps()
-    if asked not in there:
-        listed = ", ".join(map(str, there)) or "none"
-        raise CheckpointError(f"{run} holds no checkpoint of step {asked}", found=listed)
+        return step, result
+    saved = checkpoints.steps()
+    if requested not in saved:
+        listed = ", ".join(map(str, saved)) or "none"
+        raise CheckpointError(f"{run} holds no checkpoint of step {requested}", found=listed)
     try:
-        return asked, read(asked)
+        return requested, read(requested)
     except DamagedError as error:
-        others = (step for step in reversed(there) if step != asked)
+        others = (step for step in reversed(saved) if step != requested)
         good = next((step for step in others if _is_good(step, read)), None)
         fix = "another run: no step of this one can be read"
         if good is not None:
@@ -203,12 +206,12 @@ def read_newest_good(
     if read_one is None:
         fix = "training first: spmdtrain train CONFIG --run RUN"
         raise CheckpointError(f"{run} holds no checkpoint", fix=fix)
-    step, found, damaged = read_one
+    step, result, damaged = read_one
     if not damaged:
-        return step, found, ""
+        return step, result, ""
     newest, *more = damaged.values()
     others = f", and {len(more)} more are" if more else ""
-    return step, found, f"{newest.what}{others}; step {step} is read instead"
+    return step, result, f"{newest.what}{others}; step {step} is read instead"
 
 
 def _is_good(step: int, read: Callable[[int], Any]) -> bool:

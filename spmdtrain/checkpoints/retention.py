@@ -32,12 +32,12 @@ class Retention:
 
     def recall(self, meta: Meta) -> None:
         """Reads the losses stored in the checkpoint from which the run resumes."""
-        kept = meta.get(EVAL_LOSSES)
-        if not isinstance(kept, dict):  # kept for its loss is none
+        losses = meta.get(EVAL_LOSSES)
+        if not isinstance(losses, dict):  # no checkpoint is kept for its loss
             return
         self._losses = {
             int(step): float(loss)
-            for step, loss in kept.items()
+            for step, loss in losses.items()
             if re.fullmatch("[0-9]{1,18}", step) and isinstance(loss, float)
         }
 
@@ -60,10 +60,10 @@ class Retention:
         return step in self._best_of([*saved, step])
 
     def stay(self, saved: Sequence[int]) -> set[int]:
-        """Returns which of the checkpoints `saved`, given oldest first, to keep.
+        """Returns which of the checkpoints `saved`, listed oldest first, to keep.
 
-        Of each interval of `keep_every` steps, the first checkpoint is kept, even if it is not at
-        the start.
+        The first checkpoint in each interval of `keep_every` steps is kept, even if it is not at
+        the start of the interval.
         """
         first: dict[int, int] = {}
         if self._every:
@@ -77,14 +77,14 @@ class Retention:
 
         `saved` are the existing steps.
         """
-        there = {str(step): self._losses[step] for step in saved if step in self._losses}
-        return {EVAL_LOSSES: there}
+        losses = {str(step): self._losses[step] for step in saved if step in self._losses}
+        return {EVAL_LOSSES: losses}
 
     def best(self, saved: Iterable[int]) -> tuple[int, float] | None:
         """Returns the best step and its loss; None if the best are not kept or none has a loss."""
         return next(((step, self._losses[step]) for step in self._best_of(saved)), None)
 
     def _best_of(self, saved: Iterable[int]) -> list[int]:
-        """Returns the best steps, best first. Ties go to the older step, which got there sooner."""
+        """Returns the best steps, best first. Ties go to the older step, which was there sooner."""
         known = {step for step in saved if step in self._losses}
         return sorted(known, key=lambda step: (self._losses[step], step))[: self._best]

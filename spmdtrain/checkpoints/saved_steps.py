@@ -60,10 +60,9 @@ class SavedSteps:
         self._store.close()
 
     def read_weights(self, step: int, *, ema: bool = False) -> dict[str, np.ndarray]:
-        """Returns only the weights, as plain arrays with layers in order; needs neither model nor
-        mesh.
+        """Returns only the weights, as plain arrays with layers in order.
 
-        With `ema`, those that are trained are averages.
+        With `ema`, trained weights are averages. Needs neither model nor mesh.
         """
         found = self._read_item(step, "params")
         if ema:
@@ -90,26 +89,27 @@ class SavedSteps:
         """
         meta, saved = self._meta(step)
         folder = self._store.folder(step) / item
-        there = self._read(step, lambda: read_plain(folder, only))
-        names = {prefix(item) + path: path for path in there}
-        found = {name: there[names[name]] for name in meta["leaves"] if name in names}
-        self._verify(step, meta, {name: fingerprint(x) for name, x in found.items()})
+        by_path = self._read(step, lambda: read_plain(folder, only))
+        names = {prefix(item) + path: path for path in by_path}
+        by_name = {name: by_path[names[name]] for name in meta["leaves"] if name in names}
+        self._verify(step, meta, {name: fingerprint(x) for name, x in by_name.items()})
         unpadded = unpadded_leaves(meta)
-        found = {names[name]: cut_to(x, unpadded[name][0]) for name, x in found.items()}
-        return {path: _in_order(path, x, saved) for path, x in found.items()}
+        by_name = {names[name]: cut_to(x, unpadded[name][0]) for name, x in by_name.items()}
+        return {path: _in_order(path, x, saved) for path, x in by_name.items()}
 
     def read_arrays(self, step: int) -> dict[str, np.ndarray]:
-        """Returns every array of a step by its name in the meta, whole and in the form at rest in
-        which it was saved; needs neither model nor mesh.
+        """Returns every array of a step by its name in the meta, whole, in its saved layout.
+
+        Needs neither model nor mesh.
         """
         meta, _ = self._meta(step)
         folder = self._store.folder(step)
-        there = [each.name for each in folder.iterdir() if each.is_dir() and each.name != "meta"]
-        held = [item for item in there if of_items(meta["leaves"], [item])]
+        folders = [path.name for path in folder.iterdir() if path.is_dir() and path.name != "meta"]
+        held = [item for item in folders if of_items(meta["leaves"], [item])]
         trees = self._read(step, lambda: {item: read_plain(folder / item) for item in held})
-        found = named_leaves(trees)
-        self._verify(step, meta, {name: fingerprint(x) for name, x in found.items()})
-        return found
+        arrays = named_leaves(trees)
+        self._verify(step, meta, {name: fingerprint(x) for name, x in arrays.items()})
+        return arrays
 
     def arrays_of(self, step: int, item: str) -> tuple[Path, dict[str, Any]]:
         """Returns the folder of an item that is a flat dict, and descriptions of its arrays."""
@@ -122,9 +122,9 @@ class SavedSteps:
 
         return Path(folder), self._read(step, read)
 
-    def verify(self, step: int, found: Mapping[str, Fingerprint]) -> None:
+    def verify(self, step: int, sums: Mapping[str, Fingerprint]) -> None:
         """Raises DamagedError if these fingerprints, by the meta's names, are not those saved."""
-        self._verify(step, self._meta(step)[0], found)
+        self._verify(step, self._meta(step)[0], sums)
 
     def parameters(self, step: int) -> set[str]:
         """Returns the paths of the saved parameters."""
@@ -147,21 +147,21 @@ class SavedSteps:
         return self._meta(step)[0]
 
     def _check_trees(self, step: int, trees: Mapping[str, Any], meta: Meta) -> None:
-        """Raises DamagedError if the files hold other leaves than the meta says."""
-        there = describe(named_leaves(trees))
-        said = of_items(meta["leaves"], trees)
-        if different := different_leaves(said, there):
+        """Raises DamagedError if the leaves in the files are not those that the meta lists."""
+        on_disk = describe(named_leaves(trees))
+        recorded = of_items(meta["leaves"], trees)
+        if different := different_leaves(recorded, on_disk):
             first = different[0]
             raise self.damaged(
                 step,
-                f"{first} is {leaf_text(there.get(first))}, "
-                f"saved was {leaf_text(said.get(first))}{others_text(different)}",
+                f"{first} is {leaf_text(on_disk.get(first))}, "
+                f"saved was {leaf_text(recorded.get(first))}{others_text(different)}",
             )
 
-    def _verify(self, step: int, meta: Meta, found: Mapping[str, Fingerprint]) -> None:
+    def _verify(self, step: int, meta: Meta, sums: Mapping[str, Fingerprint]) -> None:
         """Raises DamagedError if a leaf that was read does not have its saved fingerprint."""
-        saved = {name: tuple(meta["fingerprints"].get(name, ())) for name in found}
-        if different := different_leaves(saved, found):
+        saved = {name: tuple(meta["fingerprints"].get(name, ())) for name in sums}
+        if different := different_leaves(saved, sums):
             raise self.damaged(
                 step, f"{different[0]} is damaged: its fingerprint differs{others_text(different)}"
             )
@@ -171,8 +171,8 @@ class SavedSteps:
 
         def read() -> tuple[Meta, StageLayout]:
             check_files(Path(self._store.folder(step)))
-            found = read_json(self._store.folder(step) / "meta")
-            meta = cast(Meta, found)  # a JSON object, as json.loads returns it
+            document = read_json(self._store.folder(step) / "meta")
+            meta = cast(Meta, document)  # a JSON object, as json.loads returns it
             if meta["format"] != FORMAT:
                 raise CheckpointError(
                     f"{self._store.at(step)} has format {meta['format']}",
@@ -189,10 +189,10 @@ class SavedSteps:
 
     def _read(self, step: int, read: Callable[[], Any]) -> Any:
         """Calls `read` in every process. Raises DamagedError in all of them if one fails."""
-        found = None
+        result = None
         wrong = None
         try:
-            found = read()
+            result = read()
         except (UserError, jax.errors.JaxRuntimeError):
             raise
         except Exception as error:  # Orbax raises nothing narrower for a damaged data file
@@ -203,7 +203,7 @@ class SavedSteps:
             raise self.damaged(step, f"it cannot be read: {cause}") from wrong
         if any_process(False):
             raise self.damaged(step, "another process cannot read it")
-        return found
+        return result
 
     def damaged(self, step: int, what: str) -> DamagedError:
         """Returns the error of a step whose files are damaged."""

@@ -1,8 +1,8 @@
-"""Opens the door to Orbax: this is the only file that uses it.
+"""Wraps Orbax: this is the only file that uses it.
 
 Orbax writes in the background under a temporary name and renames, so a step that is listed is
-complete. It keeps one item of arrays, or of JSON, in a folder of its own. What the items are and
-whether they are as they were saved is not known here: see checkpoints.py.
+complete. Each item, of arrays or of JSON, has a separate folder. The meaning of the items, and
+whether they are intact, is the business of checkpoints.py.
 """
 
 import dataclasses
@@ -117,7 +117,7 @@ class Store:
         return self._manager.directory / str(step)
 
     def at(self, step: int) -> str:
-        """Returns a checkpoint as errors name it."""
+        """Returns the name of a checkpoint in error messages."""
         return f"checkpoint {self._directory / str(step)}"
 
     def save(self, step: int, trees: Mapping[str, Any], meta: Meta, layout: StageLayout) -> None:
@@ -215,10 +215,9 @@ class Store:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _keep_removing(self) -> None:
-        """Deletes them until nothing comes back.
+        """Deletes unfinished saves until none comes back.
 
-        tensorstore recreates folders for the writes that it has started, and those cannot be
-        awaited.
+        tensorstore recreates folders for writes that it has started, and these cannot be awaited.
         """
         quiet_since = time.monotonic()
         end = quiet_since + MOST_SETTLE_SECONDS
@@ -240,7 +239,7 @@ class _Preserved:
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
         del context
-        steps = [each.step for each in checkpoints]
+        steps = [checkpoint.step for checkpoint in checkpoints]
         stay = self._retention.stay(steps)
         return [step in stay for step in steps]
 
@@ -283,7 +282,7 @@ class _ByLayer(ocp.PyTreeCheckpointHandler):
     """A handler that lets Orbax describe the arrays of an item, and writes them layer by layer."""
 
     def __init__(self):
-        # No array has so many replicas, so that Orbax finds no part that is its to write.
+        # No array has so many replicas, so Orbax finds no part to write.
         nothing = type_handlers.ArrayHandler(use_replica_parallel=False, replica_id=sys.maxsize)
         registry = type_handlers.create_type_handler_registry((jax.Array, nothing))
         super().__init__(type_handler_registry=registry, use_compression=False)
@@ -301,18 +300,19 @@ class _SaveByLayer(ocp.args.PyTreeSave):
 
 
 class _WritesByLayer:
-    """The arrays of an item, behind the interface of what Orbax waits for in the background."""
+    """The arrays of an item, with the interface of the futures that Orbax waits for."""
 
     def __init__(self, directory: Any, args: Any):
         self._directory = directory
         self._args = args
 
     def result(self, timeout: int | None = None) -> None:
-        """Writes them; Orbax has created the folder and the arrays in it before."""
+        """Writes the arrays; Orbax has already created the folder and described them in it."""
         del timeout
         folder = getattr(self._directory, "path", self._directory)
         stacked = {
-            name: len(each.shard_axes) for name, each in leaves_of(self._args.save_args).items()
+            name: len(of_leaf.shard_axes)
+            for name, of_leaf in leaves_of(self._args.save_args).items()
         }
         write_by_layer(Path(folder), leaves_of(self._args.item), stacked)
 
@@ -343,7 +343,7 @@ def _save_args(item: str, tree: Any, layout: StageLayout) -> Any:
 
 
 def read_json(folder: "epath.Path") -> Any:
-    """Returns what an item of JSON holds."""
+    """Returns the content of an item of JSON."""
     return ocp.JsonCheckpointHandler().restore(folder)
 
 
@@ -354,8 +354,8 @@ def read_plain(folder: "epath.Path", only: str | None = None) -> dict[str, np.nd
     if only is not None:
         tree = {only: tree[only]}
     how = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-    asked = ocp.args.PyTreeRestore(tree, restore_args=how, partial_restore=only is not None)
-    return ocp.PyTreeCheckpointHandler().restore(folder, args=asked)
+    arguments = ocp.args.PyTreeRestore(tree, restore_args=how, partial_restore=only is not None)
+    return ocp.PyTreeCheckpointHandler().restore(folder, args=arguments)
 
 
 def saved_tree(folder: "epath.Path") -> Any:
@@ -374,22 +374,22 @@ def leaves_of(tree: Any) -> dict[str, Any]:
     return {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def read_leaves(folder: "epath.Path", saved: Mapping[str, Any], asked: Mapping[str, Any]) -> Any:
-    """Returns the leaves of `saved` in `folder`, with the structure and shardings of `asked`.
+def read_leaves(folder: "epath.Path", saved: Mapping[str, Any], abstract: Mapping[str, Any]) -> Any:
+    """Returns the leaves of `saved` in `folder`, with the structure and shardings of `abstract`.
 
     Leaves are matched by name. The structures around them may differ: nodes without leaves, such as
     the state of a rule that keeps nothing, are ignored. The handler is called without a
     Checkpointer, in which a reading process would wait for one that has failed.
     """
-    wanted = {leaf_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(asked)}
+    wanted = {leaf_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(abstract)}
     item = jax.tree_util.tree_map_with_path(lambda path, _: wanted[leaf_name(path)], saved)
     how = jax.tree.map(
         lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype),
         item,
     )
-    found = ocp.PyTreeCheckpointHandler().restore(
+    restored = ocp.PyTreeCheckpointHandler().restore(
         folder,
         args=ocp.args.PyTreeRestore(item, restore_args=how, partial_restore=True),
     )
-    values = {leaf_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(found)}
-    return jax.tree_util.tree_map_with_path(lambda path, _: values[leaf_name(path)], asked)
+    values = {leaf_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(restored)}
+    return jax.tree_util.tree_map_with_path(lambda path, _: values[leaf_name(path)], abstract)

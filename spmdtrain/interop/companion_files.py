@@ -1,4 +1,4 @@
-"""Copies the files of a published model around its weights, byte for byte."""
+"""Copies the files that accompany a published model's weights, byte for byte."""
 
 import shutil
 from collections.abc import Sequence
@@ -27,12 +27,12 @@ LARGEST = 256 * 2**20  # bytes of a file that is copied
 def files_to_keep(folder: Path) -> list[Path]:
     """Returns the files of a published model that an export includes, except config.json."""
     named = [folder / name for name in COPIED]
-    found = [*named, *sorted(folder.glob(LICENSES))]
-    return [path for path in found if path.is_file() and path.stat().st_size <= LARGEST]
+    candidates = [*named, *sorted(folder.glob(LICENSES))]
+    return [path for path in candidates if path.is_file() and path.stat().st_size <= LARGEST]
 
 
 def keep_files(source: Path, run: Path) -> None:
-    """Copies config.json and the files around it into a run.
+    """Copies config.json and its companions into a run.
 
     Raises StorageError if it cannot write.
     """
@@ -49,6 +49,6 @@ def copy_files(files: Sequence[Path], target: Path) -> None:
 
 
 def kept_in(run: Path) -> Path | None:
-    """Returns the folder of a run with the files of the model that it came from, if it has one."""
+    """Returns the folder with the files of a run's original model, if it was imported."""
     folder = run / KEPT
     return folder if (folder / CONFIG).is_file() else None

@@ -15,14 +15,14 @@ from spmdtrain.interop.safetensors_files import Tensor
 
 SQUARE = 128  # numbers on a side
 DTYPE = np.dtype(ml_dtypes.float8_e4m3fn)
-SCALE = "_scale_inv"  # the ending of the scales of a matrix; they multiply, whatever it says
+SCALE = "_scale_inv"  # the ending of a matrix's scales, which multiply, in spite of their name
 
 
 @dataclass(frozen=True)
 class ScaledTensor(Tensor):
     """An 8-bit matrix in a file.
 
-    It is dequantised whole, to float32, for any part that is asked for.
+    Reading any part of it dequantises the whole, to float32.
     """
 
     scale: Tensor
@@ -40,7 +40,7 @@ def with_scales(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     Raises CheckpointError if a matrix has no scales, or not as many as it has squares.
     """
-    found = {}
+    scaled = {}
     used = set()
     for name, tensor in tensors.items():
         if tensor.kind != DTYPE:
@@ -54,7 +54,7 @@ def with_scales(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 found="no such tensor" if scale is None else f"{list(scale.shape)}",
                 fix="the config.json of these weights, or downloading them again",
             )
-        fields = {each: getattr(tensor, each) for each in ("name", "path", "offset", "shape")}
-        found[name] = ScaledTensor(**fields, kind=tensor.kind, scale=scale)
+        fields = {field: getattr(tensor, field) for field in ("name", "path", "offset", "shape")}
+        scaled[name] = ScaledTensor(**fields, kind=tensor.kind, scale=scale)
         used.add(scale.name)
-    return {name: found.get(name, each) for name, each in tensors.items() if name not in used}
+    return {name: scaled.get(name, plain) for name, plain in tensors.items() if name not in used}

@@ -48,11 +48,13 @@ class MappedMxfp4:
         blocks, scales = tensors
         first, *others = index
         own = range(self.count)[first]
-        found = [self.of_one.read([numbers(blocks[at], scales[at]).T], tuple(others)) for at in own]
+        experts = [
+            self.of_one.read([numbers(blocks[at], scales[at]).T], tuple(others)) for at in own
+        ]
         empty = tuple(
-            len(range(*each.indices(size))) for each, size in zip(index, self.shape, strict=True)
+            len(range(*part.indices(size))) for part, size in zip(index, self.shape, strict=True)
         )
-        return np.stack(found) if found else np.zeros(empty, np.float32)
+        return np.stack(experts) if experts else np.zeros(empty, np.float32)
 
     def write(self, parameter: np.ndarray) -> list[np.ndarray]:
         """Fails: an export writes matrices in 16 or 32 bits, so nothing calls this."""

@@ -54,7 +54,7 @@ def _entry(rule: Rule, *names: str) -> Entry:
 
 
 def _in_layers(prefix: str, entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    """Returns entries of a layer, with the layer's name in front of their names and ours."""
+    """Returns the entries of a layer, with prefixes for both their names and ours."""
     return {
         OURS + ours: Entry(entry.rule, tuple(prefix + name for name in entry.names))
         for ours, entry in entries.items()
@@ -262,17 +262,17 @@ def table_of(family: str, model: TransformerConfig) -> Table:
 def _further(table: Table, model: TransformerConfig) -> Table:
     """Returns the entries of model.multi_token, whose blocks are layers after the last one."""
     count = model.experts.count if model.experts else 0
-    found = {}
+    entries = {}
     for number in numbers_of_further(model):
         ours = f"{FURTHER}{number - model.layers}."
         for path, entry in table.items():
             if path.startswith(OURS):
                 of_block = entry.of_experts(count).of_all(range(number, number + 1))
-                found[ours + path.replace(OURS, "block.layer.")] = of_block
+                entries[ours + path.replace(OURS, "block.layer.")] = of_block
         for path, entry in FURTHER_TOKEN.items():
             names = tuple(PREFIX.replace(LAYER, str(number)) + name for name in entry.names)
-            found[ours + path] = Entry(entry.rule, names)
-    return found
+            entries[ours + path] = Entry(entry.rule, names)
+    return entries
 
 
 def numbers_of_further(model: TransformerConfig) -> range:
@@ -291,7 +291,7 @@ def in_mxfp4(table: Table) -> Table:
     return packed
 
 
-# Tensors that are not needed: masks and frequencies that older versions stored, and vision towers.
+# Tensors that no parameter needs: masks and frequencies of older versions, and vision towers.
 SAY_NOTHING = re.compile(
     r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)"
     r"|.*\.rotary_emb\.inv_freq"

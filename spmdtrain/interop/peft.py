@@ -3,7 +3,7 @@
 
 A [r, in] and B [out, r]. If one layer of that model is several parts of ours (GPT-2's c_attn,
 Phi-3's qkv_proj), their adapters become one, with the sum of the ranks: A stacks theirs, and B is
-block diagonal. Read back, every part has all of A, and its own rows of B.
+block diagonal. When read back, every part gets the whole of A, and its rows of B.
 """
 
 import json
@@ -46,10 +46,11 @@ class Module:
 def write_adapters(
     folder: Path, values: Values, config: RunConfig, family: str, base: str | None = None
 ) -> int:
-    """Writes the adapters among `values`, and what [finetune] trains whole; returns their number.
+    """Writes the adapters among `values`, and the weights that [finetune] trains whole.
 
-    `family`: the model_type of the base. `base`: its name or directory, which peft loads. Raises
-    ConfigError if the run has no adapters, or one for a weight that the family lacks.
+    Returns the number of tensors. `family` is the model_type of the base, and `base` its name or
+    directory, which peft loads. Raises ConfigError if the run has no adapters, or one for a weight
+    that the family lacks.
     """
     finetune = config.finetune
     if not finetune.has_adapters:
@@ -70,10 +71,10 @@ def write_adapters(
     _check_all_written(values, adapted)
     whole = dict(_trained_whole(values, config, family))
     tensors |= {PREFIX + name: x for name, x in whole.items()}
-    said = _config(finetune, family, base, adapted, sorted(whole))
+    document = _config(finetune, family, base, adapted, sorted(whole))
     with new_folder(folder) as spare:
         try:
-            (spare / CONFIG).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+            (spare / CONFIG).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
             save_file(tensors, spare / WEIGHTS, {"format": "pt"})
         except OSError as error:
             raise StorageError(f"cannot write {folder}: {error.strerror}") from None
@@ -128,13 +129,13 @@ def _written(module: Module, values: Values, layer: int) -> dict[str, np.ndarray
         if magnitude is not None:
             has_magnitudes = True
             magnitudes.append(magnitude[layer])
-    found = {
+    tensors = {
         ".lora_A.weight": np.concatenate(a_rows),
         ".lora_B.weight": _diagonal(b_blocks),
     }
     if has_magnitudes:
-        found[".lora_magnitude_vector"] = np.concatenate(magnitudes)
-    return found
+        tensors[".lora_magnitude_vector"] = np.concatenate(magnitudes)
+    return tensors
 
 
 def _inputs(w: np.ndarray, values: Values, module: Module) -> int:
@@ -145,13 +146,13 @@ def _inputs(w: np.ndarray, values: Values, module: Module) -> int:
 
 def _diagonal(blocks: Sequence[np.ndarray]) -> np.ndarray:
     """Returns the block diagonal matrix of these blocks [rows, columns]."""
-    found = np.zeros(np.sum([block.shape for block in blocks], axis=0), np.float32)
+    matrix = np.zeros(np.sum([block.shape for block in blocks], axis=0), np.float32)
     row = column = 0
     for block in blocks:
         rows, columns = block.shape
-        found[row : row + rows, column : column + columns] = block
+        matrix[row : row + rows, column : column + columns] = block
         row, column = row + rows, column + columns
-    return found
+    return matrix
 
 
 def _check_all_written(values: Values, adapted: Mapping[Module, int]) -> None:
@@ -173,7 +174,7 @@ def _trained_whole(
     """Yields (name, tensor) of the weights of `finetune.also_train`.
 
     A head that shares a trained table is one more tensor: peft replaces each of the two layers by a
-    copy of its own.
+    separate copy.
     """
     for path, x in _also_trained(values, config, family):
         if path == EMBED and config.model.tied:
@@ -239,15 +240,15 @@ def _config(
 def read_adapters(folder: Path, values: Values, config: RunConfig, family: str) -> dict[str, Any]:
     """Returns the trained arrays in a peft directory, by our dotted path, float32.
 
-    `values`: those of a model with the adapters that [finetune] of `config` asks for, whose shapes
-    they must have; those that the directory holds are returned, stacked over the layers. Raises
-    CheckpointError if they are not the adapters that the config asks for.
+    `values` are those of a model with the adapters that `config` asks for in [finetune]; the arrays
+    returned have their shapes, stacked over the layers. Raises CheckpointError if the directory
+    holds other adapters than the config asks for.
     """
     _refuse_layers_apart(config)
-    said = _read_config(folder)
-    _check_config(folder, said, config.finetune)
+    document = _read_config(folder)
+    _check_config(folder, document, config.finetune)
     tensors = open_file(folder / WEIGHTS)
-    found: dict[str, np.ndarray] = {}
+    trained: dict[str, np.ndarray] = {}
     used: set[str] = set()
 
     def read(name: str) -> np.ndarray:
@@ -275,9 +276,9 @@ def read_adapters(folder: Path, values: Values, config: RunConfig, family: str) 
                         f"{PREFIX}{module.name} of {folder} has another shape",
                         asked=f"{_at(module, part, name)} {list(like.shape)}",
                         found=f"{x.size} numbers",
-                        fix=f"--set finetune.rank={said.get('r')}",
+                        fix=f"--set finetune.rank={document.get('r')}",
                     )
-                found[_at(module, part, name)] = x.reshape(like.shape)
+                trained[_at(module, part, name)] = x.reshape(like.shape)
     for path, x in _also_trained(values, config, family):
         stacked = path.startswith("blocks.")
         entry = TABLES[family][path]
@@ -286,22 +287,22 @@ def read_adapters(folder: Path, values: Values, config: RunConfig, family: str) 
             mapped = entry.rule(sizes_of(config.model), x.shape[1:] if stacked else x.shape)
             parts = [read(PREFIX + name) for name in entry.of_layer(layer)]
             whole.append(mapped.read(parts, tuple(slice(0, size) for size in mapped.shape)))
-        found[path] = np.stack(whole) if stacked else whole[0]
+        trained[path] = np.stack(whole) if stacked else whole[0]
         head = PREFIX + _head_name(family)
         shares_head = path == EMBED and config.model.tied and head in tensors
-        if shares_head and not np.array_equal(read(head), found[path]):
+        if shares_head and not np.array_equal(read(head), trained[path]):
             raise CheckpointError(
                 f"{folder} has trained the head apart from the table of tokens",
                 asked="model.tied=true",
                 fix="--set model.tied=false",
             )
-    if left := sorted(set(tensors) - used):
-        more = f", and {len(left) - 1} more" if len(left) > 1 else ""
+    if unread := sorted(set(tensors) - used):
+        more = f", and {len(unread) - 1} more" if len(unread) > 1 else ""
         raise CheckpointError(
-            f"{folder} holds {left[0]}, which nothing reads{more}",
+            f"{folder} holds {unread[0]}, which nothing reads{more}",
             fix="finetune.targets with its layer",
         )
-    return found
+    return trained
 
 
 def _read_part(
@@ -312,34 +313,34 @@ def _read_part(
     layers, outs = like.shape[0], math.prod(like.shape[2:])
     names = [PREFIX + module.name.replace("{}", str(layer)) for layer in range(layers)]
     rows = slice(row, row + outs)
-    found = {
+    arrays = {
         "a": np.stack([read(f"{name}.lora_A.weight").T for name in names]),
         "b": np.stack([read(f"{name}.lora_B.weight")[rows].T for name in names]),
     }
     if _at(module, part, "magnitude") in values:
-        found["magnitude"] = np.stack(
+        arrays["magnitude"] = np.stack(
             [read(f"{name}.lora_magnitude_vector")[rows] for name in names]
         )
-    return found
+    return arrays
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
     try:
-        said = json.loads((folder / CONFIG).read_bytes())
-        if not isinstance(said, dict):
+        document = json.loads((folder / CONFIG).read_bytes())
+        if not isinstance(document, dict):
             raise ValueError("it is not a table")
     except OSError as error:
         what = f"{folder} is not a peft adapter: {CONFIG}: {error.strerror}"
         raise CheckpointError(what, fix="the folder that holds it") from None
     except ValueError as error:
         raise CheckpointError(f"{folder / CONFIG} is damaged: {error}") from None
-    return said
+    return document
 
 
-def _check_config(folder: Path, said: Mapping[str, Any], finetune: FinetuneConfig) -> None:
-    """Refuses an adapter that does not compute what [finetune] says."""
-    # key -> (what is asked, peft's default)
-    asked: dict[str, tuple[Any, Any]] = {
+def _check_config(folder: Path, document: Mapping[str, Any], finetune: FinetuneConfig) -> None:
+    """Refuses an adapter that computes something other than [finetune] says."""
+    # key -> (the value expected, peft's default)
+    expected: dict[str, tuple[Any, Any]] = {
         "peft_type": ("LORA", None),
         "r": (finetune.rank, 8),
         "lora_alpha": (finetune.alpha, 8),
@@ -350,12 +351,12 @@ def _check_config(folder: Path, said: Mapping[str, Any], finetune: FinetuneConfi
         "alpha_pattern": ({}, {}),
     }
     settings = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "rank_stabilised"}
-    for key, (wanted, default) in asked.items():
-        there = said.get(key) or default
-        if there != wanted:
+    for key, (wanted, default) in expected.items():
+        value = document.get(key) or default
+        if value != wanted:
             name = settings.get(key)
             raise CheckpointError(
-                f"{folder / CONFIG}: {key}={json.dumps(there)}",
+                f"{folder / CONFIG}: {key}={json.dumps(value)}",
                 asked=json.dumps(wanted),
-                fix=f"--set finetune.{name}={json.dumps(there)}" if name else "another adapter",
+                fix=f"--set finetune.{name}={json.dumps(value)}" if name else "another adapter",
             )

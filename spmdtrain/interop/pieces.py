@@ -1,4 +1,4 @@
-"""Maps the tensors of a file to one of our parameters: stated once, used in both directions.
+"""Maps the tensors of a file to one of our parameters: written once, used in both directions.
 
 A parameter of one layer is made from boxes. Each box is a part of one tensor of the file, reshaped
 and transposed, so no number changes. Reading and writing are therefore exact inverses, and a slice
@@ -58,7 +58,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Mapped:
-    """A parameter of one layer: `shape`, seen as `view`, of tensors of these `shapes`."""
+    """A parameter of one layer: its `shape`, viewed as `view`, and the `shapes` of its tensors."""
 
     shape: Shape
     view: Shape
@@ -73,7 +73,7 @@ class Mapped:
         return self._read(tensors, index)
 
     def _read(self, tensors: Sequence[np.ndarray], index: Index) -> np.ndarray:
-        bounds = [each.indices(size) for each, size in zip(index, self.view, strict=True)]
+        bounds = [part.indices(size) for part, size in zip(index, self.view, strict=True)]
         shape = tuple(max(stop - start, 0) for start, stop, _ in bounds)
         dtypes = {tensor.dtype for tensor in tensors}
         out = np.empty(shape, dtypes.pop() if len(dtypes) == 1 else np.float32)
@@ -101,13 +101,13 @@ class Mapped:
 
     def write(self, parameter: np.ndarray) -> list[np.ndarray]:
         """Returns the tensors of the file, made of the parameter."""
-        seen = parameter.reshape(self.view)
+        viewed = parameter.reshape(self.view)
         tensors = [np.empty(shape, parameter.dtype) for shape in self.shapes]
         for piece in self.pieces:
-            cut = [slice(None)] * seen.ndim
+            cut = [slice(None)] * viewed.ndim
             cut[piece.dim] = piece.places
             back = np.argsort(piece.order)
-            box = seen[tuple(cut)].transpose(back)
+            box = viewed[tuple(cut)].transpose(back)
             target = tensors[piece.source][(*[slice(None)] * piece.axis, piece.rows)]
             if target.flags.c_contiguous:
                 _copy(target.reshape(box.shape), box)
@@ -119,7 +119,7 @@ class Mapped:
 
 
 def _copy(target: np.ndarray, source: np.ndarray) -> None:
-    """Copies `source` into `target`, in squares of the two dims that lie close together in each."""
+    """Copies `source` into `target`, in squares of the two dims that are contiguous in each."""
     if target.dtype == source.dtype:  # numpy copies words faster than foreign dtypes
         word = np.dtype(f"u{target.itemsize}")
         target, source = target.view(word), source.view(word)
@@ -137,11 +137,11 @@ def _copy(target: np.ndarray, source: np.ndarray) -> None:
 
 
 def _transpose(target: np.ndarray, source: np.ndarray) -> None:
-    """Copies a matrix whose rows lie together in `source`, and its columns in `target`.
+    """Copies a matrix whose rows are contiguous in `source`, and its columns in `target`.
 
-    Each square is copied first, into rows that are a line of the cache longer. In place the numbers
-    of a column lie a row apart: for a power of two all fall on the same few lines of the cache, and
-    the copy has a quarter of the speed.
+    Each square is first copied into rows that are one cache line longer. In the matrix itself the
+    numbers of a column are a row apart: if that is a power of two, all fall on the same few cache
+    lines, and the copy runs at a quarter of the speed.
     """
     rows, columns = source.shape
     line = LINE // source.itemsize
@@ -155,7 +155,7 @@ def _transpose(target: np.ndarray, source: np.ndarray) -> None:
 
 
 class AnyMapped(Protocol):
-    """A parameter of one layer: its shape, those of its tensors, and both ways between them."""
+    """A parameter of one layer: its shape, its tensors' shapes, and the conversion both ways."""
 
     @property
     def shape(self) -> Shape: ...
@@ -191,12 +191,17 @@ class MappedExperts:
     def read(self, tensors: Sequence[np.ndarray], index: Index) -> np.ndarray:
         """Returns the slice `index` of the parameter, made from the tensors of the file."""
         first, *others = index
-        each = len(self.of_one.shapes)
+        per_expert = len(self.of_one.shapes)
         own = range(self.count)[first]
-        found = [
-            self.of_one.read(tensors[each * at : each * (at + 1)], tuple(others)) for at in own
+        experts = [
+            self.of_one.read(tensors[per_expert * at : per_expert * (at + 1)], tuple(others))
+            for at in own
         ]
-        return np.stack(found) if found else self.of_one.read(tensors[:each], tuple(others))[:0]
+        return (
+            np.stack(experts)
+            if experts
+            else self.of_one.read(tensors[:per_expert], tuple(others))[:0]
+        )
 
     def write(self, parameter: np.ndarray) -> list[np.ndarray]:
         """Returns the tensors of the file, made of the parameter."""
@@ -334,7 +339,7 @@ def qkv_bias_fused(sizes: Sizes, shape: Shape) -> Mapped:
 
 
 def _one(file: Shape, shape: Shape, split: Shape, order: tuple[int, ...]) -> Mapped:
-    """Returns how one tensor becomes a parameter: split into dims, and transposed."""
+    """Returns the mapping that splits one tensor into dims, and transposes them."""
     piece = Piece(0, 0, slice(0, file[0]), split, order, 0, slice(0, shape[0]))
     return Mapped(shape, shape, (file,), (piece,))
 
@@ -355,9 +360,9 @@ def _qkv(sizes: Sizes, shape: Shape, *, fused: bool, transposed: bool) -> Mapped
     embed, heads, slots, dim = shape
     pieces = []
     shapes = []
-    for number, (count, places, found) in enumerate(_slots(sizes)):
+    for number, (count, places, rows) in enumerate(_slots(sizes)):
         size = heads * count * dim
-        at = found if fused else slice(0, size)
+        at = rows if fused else slice(0, size)
         source = 0 if fused else number
         split = (heads, count, dim)
         if transposed:
@@ -377,8 +382,8 @@ def _qkv_bias(sizes: Sizes, shape: Shape, *, fused: bool) -> Mapped:
     view = (heads, sizes.group + 2, dim)
     pieces = []
     shapes = []
-    for number, (count, places, found) in enumerate(_slots(sizes)):
-        at = found if fused else slice(0, heads * count * dim)
+    for number, (count, places, rows) in enumerate(_slots(sizes)):
+        at = rows if fused else slice(0, heads * count * dim)
         pieces.append(
             Piece(0 if fused else number, 0, at, (heads, count, dim), (0, 1, 2), 1, places)
         )

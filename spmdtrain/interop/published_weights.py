@@ -40,7 +40,7 @@ AT_ONCE = 2**16  # numbers that are looked at: they stay in the cache of a core
 NORM = "norm.scale_e"  # our path of the last norm, which every family has
 # The bits of the exponent of 16-bit floats, all of them 1 for a NaN or an infinity.
 EXPONENTS = {"bfloat16": np.uint16(0x7F80), "float16": np.uint16(0x7C00)}
-# Experts as transformers 5 holds them, and saves them if it is asked to.
+# Experts in the form of transformers 5, which it can also save.
 FUSED_EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 
 
@@ -53,9 +53,7 @@ class MadeOf:
 
 
 class Maps(Sequence[np.ndarray]):
-    """The arrays of tensors, each made when it is asked for, so those of experts never exist all at
-    once.
-    """
+    """The arrays of tensors, each mapped on access: those of experts never exist all at once."""
 
     def __init__(self, tensors: Sequence[Tensor]):
         self._tensors = tensors
@@ -64,8 +62,8 @@ class Maps(Sequence[np.ndarray]):
         return len(self._tensors)
 
     def __getitem__(self, at: Any) -> Any:
-        found = self._tensors[at]
-        return found.map() if isinstance(found, Tensor) else [each.map() for each in found]
+        chosen = self._tensors[at]
+        return chosen.map() if isinstance(chosen, Tensor) else [tensor.map() for tensor in chosen]
 
 
 class Weights:
@@ -86,12 +84,12 @@ class Weights:
         self._published = published
         self._model = model
         self._sizes = sizes_of(model)
-        self._there: Mapping[str, Tensor] = open_tensors(
+        self._in_files: Mapping[str, Tensor] = open_tensors(
             self.folder, is_float8=published.packing == "fp8"
         )
         if published.packing == "fp8":
-            self._there = with_scales(self._there)
-        check_dtypes(self._there, ignored)
+            self._in_files = with_scales(self._in_files)
+        check_dtypes(self._in_files, ignored)
         self._used: set[str] = set()
         self._not_finite: list[str] = []
         self._spelling = self._find_spelling()
@@ -102,38 +100,38 @@ class Weights:
             self._check_tied(table)
         self._check_copies(table)
         entries = {path: self._entry(path, table) for path in shapes}
-        self._check_all_there(entries)
-        self._check_none_left(ignored)
+        self._check_none_missing(entries)
+        self._check_none_unread(ignored)
         self._sources = {path: self._source(path, entries[path], shapes[path]) for path in shapes}
         self._means: dict[str, np.ndarray] = {}
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
         """The tensors that are read, by name."""
-        return {name: self._there[name] for name in sorted(self._used)}
+        return {name: self._in_files[name] for name in sorted(self._used)}
 
     @property
-    def there(self) -> Mapping[str, Tensor]:
-        """The tensors of the files, by name."""
-        return self._there
+    def in_files(self) -> Mapping[str, Tensor]:
+        """All tensors of the files, by name."""
+        return self._in_files
 
     def read(self, path: str, layer: int | None, index: Index) -> np.ndarray:
         """Returns a slice of a parameter, of one layer, in the dtype of the file.
 
-        Rows of the vocabulary that the file does not have are the mean of those that it has. What
-        is not finite is remembered: see `not_finite`.
+        Rows of the vocabulary that the file lacks are the mean of its rows. A tensor with a NaN or
+        an infinity is remembered: see `not_finite`.
         """
         part = self._read(path, layer, index)
         if not _is_finite(part):
             tensors = self._sources[path].tensors[layer or 0]
-            self._not_finite += [each.name for each in tensors if not _is_finite(each.map())]
+            self._not_finite += [tensor.name for tensor in tensors if not _is_finite(tensor.map())]
         return part
 
     @property
     def not_finite(self) -> str | None:
         """The name of a tensor in which a NaN or an infinity has been read; None if there is none.
 
-        Processes read parts of their own, so each may have met another one.
+        Processes read different parts, so their answers may differ.
         """
         return self._not_finite[0] if self._not_finite else None
 
@@ -142,14 +140,14 @@ class Weights:
         mapped = source.mapped
         arrays = Maps(source.tensors[layer or 0])
         rows = mapped.shape[0] if mapped.shape else 0
-        bounded = tuple(slice(*each.indices(2**62)) for each in index)
+        bounded = tuple(slice(*part.indices(2**62)) for part in index)
         if path not in (EMBED, HEAD) or bounded[0].stop <= rows:
             return mapped.read(arrays, index)
         first, *others = bounded
-        there = mapped.read(arrays, (slice(min(first.start, rows), rows), *others))
-        mean = self._mean(path, arrays[0])[tuple(others)].astype(there.dtype)
+        known = mapped.read(arrays, (slice(min(first.start, rows), rows), *others))
+        mean = self._mean(path, arrays[0])[tuple(others)].astype(known.dtype)
         more = min(first.stop, self._model.vocab or rows) - max(first.start, rows)
-        return np.concatenate([there, np.broadcast_to(mean, (more, *mean.shape))])
+        return np.concatenate([known, np.broadcast_to(mean, (more, *mean.shape))])
 
     def _mean(self, path: str, table: np.ndarray) -> np.ndarray:
         if path not in self._means:
@@ -160,13 +158,13 @@ class Weights:
         return self._means[path]
 
     def _find_spelling(self) -> tuple[str, str]:
-        """Returns how the files spell the names of the table, going by the embedding's name, or the
-        last norm's if the files lack it.
+        """Returns the spelling that the files use, judged by the name of the embedding, or of the
+        last norm if the files lack it.
         """
         table = TABLES[self._published.family]
         for path in (EMBED, NORM):
             for spelling in SPELLINGS:
-                if spelled(table[path].names[0], spelling) in self._there:
+                if spelled(table[path].names[0], spelling) in self._in_files:
                     return spelling
         return SPELLINGS[0]
 
@@ -177,13 +175,13 @@ class Weights:
         """Accepts a head in the files of a tied model, if it is the embedding."""
         (head,) = self._names(table[HEAD], None)
         (embed,) = self._names(table[EMBED], None)
-        if head not in self._there or embed not in self._there:
+        if head not in self._in_files or embed not in self._in_files:
             return
-        if not _are_equal(self._there[head], self._there[embed]):
+        if not _are_equal(self._in_files[head], self._in_files[embed]):
             tied = self._published.settings["tied"]
-            said = "tie_word_embeddings" if tied else "model.tied"
+            setting = "tie_word_embeddings" if tied else "model.tied"
             raise CheckpointError(
-                f"{self.folder}: {said} is true, but {head} differs from the embedding",
+                f"{self.folder}: {setting} is true, but {head} differs from the embedding",
                 fix="--untie" if tied else "--set model.tied=false",
             )
         self._used.add(head)
@@ -196,9 +194,11 @@ class Weights:
             for path, ending in SHARED_COPIES.items():
                 ours = self._names(table[EMBED if self._model.tied else path], None)[0]
                 name = spelled(PREFIX.replace(LAYER, str(number)) + ending, self._spelling)
-                if name not in self._there:
+                if name not in self._in_files:
                     continue
-                if ours in self._there and not _are_equal(self._there[name], self._there[ours]):
+                if ours in self._in_files and not _are_equal(
+                    self._in_files[name], self._in_files[ours]
+                ):
                     raise CheckpointError(
                         f"{self.folder}: {name} differs from {ours}, which is shared here",
                         fix=f"--set model.multi_token=none --ignore '{_pattern(name)}'",
@@ -212,7 +212,7 @@ class Weights:
                 fix="the settings of the model's own config.json",
             )
         entry = table[path]
-        if path == HEAD and self._names(entry, None)[0] not in self._there:
+        if path == HEAD and self._names(entry, None)[0] not in self._in_files:
             if not self._published.settings["tied"]:
                 (name,) = self._names(entry, None)
                 raise CheckpointError(
@@ -228,19 +228,19 @@ class Weights:
         """Returns True if the one matrix that embedding and head share has the head's name."""
         (embed,), (head,) = (self._names(table[path], None) for path in (EMBED, HEAD))
         is_tied = self._published.settings["tied"]
-        return is_tied and embed not in self._there and head in self._there
+        return is_tied and embed not in self._in_files and head in self._in_files
 
     def _layers(self, path: str) -> Sequence[int | None]:
         return range(self._model.stack_layers) if path.startswith("blocks.") else (None,)
 
-    def _check_all_there(self, entries: Mapping[str, Entry]) -> None:
+    def _check_none_missing(self, entries: Mapping[str, Entry]) -> None:
         wanted = [
             name
             for path, entry in entries.items()
             for layer in self._layers(path)
             for name in self._names(entry, layer)
         ]
-        missing = [name for name in wanted if name not in self._there]
+        missing = [name for name in wanted if name not in self._in_files]
         if missing:
             self._refuse_fused(missing[0])
             self._refuse_without_further(missing)
@@ -267,7 +267,7 @@ class Weights:
 
     def _refuse_fused(self, missing: str) -> None:
         """Refuses experts in one tensor for all of a layer, if they are expected apart."""
-        fused = next((name for name in self._there if FUSED_EXPERTS.search(name)), None)
+        fused = next((name for name in self._in_files if FUSED_EXPERTS.search(name)), None)
         if fused and ".experts." in missing:
             raise CheckpointError(
                 f"{self.folder} holds the experts of a layer in one tensor, {fused}",
@@ -277,30 +277,30 @@ class Weights:
 
     def _count_layers(self, wanted: Sequence[str]) -> int:
         """Counts the layers of which at least one tensor exists."""
-        numbers = {_layer_of(name) for name in self._there} - {None}
+        numbers = {_layer_of(name) for name in self._in_files} - {None}
         return len(numbers) if wanted else 0
 
-    def _check_none_left(self, ignored: Sequence[str]) -> None:
-        left = [name for name in sorted(self._there) if name not in self._used]
+    def _check_none_unread(self, ignored: Sequence[str]) -> None:
+        unread = [name for name in sorted(self._in_files) if name not in self._used]
         for pattern in ignored:
-            if not fnmatch.filter(left, pattern):
+            if not fnmatch.filter(unread, pattern):
                 raise CheckpointError(
                     f"{self.folder} holds no {pattern} that nothing reads", fix="no --ignore for it"
                 )
-        left = [name for name in left if not _is_ignored(name, ignored)]
-        if not left:
+        unread = [name for name in unread if not _is_ignored(name, ignored)]
+        if not unread:
             return
-        more = f", and {len(left) - 1} more" if len(left) > 1 else ""
-        pattern = _pattern(left[0])
+        more = f", and {len(unread) - 1} more" if len(unread) > 1 else ""
+        pattern = _pattern(unread[0])
         raise CheckpointError(
-            f"{self.folder} holds {left[0]}, which nothing reads{more}",
+            f"{self.folder} holds {unread[0]}, which nothing reads{more}",
             asked=f"{self._model.layers} layers",
             fix=f"--ignore '{pattern}'",
         )
 
     def _source(self, path: str, entry: Entry, shape: Shape) -> MadeOf:
         tensors = [
-            [self._there[name] for name in self._names(entry, layer)]
+            [self._in_files[name] for name in self._names(entry, layer)]
             for layer in self._layers(path)
         ]
         of_file = tensors[0][0].shape if entry.names else shape
@@ -318,13 +318,13 @@ class Weights:
 
     def _check_vocabulary(self, table: Tensor, shape: Shape) -> None:
         rows = table.shape[0] if table.shape else 0
-        said = self._published.settings["vocab"]
-        grows = shape[0] > rows and rows == said
+        stated = self._published.settings["vocab"]
+        grows = shape[0] > rows and rows == stated
         if rows == shape[0] or grows:
             return
         raise CheckpointError(
             f"{table.name} of {self.folder} has {rows} rows",
-            asked=f"vocab_size={said}" if shape[0] == said else f"model.vocab={shape[0]}",
+            asked=f"vocab_size={stated}" if shape[0] == stated else f"model.vocab={shape[0]}",
             fix=f"--set model.vocab={rows}",
         )
 
@@ -354,9 +354,9 @@ def sizes_of(model: TransformerConfig) -> Sizes:
 
 
 def check_dtypes(tensors: Mapping[str, Tensor], ignored: Sequence[str] = ()) -> None:
-    """Raises CheckpointError if a tensor that counts has numbers of a type that holds no weights.
+    """Raises CheckpointError if a tensor that is needed has a type that cannot hold weights.
 
-    Tensors that say nothing, such as the masks that older versions stored, may have any.
+    Others, such as the masks that older versions stored, may have any type.
     """
     for name, tensor in tensors.items():
         if not _is_ignored(name, ignored):
@@ -370,10 +370,10 @@ def _is_ignored(name: str, ignored: Sequence[str]) -> bool:
 
 
 def _is_finite(numbers: np.ndarray) -> bool:
-    """Returns True if there is no NaN and no infinity; of 16 bits by their exponents, as numpy is
-    slow at foreign dtypes.
+    """Returns True if there is no NaN and no infinity.
 
-    Some numbers at a time, in the cache: as a whole it would take as much memory again.
+    16-bit numbers are judged by their exponents, as numpy is slow at foreign dtypes. It takes some
+    numbers at a time, in the cache: all at once would take as much memory again.
     """
     exponent = EXPONENTS.get(numbers.dtype.name)
     flat = numbers.reshape(-1)
@@ -401,7 +401,7 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _pattern(name: str) -> str:
-    """Returns a pattern for a tensor and those of its layer."""
+    """Returns a pattern that matches a tensor and the others of its layer."""
     parts = name.split(".")
     for at, part in enumerate(parts):
         if part.isdecimal():
@@ -410,7 +410,7 @@ def _pattern(name: str) -> str:
 
 
 def bytes_of(tensors: Mapping[str, Tensor]) -> str:
-    """Returns the amount to read in words: "bfloat16 in 2 files, 1.2 GB"."""
+    """Returns a description of the amount to read: "bfloat16 in 2 files, 1.2 GB"."""
     files = {tensor.path for tensor in tensors.values()}
     dtypes = sorted({str(tensor.dtype) for tensor in tensors.values()})
     size = sum(tensor.size for tensor in tensors.values())

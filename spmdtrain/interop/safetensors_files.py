@@ -39,7 +39,7 @@ AGAIN = "downloading it again"
 class Tensor:
     """A tensor in a file, at `offset` bytes from its start.
 
-    `kind`: the type of its numbers; of a type that holds no weights here, the file's word for it.
+    `kind` is the type of its numbers, or the file's name for a type that cannot hold weights here.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Tensor:
 
     @property
     def dtype(self) -> np.dtype:
-        """The type of its numbers. Raises CheckpointError if they are no weights."""
+        """The type of its numbers. Raises CheckpointError if it cannot hold weights."""
         if isinstance(self.kind, str):
             raise CheckpointError(
                 f"{self.name} of {self.path} has dtype {self.kind}",
@@ -75,81 +75,81 @@ def open_tensors(folder: Path, *, is_float8: bool = False) -> dict[str, Tensor]:
     `is_float8`: 8-bit numbers are expected too.
 
     Raises CheckpointError if a file is missing or damaged, or is a git-lfs pointer, if there are
-    two models, and if there are only pickles. Numbers that are no weights are refused when they are
-    asked for: `Tensor.dtype`.
+    two models, and if there are only pickles. Types that cannot hold weights are refused later, by
+    `Tensor.dtype`.
     """
     index = folder / INDEX
     if index.exists():
-        said = _read_index(index)
-        _refuse_two_models(folder, said)
-        return _by_index(folder, said, is_float8)
+        file_of = _read_index(index)
+        _refuse_two_models(folder, file_of)
+        return _by_index(folder, file_of, is_float8)
     files = [folder / SINGLE]
     if not files[0].exists():
         files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise _without_files(folder)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for path in files:
         for name, tensor in open_file(path, is_float8=is_float8).items():
-            if name in found:
+            if name in tensors:
                 raise CheckpointError(
                     f"{folder} holds {name} twice",
-                    found=f"{found[name].path.name} and {path.name}",
+                    found=f"{tensors[name].path.name} and {path.name}",
                     fix=f"a folder with one model in it, or its {INDEX}",
                 )
-            found[name] = tensor
-    return found
+            tensors[name] = tensor
+    return tensors
 
 
-def _refuse_two_models(folder: Path, said: Mapping[str, str]) -> None:
-    """Refuses a single file beside shards: transformers reads that one, others read the shards."""
-    if (folder / SINGLE).exists() and SINGLE not in said.values():
+def _refuse_two_models(folder: Path, file_of: Mapping[str, str]) -> None:
+    """Refuses a single file beside shards: transformers reads the file, others read the shards."""
+    if (folder / SINGLE).exists() and SINGLE not in file_of.values():
         raise CheckpointError(
             f"{folder} holds two models: {SINGLE}, which transformers reads, and those in {INDEX}",
             fix=f"without {SINGLE}, or without {INDEX} and its files",
         )
 
 
-def _by_index(folder: Path, said: Mapping[str, str], is_float8: bool) -> dict[str, Tensor]:
-    files = sorted(set(said.values()))
-    there = sorted(path.name for path in folder.glob("*.safetensors"))
+def _by_index(folder: Path, file_of: Mapping[str, str], is_float8: bool) -> dict[str, Tensor]:
+    files = sorted(set(file_of.values()))
+    in_folder = sorted(path.name for path in folder.glob("*.safetensors"))
     for file in files:
-        if file not in there:
+        if file not in in_folder:
             raise CheckpointError(
                 f"{folder / INDEX} names {file}",
-                found=", ".join(there) or "no *.safetensors",
+                found=", ".join(in_folder) or "no *.safetensors",
                 fix=AGAIN,
             )
-    found = {}
+    tensors = {}
     for file in files:
         for name, tensor in open_file(folder / file, is_float8=is_float8).items():
-            if said.get(name) != file:
+            if file_of.get(name) != file:
                 raise CheckpointError(
                     f"{folder / file} holds {name}, which {INDEX} does not name there", fix=AGAIN
                 )
-            found[name] = tensor
-    for name, file in said.items():
-        if name not in found:
+            tensors[name] = tensor
+    for name, file in file_of.items():
+        if name not in tensors:
             raise CheckpointError(f"{folder / file} lacks {name}, which {INDEX} names", fix=AGAIN)
-    return found
+    return tensors
 
 
 def _read_index(path: Path) -> Mapping[str, str]:
     try:
         if path.stat().st_size > LARGEST_INDEX:
             raise ValueError("it is larger than 256 MiB")
-        said = json.loads(path.read_bytes())["weight_map"]
-        if not isinstance(said, dict) or not said:
+        file_of = json.loads(path.read_bytes())["weight_map"]
+        if not isinstance(file_of, dict) or not file_of:
             raise ValueError("its weight_map is not a table")
-        for name, file in said.items():
+        for name, file in file_of.items():
             if not isinstance(file, str) or Path(file).name != file or file in (".", ".."):
                 raise ValueError(
                     f"it puts {name!r:.80} into {file!r:.80}, which is not a file name"
                 )
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        what = f"{path} is damaged: {_said(error)}"
+        what = f"{path} is damaged: {_reason(error)}"
         raise CheckpointError(what, fix=AGAIN) from None
-    return said
+    return file_of
 
 
 def open_file(path: Path, *, is_float8: bool = False) -> dict[str, Tensor]:
@@ -172,11 +172,11 @@ def open_file(path: Path, *, is_float8: bool = False) -> dict[str, Tensor]:
     except UserError:
         raise
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {_said(error)}") from None
+        raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from None
     except (SafetensorError, ValueError) as error:
         raise _damaged(path, size, error) from None
     known = DTYPES | (FLOAT8 if is_float8 else {})
-    return {name: _tensor(path, name, said, first, known) for name, said in header.items()}
+    return {name: _tensor(path, name, entry, first, known) for name, entry in header.items()}
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
@@ -191,24 +191,24 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def _tensor(
-    path: Path, name: str, said: Mapping[str, Any], first: int, known: Mapping[str, Any]
+    path: Path, name: str, entry: Mapping[str, Any], first: int, known: Mapping[str, Any]
 ) -> Tensor:
     if not name.isprintable() or len(name) > 1000:
         raise CheckpointError(f"{path} is damaged: a tensor is named {name!r:.80}", fix=AGAIN)
     packed = PACKED if name.endswith(PACKED_NAMES) else {}
-    kind = {**known, **packed}.get(said["dtype"], str(said["dtype"]))
-    return Tensor(name, path, first + said["data_offsets"][0], tuple(said["shape"]), kind)
+    kind = {**known, **packed}.get(entry["dtype"], str(entry["dtype"]))
+    return Tensor(name, path, first + entry["data_offsets"][0], tuple(entry["shape"]), kind)
 
 
 def _damaged(path: Path, size: int, error: Exception) -> CheckpointError:
     try:
         header, first = _header(path)
-        ends = [each["data_offsets"][1] for each in header.values()]
+        ends = [entry["data_offsets"][1] for entry in header.values()]
         whole = first + max(ends, default=0)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         whole = size
     if whole == size:
-        return CheckpointError(f"{path} is damaged: {_said(error)}", fix=AGAIN)
+        return CheckpointError(f"{path} is damaged: {_reason(error)}", fix=AGAIN)
     return CheckpointError(
         f"{path} is damaged: its header says {whole:,} bytes", found=f"{size:,}", fix=AGAIN
     )
@@ -225,7 +225,7 @@ def _without_files(folder: Path) -> CheckpointError:
     return CheckpointError(f"{folder} holds no *.safetensors", fix="the folder of a whole model")
 
 
-def _said(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     if isinstance(error, KeyError):

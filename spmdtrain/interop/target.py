@@ -1,4 +1,4 @@
-"""Decides which published tensors the parameters of a run become."""
+"""Maps the parameters of a run to the published tensors of an export."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Target:
     family: str
     keys: Mapping[str, Any]
     dtype: str
-    finetune: FinetuneConfig  # by which adapters are merged
+    finetune: FinetuneConfig  # says how adapters are merged
 
     def mapped(self, path: str, shape: Shape) -> tuple[Entry, AnyMapped, Sequence[int | None]]:
         """Returns the tensors of a parameter of this shape, and the numbers of its layers."""
@@ -34,10 +34,10 @@ class Target:
         return entry, entry.rule(sizes_of(self.model), of_layer), layers
 
     def shapes(self, ours: Mapping[str, Shape]) -> dict[str, Shape]:
-        """Returns the shapes of all tensors by name, those of a layer one after another."""
-        found: dict[str, Shape] = {}
+        """Returns the shapes of all tensors, sorted by name."""
+        shapes: dict[str, Shape] = {}
         for path, shape in ours.items():
             entry, mapped, layers = self.mapped(path, shape)
             for layer in layers:
-                found |= dict(zip(entry.of_layer(layer), mapped.shapes, strict=True))
-        return dict(sorted(found.items()))
+                shapes |= dict(zip(entry.of_layer(layer), mapped.shapes, strict=True))
+        return dict(sorted(shapes.items()))

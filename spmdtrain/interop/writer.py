@@ -1,8 +1,8 @@
 """Writes safetensors files whose tensors come one by one, in any order.
 
 Shapes determine sizes, so the header of every file is written first, and then each tensor at its
-place after it, with one tensor in memory. A directory is written under another name and renamed, so
-one that exists is complete.
+place, with one tensor in memory. A directory is written under another name and then renamed: if it
+exists, it is complete.
 """
 
 import contextlib
@@ -97,23 +97,23 @@ class TensorWriter:
         return math.prod(shape) * self._dtype.itemsize
 
     def _plan(self, file: str, shapes: Mapping[str, Shape], dtype: str) -> None:
-        """Decides where the tensors of a file are placed."""
-        said: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        """Decides where each tensor of a file goes."""
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name, shape in shapes.items():
             start, end = end, end + self._size(shape)
-            said[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
-        header = json.dumps(said, separators=(",", ":")).encode()
+            entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+        header = json.dumps(entries, separators=(",", ":")).encode()
         header += b" " * (-len(header) % 8)
         self._headers[file] = len(header).to_bytes(8, "little") + header
         for name, shape in shapes.items():
-            first = 8 + len(header) + said[name]["data_offsets"][0]
+            first = 8 + len(header) + entries[name]["data_offsets"][0]
             self._places[name] = InFile(file, first, shape)
 
     def _write_index(self, parameters: int) -> None:
         metadata = {"total_size": self.bytes, "total_parameters": parameters}
-        said = {name: place.file for name, place in sorted(self._places.items())}
-        text = json.dumps({"metadata": metadata, "weight_map": said}, indent=2)
+        file_of = {name: place.file for name, place in sorted(self._places.items())}
+        text = json.dumps({"metadata": metadata, "weight_map": file_of}, indent=2)
         (self._folder / INDEX).write_text(text + "\n", encoding="utf-8")
 
     def write(self, name: str, tensor: np.ndarray) -> None:
@@ -166,16 +166,16 @@ def _file_names(count: int) -> list[str]:
 def refuse_full(folder: Path) -> None:
     """Raises StorageError if an export would overwrite something."""
     if folder.is_dir():
-        there = sorted(path.name for path in folder.iterdir())
-        if there:
-            raise StorageError(f"{folder} is not empty", found=there[0], fix="another folder")
+        names = sorted(path.name for path in folder.iterdir())
+        if names:
+            raise StorageError(f"{folder} is not empty", found=names[0], fix="another folder")
     elif folder.exists() or folder.is_symlink():
         raise StorageError(f"{folder} exists and is not a folder", fix="another folder")
 
 
 @contextlib.contextmanager
 def new_folder(folder: Path, *, process: int = 0) -> Iterator[Path]:
-    """Yields a folder to write into, which gets its name when it is complete, or else is removed.
+    """Yields a folder to write into; it gets its name once complete, and is removed on an error.
 
     All processes enter it, and write into the folder that process 0 creates.
     """

@@ -781,8 +781,8 @@ BREAKAGES = [
     Breakage(
         "a surplus of weights is dropped",
         "checkpoints/meta.py",
-        "names = [*sorted(asked), *sorted(found.keys() - asked.keys())]",
-        "names = sorted(asked)",
+        "names = [*sorted(wanted), *sorted(saved.keys() - wanted.keys())]",
+        "names = sorted(wanted)",
         f"{RESUME} -k more_or_fewer",
     ),
     Breakage(
@@ -795,8 +795,8 @@ BREAKAGES = [
     Breakage(
         "weights are padded anew without leaving their old padding",
         "checkpoints/leaves/relayout.py",
-        "add_zeros(cut_to(x, shape), shape, asked)",
-        "jax.numpy.resize(x, asked)",
+        "add_zeros(cut_to(x, shape), shape, target)",
+        "jax.numpy.resize(x, target)",
         f"{PIPELINE_RUN} -k 'any_other and thirds'",
     ),
     # Compression
@@ -883,8 +883,8 @@ BREAKAGES = [
     Breakage(
         "no fingerprint is compared",
         "checkpoints/saved_steps.py",
-        'saved = {name: tuple(meta["fingerprints"].get(name, ())) for name in found}',
-        "saved = found",
+        'saved = {name: tuple(meta["fingerprints"].get(name, ())) for name in sums}',
+        "saved = sums",
         DAMAGED,
     ),
     Breakage(
@@ -1101,14 +1101,14 @@ BREAKAGES = [
     Breakage(
         "weights may claim more than their files hold",
         "checkpoints/files/hostile.py",
-        "if claimed > most:",
+        "if claimed > limit:",
         "if False:",
         "tests/checkpoints/test_hostile.py -k claimed",
     ),
     Breakage(
         "a chunk may claim more than its array",
         "checkpoints/files/hostile.py",
-        "if len(chunk) != len(most) or any(map(operator.gt, chunk, most)):",
+        "if len(chunk) != len(largest) or any(map(operator.gt, chunk, largest)):",
         "if False:",
         "tests/checkpoints/test_hostile.py -k claimed",
     ),

@@ -24,8 +24,9 @@ def write_by_layer(
 ) -> None:
     """Writes this process's parts of arrays, by name, into the item in `folder`.
 
-    Of each array, `stacked` says how many leading dims count its layers: a chunk has one layer. The
-    arrays must not be donated meanwhile. Raises OSError or ValueError, as TensorStore does.
+    `stacked` is the number of leading dims of each array that count its layers: a chunk has one
+    layer. The arrays must not be donated meanwhile. Raises OSError or ValueError, as TensorStore
+    does.
     """
     in_flight: deque[tuple[int, Any]] = deque()
     for name, x in arrays.items():
@@ -49,24 +50,24 @@ def _layers(shard: Any, stacked: int) -> Iterator[tuple[Index, np.ndarray]]:
         return
     sizes = (*[1] * stacked, *shard.data.shape[stacked:])
     # The host's own memory is read where it is.
-    there = np.asarray(shard.data) if shard.device.platform == "cpu" else None
+    on_host = np.asarray(shard.data) if shard.device.platform == "cpu" else None
     for place in itertools.product(*map(range, shard.data.shape[:stacked])):
         starts = (*place, *[0] * (shard.data.ndim - stacked))
-        first = [each.start or 0 for each in shard.index]
+        first = [part.start or 0 for part in shard.index]
         index = tuple(
             slice(at + start, at + start + size)
             for at, start, size in zip(first, starts, sizes, strict=True)
         )
-        if there is None:
+        if on_host is None:
             yield index, np.asarray(jax.lax.dynamic_slice(shard.data, starts, sizes))
         else:
-            yield index, there[*place][(np.newaxis,) * stacked]
+            yield index, on_host[*place][(np.newaxis,) * stacked]
 
 
 def _open(folder: Path, name: str, x: jax.Array, stacked: int) -> Any:
     """Opens an array as Orbax has created it, in the folder of this process.
 
-    Only process 0's folder has its description, so all of them give it anew.
+    Only process 0's folder holds its description, so the other processes pass it again.
     """
     part = x.sharding.shard_shape(x.shape)
     chunk = [max(1, size) for size in (*[1] * stacked, *part[stacked:])]

@@ -1,4 +1,4 @@
-"""Guards against a hostile run directory: it must not point outside itself or exhaust memory.
+"""Guards against a hostile run directory, which may point outside itself or exhaust memory.
 
 Nothing in a checkpoint is code: TensorStore reads the arrays, the rest is JSON, and the handlers
 that Orbax names in it are never looked up. The remaining dangers are links, leaf names that are
@@ -61,7 +61,7 @@ ODD = "neither a plain file nor a folder"
 
 
 def strange_in(directory: Path) -> dict[Path, str]:
-    """Returns the entries of a run directory that a run must not write to, and what each is.
+    """Returns the entries of a run directory that a run must not write to, with their kind.
 
     Writing through a link would write outside the directory, and a pipe blocks its writer.
     """
@@ -125,19 +125,19 @@ def check_chunks(arrays: Mapping[str, Any]) -> None:
         chunk = array.storage.chunk_shape if array.storage else None
         if chunk is None:
             continue
-        most = [max(size, 1) for size in array.shape]
-        if len(chunk) != len(most) or any(map(operator.gt, chunk, most)):
+        largest = [max(size, 1) for size in array.shape]
+        if len(chunk) != len(largest) or any(map(operator.gt, chunk, largest)):
             raise ValueError(f"{name} of shape {list(array.shape)} claims chunks of {list(chunk)}")
 
 
 def check_sizes(arrays: Mapping[str, Any], folder: Path) -> None:
     """Raises ValueError if weights claim to be larger than their files in `folder` can be."""
-    most = max(SMALL, MOST_EXPANSION * sum(path.stat().st_size for path in _below(folder)))
+    limit = max(SMALL, MOST_EXPANSION * sum(path.stat().st_size for path in _below(folder)))
     claimed = 0
     for name, array in arrays.items():
         elements = math.prod(array.shape)
         claimed += elements * array.dtype.itemsize
-        if claimed > most:
+        if claimed > limit:
             raise ValueError(f"{name} claims {elements:.3g} elements, which its files cannot hold")
 
 

@@ -1,4 +1,4 @@
-"""Gives a folder a name that no library misreads, whatever the user has called it.
+"""Gives libraries a path without special characters, whatever the folder's name.
 
 Orbax finds its files with a glob over the whole path, in which `[1e-3]` is a pattern. tensorstore
 takes `\\` for a separator and a segment like `gs:` for a bucket, and rejects bytes that are not

@@ -1,4 +1,4 @@
-"""Moves what a run has given up out of the way, without deleting it."""
+"""Moves steps that a run has given up out of the way, without deleting them."""
 
 from typing import Any
 

@@ -48,9 +48,9 @@ SMALL = 1 << 16
 def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, Fingerprint]:
     """Returns the fingerprint of each array, by its name.
 
-    Those of large arrays are computed where the arrays are, in one program, and so are those of
-    arrays of which this process holds a part; small ones are read by the host, which compiles
-    nothing, and those of a single CPU device have one program for all. All processes that hold
+    Large arrays, and those of which this process holds only a part, are summed on their devices, in
+    one program. Small ones are read by the host, which compiles nothing, and the arrays of a single
+    CPU device share one program. All processes that hold
     parts of the arrays must call this, and all get the same result. Waits for the devices.
     """
     near = {name: x for name, x in arrays.items() if x.is_fully_addressable and x.size <= SMALL}
@@ -71,8 +71,8 @@ def _is_whole_on_host(x: jax.Array) -> bool:
 def _as_integers(x: jax.Array) -> jax.Array:
     """Returns the same bytes as numbers that XLA for CPU reads block by block.
 
-    Of numbers of 16 bits it would make a copy of the whole array first. Other devices do not, and
-    keep theirs. The result shares its memory with x, which must not be donated meanwhile.
+    It would first copy a whole array of 16-bit numbers. Other devices would not, and keep theirs.
+    The result shares its memory with x, which must not be donated meanwhile.
     """
     devices = x.sharding.addressable_devices
     is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2
@@ -132,9 +132,9 @@ def _host_words(x: np.ndarray) -> np.ndarray:
 
 
 def host_fingerprint(x: np.ndarray, first: int = 0) -> Fingerprint:
-    """Returns `fingerprint(x, first)`; that of a large array at three times the speed, by XLA.
+    """Returns `fingerprint(x, first)`. XLA computes that of a large array, three times as fast.
 
-    By numpy where jax would look for GPUs or wait for other processes when it starts.
+    numpy computes it where starting jax would look for GPUs or wait for other processes.
     """
     if x.size < BLOCK or runs_on_gpus() or jax.distributed.is_initialized():
         return fingerprint(x, first)
@@ -305,9 +305,9 @@ def _block_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     block: list[int] = []
     room = BLOCK
     for size in reversed(shape):
-        most = next(part for part in range(min(size, room), 0, -1) if size % part == 0)
-        block.insert(0, most)
-        room //= most
+        largest = next(part for part in range(min(size, room), 0, -1) if size % part == 0)
+        block.insert(0, largest)
+        room //= largest
     return tuple(block)
 
 
@@ -318,7 +318,7 @@ def _sums_at_once(x: jax.Array, first: jax.Array, strides: Sequence[int]) -> jax
         along = lax.broadcasted_iota(jnp.uint32, words.shape, dim)
         index = index + along * jnp.uint32(stride % 2**32)
     terms = [mixed(words, index, *map(jnp.uint32, factors)) for factors in FACTORS]
-    return jnp.stack([jnp.sum(each, dtype=jnp.uint32) for each in terms])
+    return jnp.stack([jnp.sum(of_sum, dtype=jnp.uint32) for of_sum in terms])
 
 
 def _words_of(x: jax.Array) -> int:

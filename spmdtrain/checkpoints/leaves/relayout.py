@@ -50,36 +50,35 @@ def as_saved(
     return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
 
-def lay_out_anew(setup: Setup, path: str, found: Any, asked: Any, layout: StageLayout) -> Any:
-    """Converts a parameter's leaves to the shapes and shardings of `asked`.
-
-    The leaves were read as `as_saved` says.
-    """
+def lay_out_anew(setup: Setup, path: str, read: Any, abstract: Any, layout: StageLayout) -> Any:
+    """Converts a parameter's leaves, read in the shapes of `as_saved`, to those of `abstract`."""
     in_stack = setup.model.in_stack(path)
 
     def kind(x: jax.Array | jax.ShapeDtypeStruct) -> tuple:
         return x.shape, x.dtype
 
-    if not in_stack and jax.tree.map(kind, found) == jax.tree.map(kind, asked):
-        return found
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, asked)
+    if not in_stack and jax.tree.map(kind, read) == jax.tree.map(kind, abstract):
+        return read
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
     def laid_out(x: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         return in_shape(setup, path, x, leaf.shape, layout).astype(leaf.dtype)
 
-    run = jax.jit(lambda tree: jax.tree.map(laid_out, tree, asked), out_shardings=shardings)
-    return run(found)
+    run = jax.jit(lambda tree: jax.tree.map(laid_out, tree, abstract), out_shardings=shardings)
+    return run(read)
 
 
-def in_shape(setup: Setup, path: str, x: jax.Array, asked: Shape, layout: StageLayout) -> jax.Array:
-    """Returns a leaf of the parameter at `path` in the shape `asked`.
+def in_shape(
+    setup: Setup, path: str, x: jax.Array, target: Shape, layout: StageLayout
+) -> jax.Array:
+    """Returns a leaf of the parameter at `path` in the shape `target`.
 
-    If it is in the stack, it lies as `layout` now.
+    If it belongs to the stack, it has the layout `layout` so far.
     """
     if setup.model.in_stack(path):
         x = setup.model.stage_layout.staged(layout.unstaged(x))
-    shape = without_padding(setup, path, asked)
-    return add_zeros(cut_to(x, shape), shape, asked)
+    shape = without_padding(setup, path, target)
+    return add_zeros(cut_to(x, shape), shape, target)
 
 
 def cut_to(x, shape: Sequence[int]):

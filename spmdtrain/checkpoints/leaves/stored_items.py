@@ -1,4 +1,4 @@
-"""How items of a training state (train/items/items.py) are stored in a checkpoint and read.
+"""Stores items of a training state (train/items/items.py) in a checkpoint, and reads them back.
 
 Each item of arrays has its own folder; an item of a few numbers is in the meta, under its name.
 Items sharded like the parameters are read and laid out again like the parameters. The others come
@@ -54,7 +54,7 @@ def saved_by_parameter(state: TrainState, meta: Meta) -> dict[str, dict[str, Any
 
 
 def notes_of(state: TrainState) -> dict[str, Any]:
-    """Returns what the meta stores of a state, by item."""
+    """Returns the notes on a state that go into the meta, by item."""
     return {
         item.name: item.note.write(value)
         for item, value in all_items().of(state.items)
@@ -71,16 +71,16 @@ def begins_anew(abstract: TrainState, meta: Meta) -> list[str]:
     """Returns the saved items that must start afresh: nothing converts them to `abstract`."""
     return [
         item.name
-        for item, asked in all_items().of(abstract.items)
+        for item, value in all_items().of(abstract.items)
         if item.is_saved
         and not item.note
         and item.rests is not as_parameters
         and has_item(meta, item.name)
-        and shapes_saved(item, asked, meta) is None
+        and shapes_saved(item, value, meta) is None
     ]
 
 
-def from_note(item: Item, asked: Value, meta: Meta) -> Value | None:
+def from_note(item: Item, abstract: Value, meta: Meta) -> Value | None:
     """Returns the value of an item stored in the meta, sharded; None if the meta lacks it."""
     if item.note is None or item.name not in meta:
         return None
@@ -89,19 +89,19 @@ def from_note(item: Item, asked: Value, meta: Meta) -> Value | None:
         whole = np.asarray(x, like.dtype)
         return jax.make_array_from_callback(like.shape, like.sharding, lambda index: whole[index])
 
-    return jax.tree.map(placed, asked, item.note.read(meta[item.name], asked))
+    return jax.tree.map(placed, abstract, item.note.read(meta[item.name], abstract))
 
 
-def shapes_saved(item: Item, asked: Value, meta: Meta) -> Value | None:
+def shapes_saved(item: Item, abstract: Value, meta: Meta) -> Value | None:
     """Returns the shapes in which an item's arrays were saved, sharded much like the final ones.
 
     None if the item must start afresh: its names or dtypes differ, or its shapes do and it has no
     `fold`.
     """
-    wanted = named_leaves({item.name: asked})
+    wanted = named_leaves({item.name: abstract})
     saved = of_items(meta["leaves"], [item.name])
     if describe(wanted) == saved:
-        return asked
+        return abstract
     dtypes = {name: str(x.dtype) for name, x in wanted.items()}
     if item.fold is None or {name: leaf[1] for name, leaf in saved.items()} != dtypes:
         return None
@@ -114,18 +114,18 @@ def shapes_saved(item: Item, asked: Value, meta: Meta) -> Value | None:
         spec = evenly(spec, shape, x.sharding.mesh.shape)
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=NamedSharding(x.sharding.mesh, spec))
 
-    return jax.tree.map(leaf, asked)
+    return jax.tree.map(leaf, abstract)
 
 
-def folded(setup: Setup, item: Item, found: Value, asked: Value, layout: StageLayout) -> Value:
-    """Returns arrays read in the shapes of `shapes_saved`, folded to the shapes of `asked`.
+def folded(setup: Setup, item: Item, read: Value, abstract: Value, layout: StageLayout) -> Value:
+    """Returns arrays read in the shapes of `shapes_saved`, folded to the shapes of `abstract`.
 
-    Those of which each data shard holds one of a parameter's shape are also laid out again like the
-    parameter. `layout`: that of the stack when it was saved.
+    If each data shard holds an array of a parameter's shape, it is also laid out again like the
+    parameter. `layout` is that of the stack when it was saved.
     """
     fold = item.fold
     if fold is None:
-        return found
+        return read
 
     def one(path: tuple, x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
         if x.shape == like.shape:
@@ -134,9 +134,9 @@ def folded(setup: Setup, item: Item, found: Value, asked: Value, layout: StageLa
         if item.rests is not per_data_shard or name not in setup.model.parameters:
             return fold(x, like.shape)
         x = fold(x, (like.shape[0], *x.shape[1:]))
-        return jax.vmap(lambda each: in_shape(setup, name, each, like.shape[1:], layout))(x)
+        return jax.vmap(lambda part: in_shape(setup, name, part, like.shape[1:], layout))(x)
 
-    shardings = jax.tree.map(lambda x: x.sharding, asked)
+    shardings = jax.tree.map(lambda x: x.sharding, abstract)
     convert = partial(jax.tree_util.tree_map_with_path, one)
-    run = jax.jit(lambda tree: convert(tree, asked), out_shardings=shardings)
-    return run(found)
+    run = jax.jit(lambda tree: convert(tree, abstract), out_shardings=shardings)
+    return run(read)

@@ -1,7 +1,7 @@
 """Copies the parts of arrays that a process holds into memory, and back.
 
-A part is what one device holds of an array. Copies that several devices of the process hold are one
-part. Where each lies follows from the shardings alone.
+A part is the piece of an array that one device holds. If several devices of the process hold
+copies, they are one part. The place of each part follows from the shardings alone.
 """
 
 import math
@@ -20,18 +20,18 @@ Described = Mapping[str, jax.Array | jax.ShapeDtypeStruct]
 
 def parts_of(arrays: Described) -> tuple[Parts, int]:
     """Returns the parts of arrays that this process holds, and the bytes of all of them."""
-    found: Parts = {}
+    parts: Parts = {}
     end = 0
     for name, x in arrays.items():
         assert x.sharding is not None  # a state is always sharded
-        found[name] = {}
+        parts[name] = {}
         for index in x.sharding.addressable_devices_indices_map(x.shape).values():
             bounds = _bounds(index or (), x.shape)
-            if bounds not in found[name]:
-                found[name][bounds] = end
+            if bounds not in parts[name]:
+                parts[name][bounds] = end
                 size = math.prod(stop - start for start, stop in bounds) * x.dtype.itemsize
                 end += -(-size // ALIGNED) * ALIGNED
-    return found, end
+    return parts, end
 
 
 def as_document(parts: Parts) -> dict[str, list]:
@@ -58,7 +58,7 @@ def write(arrays: Arrays, parts: Parts, memory: memoryview) -> None:
                 np.copyto(_view(whole, begin, part.shape, part.dtype), part)
 
 
-def read(asked: Mapping[str, jax.ShapeDtypeStruct], parts: Parts, memory: memoryview) -> Arrays:
+def read(abstract: Mapping[str, jax.ShapeDtypeStruct], parts: Parts, memory: memoryview) -> Arrays:
     """Returns arrays in their shardings, copied from memory."""
     whole = np.frombuffer(memory, np.uint8)
 
@@ -66,12 +66,12 @@ def read(asked: Mapping[str, jax.ShapeDtypeStruct], parts: Parts, memory: memory
         def part(index: Any) -> np.ndarray:
             bounds = _bounds(index, x.shape)
             shape = [stop - start for start, stop in bounds]
-            # A device that is the processor would keep reading what the next snapshot overwrites.
+            # A CPU device would keep reading this memory, which the next snapshot overwrites.
             return _view(whole, parts[name][bounds], shape, x.dtype).copy()
 
         return jax.make_array_from_callback(x.shape, x.sharding, part)
 
-    return {name: array(name, x) for name, x in asked.items()}
+    return {name: array(name, x) for name, x in abstract.items()}
 
 
 def _view(whole: np.ndarray, begin: int, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
@@ -80,4 +80,4 @@ def _view(whole: np.ndarray, begin: int, shape: Sequence[int], dtype: np.dtype) 
 
 
 def _bounds(index: Sequence[slice], shape: Sequence[int]) -> Bounds:
-    return tuple(each.indices(size)[:2] for each, size in zip(index, shape, strict=True))
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))

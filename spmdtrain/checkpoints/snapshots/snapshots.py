@@ -1,11 +1,13 @@
 """Takes snapshots of a training state, and restores the newest one that all processes hold whole.
 
-Each process copies what it holds into memory that its launcher keeps (processes/snapshots). There
-are two slots: one is whole while the other one is written. A snapshot has the meta of a checkpoint
-(meta.py), with the fingerprint of every leaf. Taking them needs all processes, so none writes its
-second slot before all have written their first: there is always a step that all of them hold.
+Each process copies its parts of the state into memory that its launcher keeps
+(processes/snapshots). There are two slots: one is whole while the other is written. A snapshot has
+the meta of a checkpoint (meta.py), with the fingerprint of every leaf. Taking the fingerprints
+needs all processes, so none writes its second slot before all have written their first: there is
+always a step that all of them hold.
 
-A snapshot counts only if the arrays lie as this run asks for them. Another mesh reads the disk.
+A snapshot counts only if its arrays are laid out as this run needs them. A run on another mesh
+reads the disk.
 """
 
 import json
@@ -79,7 +81,7 @@ class Snapshots:
         head = newest.head() if newest else None
         if newest and head and self._on_a_peer:
             _wait_until_arrived(newest, head)
-        # The fingerprints in it are sums over all devices: nobody goes on before all are here.
+        # Its fingerprints are sums over all devices: no process continues before all are here.
         whole = self._checkpoints.whole_meta(step, state, meta)
         slot = next(slot for slot in self._slots if slot is not newest)
         memory = slot.begin(self.bytes)
@@ -95,21 +97,23 @@ class Snapshots:
             slot.clear()
 
     def newest(self, least: int) -> Found | None:
-        """Returns the newest state that all processes hold whole and that is as it was written.
+        """Returns the newest state of which all processes hold an intact snapshot.
 
-        None if none of step `least` or later fits this run; all snapshots are then forgotten.
+        None if no snapshot of step `least` or later fits this run; all are then forgotten.
         """
         held = {head.step: slot for slot in self._slots if (head := slot.head())}
         documents = {step: self._fitting(slot) for step, slot in held.items()}
-        mine = {step: said["meta"]["digest"] for step, said in documents.items() if said}
-        said = [json.loads(each) for each in said_by_all(json.dumps(mine))]
-        common = set.intersection(*({*each.items()} for each in said))
+        mine = {
+            step: document["meta"]["digest"] for step, document in documents.items() if document
+        }
+        digests = [json.loads(text) for text in said_by_all(json.dumps(mine))]
+        common = set.intersection(*({*of_process.items()} for of_process in digests))
         for step in sorted((int(step) for step, _ in common), reverse=True):
             document = documents[step]
             if step < least or document is None:
                 continue
-            if found := self._read(step, held[step], document["meta"]):
-                return found
+            if snapshot := self._read(step, held[step], document["meta"]):
+                return snapshot
         self.clear()
         return None
 
@@ -129,36 +133,36 @@ class Snapshots:
         return document if fits else None
 
     def _read(self, step: int, slot: Slot, meta: Meta) -> Found | None:
-        """Returns a snapshot; None if it is not as it was written, in any process."""
+        """Returns a snapshot; None if it is damaged in any process."""
         meta = dict(meta)
         is_whole = meta.pop("digest") == digest(meta)
         head = slot.head()
         assert head is not None  # nobody else writes it
         trees = arrays_of(self._setup.state)
-        asked = named_leaves(trees)
-        found = read(asked, self._parts, slot.contents(head))
+        abstract = named_leaves(trees)
+        arrays = read(abstract, self._parts, slot.contents(head))
         saved = {name: tuple(sums) for name, sums in meta["fingerprints"].items()}
-        if not is_whole or fingerprints(found) != saved:
+        if not is_whole or fingerprints(arrays) != saved:
             return None
-        return Found(step, self._state(step, trees, found, meta), meta, from_memory=True)
+        return Found(step, self._state(step, trees, arrays, meta), meta, from_memory=True)
 
     def _state(
-        self, step: int, trees: Mapping[str, Any], found: Mapping[str, jax.Array], meta: Meta
+        self, step: int, trees: Mapping[str, Any], arrays: Mapping[str, jax.Array], meta: Meta
     ) -> TrainState:
         """Returns the state with these leaves, by their names in the meta."""
 
         def filled(item: str, tree: Any) -> Any:
             def leaf(path: tuple, _: Any) -> jax.Array:
-                return found[prefix(item) + leaf_name(path)]
+                return arrays[prefix(item) + leaf_name(path)]
 
             return jax.tree_util.tree_map_with_path(leaf, tree)
 
         abstract = self._setup.state
         values = {item: filled(item, tree) for item, tree in trees.items()}
         params, opt_state = values.pop("params"), values.pop("state")
-        for item, asked in all_items().of(abstract.items):
+        for item, abstract_value in all_items().of(abstract.items):
             if item.note:
-                values[item.name] = from_note(item, asked, meta)
+                values[item.name] = from_note(item, abstract_value, meta)
         state = TrainState(step_counter(step, abstract), params, opt_state, values)
         return with_items_begun(self._setup, state, abstract.items.keys() - values)
 

@@ -64,7 +64,7 @@ def import_model(
         *published.remarks,
         f"{published.folder}: {published.family}, {setup.model.size:,} parameters, "
         f"{bytes_of(weights.tensors)}; {head}",
-        f"{len(weights.tensors)} of {len(weights.there)} tensors read in {seconds:.1f} s "
+        f"{len(weights.tensors)} of {len(weights.in_files)} tensors read in {seconds:.1f} s "
         f"({size / 1e6 / seconds:,.3g} MB/s)",
         f"{run}: step 0; next: spmdtrain train CONFIG --set train.init_from={run}",
     ]
