@@ -2,7 +2,7 @@
 multiplies.
 
 `ctx.column_parallel(x, weight, names)` and `ctx.row_parallel` ask the weight: an array or a
-`MatmulWeight` takes one matmul, a frozen weight with an adapter takes three, and an integer
+`MatmulWeight` takes one matmul, a frozen weight with a low-rank update takes three, and an integer
 weight scales the result. Layers need no change for this, nor do meshes, gathers or the pipeline,
 which see the arrays that the weight consists of.
 
