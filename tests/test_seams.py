@@ -21,6 +21,7 @@ import optax
 import pytest
 from flax import nnx
 from helpers import assert_same_bits, batches_of, mesh_of, tiny
+from shares import rest
 
 import spmdtrain as st
 from spmdtrain.checkpoints.checkpoints import Checkpoints
@@ -29,7 +30,10 @@ from spmdtrain.train.state import bytes_per_device
 from spmdtrain.train.step import make_losses
 from spmdtrain.train.updates.learning_rates import learning_rate
 
-pytestmark = pytest.mark.long
+pytestmark = [
+    pytest.mark.long,
+    rest("runs the examples; running/test_own_by_name.py and train/test_own_*.py hold each seam"),
+]
 
 SEAMS = Path(__file__).parent.parent / "examples" / "seams"
 DEVICES = jax.devices()

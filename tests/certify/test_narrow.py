@@ -4,6 +4,7 @@ import jax
 import pytest
 from fuzz.campaign import ROOT
 from helpers import MESHES, prepared
+from shares import rest
 
 from spmdtrain.config import load
 from spmdtrain.lab.certify.asked import against_float32
@@ -55,6 +56,7 @@ def test_a_narrow_gradient_is_that_of_float32(config, settings, layout):
     assert found.holds, found.said
 
 
+@rest("half a minute; the tests of programs below see such sums without running them")
 @pytest.mark.long
 def test_so_it_is_of_64k_tokens_of_a_tiny_vocabulary():
     settings = (BFLOAT16, "model.layers=1", "model.vocab=8")

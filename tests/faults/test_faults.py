@@ -3,11 +3,16 @@ slow` only.
 """
 
 import pytest
+from shares import rest
 
 from faults.cases import CASES
 from faults.turns import Turns
 
-pytestmark = [pytest.mark.long, pytest.mark.usefixtures("shared_programs")]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.usefixtures("shared_programs"),
+    rest("breaks many times what tests of checkpoints/ and running/guards/ break once"),
+]
 
 
 # They start processes, in pairs and often.

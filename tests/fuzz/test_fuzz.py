@@ -12,6 +12,7 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from shares import rest
 
 from fuzz import campaign, files, programs, schedule_files
 from fuzz.agreement import BFLOAT16, Oracle
@@ -40,6 +41,9 @@ from spmdtrain.train import exchange
 from spmdtrain.train.gradients import grad_accumulation, reduction
 
 pytestmark = pytest.mark.long
+of_the_fuzzer = rest(
+    "finds faults of the fuzzer; test_a_draw_trains_as_on_one_device those of ours"
+)
 
 # A pipeline, stopped, and resumed on a mesh that has none.
 SEEDS = (48,)
@@ -152,6 +156,7 @@ def test_a_draw_trains_as_on_one_device(seed, oracles, room):
     assert report.outcome == "trained"
 
 
+@of_the_fuzzer
 def test_a_run_by_a_schedule_file_begins_another_whose_weights_rest_elsewhere(oracles, room):
     numbers = {"model.heads": 4, "train.global_batch": 16, "train.steps": 2}
     each = Draw(0, numbers, BY_FILE, end="begun", by="term", onto=OVER_EXPERT_AND_TENSOR)
@@ -248,6 +253,7 @@ def one_forgotten(gradients, ways, *rest):
     return reduce.reduce_gradients(gradients, ways, *rest)
 
 
+@of_the_fuzzer
 def test_a_planted_scatter_in_the_wrong_order_is_found(monkeypatch, oracles, room):
     """Two axes of one dim, each handing out what belongs to the other."""
     right = exchange.reduction
@@ -263,6 +269,7 @@ def test_a_planted_scatter_in_the_wrong_order_is_found(monkeypatch, oracles, roo
     assert report.kinds() == {"numbers differ from one device, float32"}
 
 
+@of_the_fuzzer
 @pytest.mark.parametrize("planted", [lower_precision, one_forgotten])
 def test_a_planted_fault_of_the_gradients_is_found(planted, monkeypatch, oracles, room):
     each = Draw(0, TWO, {"mesh.data": 2})
@@ -272,6 +279,7 @@ def test_a_planted_fault_of_the_gradients_is_found(planted, monkeypatch, oracles
     assert report.kinds() == {"numbers differ from one device, float32"}
 
 
+@of_the_fuzzer
 def test_a_planted_sum_in_16_bits_is_found(monkeypatch):
     """Both runs lose the same terms, and agree: only the comparison with float32 sees it."""
     monkeypatch.setattr(grad_accumulation, "with_wide_sums", lambda function, _: function)
@@ -280,6 +288,7 @@ def test_a_planted_sum_in_16_bits_is_found(monkeypatch):
     assert report.kinds() == {"a gradient in 16 bits is not that of float32"}
 
 
+@of_the_fuzzer
 def test_a_planted_fault_of_resuming_is_found(monkeypatch, oracles, room):
     batches = feed.batches
     monkeypatch.setattr(
@@ -295,6 +304,7 @@ def test_a_planted_fault_of_resuming_is_found(monkeypatch, oracles, room):
     assert kinds == [{"not bit by bit the same"}, {"numbers differ from one device, float32"}]
 
 
+@of_the_fuzzer
 def test_a_planted_traceback_is_found(monkeypatch, oracles, room):
     make = grad_accumulation.make_gradients
 

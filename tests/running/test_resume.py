@@ -208,7 +208,6 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-@pytest.mark.core
 def test_two_processes_train_as_one_and_stop_together(uninterrupted, half, config_file, tmp_path):
     """Resumed from one process on two of four devices each; then a SIGTERM that only one of them
     gets. Meanwhile process 0 exports each checkpoint by itself.

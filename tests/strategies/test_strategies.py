@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from helpers import tiny
+from shares import rest
 
 from spmdtrain.cli import main
 from spmdtrain.config import REFUSED, ConfigError
@@ -91,12 +92,18 @@ def test_stages_are_left_out_and_islands_refused(tmp_path):
         compared_run(tiny(*islands, "train.steps=20"))
 
 
+in_five_layouts = rest(
+    "trains in five layouts; train/test_layouts.py holds each against one device"
+)
+
+
 @pytest.fixture(scope="module")
 def trained():
     """All strategies but `single`, on eight devices."""
     return train_in_turns(tiny(), DEFAULT, rounds=1, steps=2)
 
 
+@in_five_layouts
 @pytest.mark.long
 def test_all_strategies_train_the_same_samples_to_the_same_loss(trained):
     assert [each.name for each in trained if each.refused] == []
@@ -110,6 +117,7 @@ def test_all_strategies_train_the_same_samples_to_the_same_loss(trained):
     assert in_markdown(table_trained(trained, "here")).count("but for rounding") == 4
 
 
+@in_five_layouts
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["ddp", "zero1", "fsdp"])
 def test_bytes_are_those_of_the_formula(trained, name):
@@ -123,6 +131,7 @@ def test_bytes_are_those_of_the_formula(trained, name):
         assert found.memory.argument_bytes < ddp.memory.argument_bytes / 2
 
 
+@in_five_layouts
 @pytest.mark.long
 def test_one_that_trains_something_else_is_told_from_rounding(trained):
     first, other = (replace(each) for each in trained[:2])

@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 from helpers import assert_same_bits, batches_of, compiled_step, mesh_of, prepared, tiny, trained
 from jax.sharding import NamedSharding
+from shares import rest
 
 import spmdtrain as st
 from spmdtrain.checkpoints.checkpoints import Checkpoints
@@ -310,6 +311,7 @@ def run(directory, *settings: str) -> list[float]:
     return [line["loss"] for line in lines]
 
 
+@rest("the draw of fuzz/test_fuzz.py does it too")
 def test_a_run_goes_on_without_its_pipeline_as_if_nothing_had_happened(tmp_path):
     want = run(tmp_path / "one device", "train.microbatch=2")
     piped = ("mesh.pipeline=2", "mesh.data=2", "pipeline.schedule=interleaved", "pipeline.chunks=2")
