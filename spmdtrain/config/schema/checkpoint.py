@@ -39,7 +39,7 @@ class CheckpointConfig(Settings):
     memory_peer: bool = Field(
         default=False,
         description="whether another host keeps a copy of what `memory_every` leaves in memory, "
-        "for the day on which a host is lost; needs a launcher on each host",
+        "in case a host is lost; needs a launcher on each host",
     )
     export: CountOrZero = Field(
         default=0,

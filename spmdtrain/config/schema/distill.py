@@ -17,21 +17,21 @@ class DistillConfig(Settings):
 
     teacher: LocalPath | None = Field(
         default=None,
-        description="the teacher: a run, whose newest weights it has, or a folder of Hugging Face",
+        description="the teacher: a run, whose newest weights are used, or a Hugging Face folder",
     )
     logits: LocalPath | None = Field(
         default=None,
-        description="a folder in which `spmdtrain data teach` has saved what a teacher says of the "
-        "data, instead of a teacher on the mesh",
+        description="a folder in which `spmdtrain data teach` has saved a teacher's predictions, "
+        "instead of a teacher on the mesh",
     )
     temperature: DerivedOrNone[Positive] = Field(
         default=None,
-        description="divisor of the logits of both models; above 1 what the teacher finds unlikely "
-        "counts more; default: 1",
+        description="divisor of the logits of both models; above 1, tokens that the teacher finds "
+        "unlikely count more; default: 1",
     )
     share: DerivedOrNone[Share] = Field(
         default=None,
-        description="share of the loss against the teacher; 1: of no other; default: 0.5",
+        description="share of the loss against the teacher; 1: there is no other; default: 0.5",
     )
 
     def derived(self) -> dict[str, Any]:

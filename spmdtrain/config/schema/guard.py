@@ -56,7 +56,7 @@ class GuardConfig(Settings):
     replay_check: CountOrZero = Field(
         default=0,
         description="steps between checks that repeat a step with its shards on other devices, "
-        "from a copy of the state; a device that computes something else is named, "
+        "from a copy of the state; a device that computes different bits is named, "
         "and the run ends with exit code 11; needs room for two more states; 0: never",
     )
     most_skipped: Count = Field(

@@ -41,8 +41,8 @@ class IslandsConfig(Settings):
     )
     outer: Literal["nesterov", "average"] = Field(
         default="nesterov",
-        description="what a meeting makes of the mean change of the islands: a step of SGD with "
-        "Nesterov momentum (arXiv:2311.08105) | the change itself",
+        description="the outer optimizer, applied to the islands' mean change: SGD with Nesterov "
+        "momentum (arXiv:2311.08105) | none, the mean change is taken as it is",
     )
     rate: Positive = Field(default=0.7, description="learning rate of the outer step of nesterov")
     momentum: Fraction = Field(default=0.9, description="momentum of the outer step of nesterov")

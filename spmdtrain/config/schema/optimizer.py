@@ -63,8 +63,8 @@ class OptimizerConfig(Settings):
     rate_by_batch: Literal["none", "linear", "sqrt"] = Field(
         default="none",
         description="how the rate follows the tokens of a batch in train.stages, with 1 for "
-        "those after the last stage: not | their share (arXiv:1706.02677) | its square root "
-        "(arXiv:2205.10287)",
+        "those after the last stage: not at all | in proportion (arXiv:1706.02677) | by the "
+        "square root (arXiv:2205.10287)",
     )
     decay_share: DerivedOrNone[Share] = Field(
         default=None, description="share of the steps in which wsd decays; default: 0.2"

@@ -21,17 +21,17 @@ class PrecisionConfig(Settings):
     )
     matmul: Literal["compute", "float8", "mxfp8"] = Field(
         default="compute",
-        description="dtype of the operands of layers' matmuls and of their gradients: as compute "
-        "says | 8-bit floats, e4m3, and e5m2 for gradients, scaled by each array's "
+        description="dtype of the operands of layers' matmuls and of their gradients: that of "
+        "compute | 8-bit floats, e4m3, and e5m2 for gradients, scaled by each array's "
         "largest magnitude (arXiv:2209.05433) | 8-bit floats, e4m3, with a scale for each block "
         "of 32 (MXFP8, arXiv:2506.08027), on GPUs since Blackwell; attention, embeddings, norms "
-        "and the head stay as compute says",
+        "and the head keep the dtype of compute",
     )
     scaling: Literal["current", "delayed"] = Field(
         default="current",
         description="float8 only: where the scale of values and gradients comes from: the array "
-        "itself | the largest magnitude that the steps of scaling_history have seen, so that no "
-        "array is read twice; that of a weight always comes from the weight",
+        "itself | the largest magnitude in the last scaling_history steps, so that no array is "
+        "read twice; the scale of a weight always comes from the weight",
     )
     scaling_history: DerivedOrNone[Annotated[int, Field(ge=1, le=1024)]] = Field(
         default=None,
@@ -39,8 +39,8 @@ class PrecisionConfig(Settings):
     )
     wide: Strings = Field(
         default=(),
-        description="float8 and mxfp8 only: patterns of paths of weights, as `show` prints them, "
-        "whose matmuls stay as compute says",
+        description="float8 and mxfp8 only: weights (patterns of paths, as `show` prints them) "
+        "whose matmuls keep the dtype of compute",
     )
     logits: Literal["float32", "bfloat16"] = Field(
         default="float32",
@@ -53,7 +53,7 @@ class PrecisionConfig(Settings):
     rounding: Literal["nearest", "stochastic"] = Field(
         default="nearest",
         description="rounding of bfloat16 weights after an update; stochastic: unbiased, so that "
-        "updates below their spacing are not lost",
+        "updates smaller than bfloat16's spacing are not lost",
     )
     frozen: Derived[Float] = Field(
         default=None,

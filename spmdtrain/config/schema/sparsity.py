@@ -30,8 +30,8 @@ class SparsityConfig(Settings):
     )
     until: DerivedOrNone[Count] = Field(
         default=None,
-        description="last step after which it is chosen anew which weights are zero; magnitude "
-        "reaches its share then, by a cubic schedule; default: since",
+        description="last step after which the zeros are chosen again; magnitude reaches its share "
+        "then, by a cubic schedule; default: since",
     )
     every: DerivedOrNone[Count] = Field(
         default=None,

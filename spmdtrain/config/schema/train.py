@@ -87,7 +87,7 @@ class TrainConfig(Settings):
     sequence_length: Count = Field(default=128, description="tokens per sequence")
     stages: Stages = Field(
         default=(),
-        description="stages before those settings hold: smaller batches, shorter sequences "
+        description="stages before these settings apply: smaller batches, shorter sequences "
         "(docs/warmups.md), other frozen layers (docs/finetuning.md)",
     )
     seed: int = Field(
@@ -140,12 +140,12 @@ class TrainConfig(Settings):
     )
     init_from: LocalPath | None = Field(
         default=None,
-        description="run whose newest weights this run starts from, or a folder of Hugging Face",
+        description="run whose newest weights this run starts from, or a Hugging Face folder",
     )
     new_tokenizer: bool = Field(
         default=False,
-        description="take weights of init_from that learned another tokenizer than that of the "
-        "data, whose ids then stand for other texts; false: they are refused",
+        description="accept weights of init_from that were trained with a different tokenizer, "
+        "where the same ids stand for other texts; false: they are refused",
     )
 
     @model_validator(mode="after")

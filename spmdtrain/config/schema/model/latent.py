@@ -15,8 +15,8 @@ class LatentConfig(Settings):
     rank: Count = Field(description="width of the latent that keys and values are computed from")
     query_rank: Count | None = Field(
         default=None,
-        description="width of the latent that queries are computed from; default: none, they are "
-        "computed from the stream",
+        description="width of the latent that queries are computed from; default: none, queries "
+        "come straight from the residual stream",
     )
     plain_dim: Count = Field(
         description="channels of a head's queries and keys that are not rotated"

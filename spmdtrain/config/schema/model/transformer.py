@@ -76,7 +76,7 @@ class TransformerConfig(Settings):
         default="auto",
         description="how attention reaches the keys of other devices where mesh.context splits a "
         "sequence: ring sends them round, gather copies all of them, ulysses exchanges heads for "
-        "tokens; auto: ring if the model is causal attention and train.sequence_length divides by "
+        "tokens; auto: ring if attention is causal and train.sequence_length is a multiple of "
         "2 context, else gather",
     )
     rope_theta: Positive = 10_000.0
