@@ -224,8 +224,8 @@ def overlap_of_fleet(
 
 
 ABOUT = """\
-Each row is the whole training step, compiled by XLA for GPUs that are not there. Nothing
-ran: seconds of a step are predicted. Written by
+Each row is the whole training step, compiled by XLA for absent GPUs. Nothing ran: the seconds
+of a step are predicted. Written by
 """
 COLUMNS = """\
 *Memory*: of the fullest device. *Hidden*: share of the bytes that a device sends with a
@@ -239,8 +239,8 @@ what a ring sends for them all, *needed* what theory asks of the layout
 (`spmdtrain/planner/traffic.py`).
 With fsdp and context and no pipeline, gradients are scattered
 over context first: more crosses context than needed, and less fsdp. Compare their sums.
-Tokens travel to their experts in one round here, as balanced ones do. In how many they do is
-known once a step runs.
+Tokens are counted in one round to their experts, as if loads were balanced; how many rounds
+there are is only known when a step runs.
 """
 OVERLAP = """\
 Share of each kind of traffic that is hidden, the mean over the layouts above that have it. `plan`

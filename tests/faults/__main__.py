@@ -32,18 +32,18 @@ from faults.turns import Figures, Turns  # noqa: E402
 PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
 HEAD = """# Faults
 
-What breaks a run, and how it was seen to survive. This page is written by `make faults`, which runs
-every case of `tests/faults/cases.py` and prints its figures. "6 of 200" says that the case has run
-just 6 times so far, and 200 times are asked for. `control` is what happens where the guard is
-switched off, or nothing is broken.
+What can break a run, and how runs survived it. This page is written by `make faults`, which runs
+every case of `tests/faults/cases.py` and prints its figures. "6 of 200" means that the case has run
+only 6 of the 200 times that it should so far. `control` is what happens when the guard is switched
+off, or nothing is broken.
 
 | case | promise | times | measured | control | kept |
 |---|---|---|---|---|---|
 """
 COST = """
 The figures are from a busy machine with two cores, on simulated devices: seconds are upper bounds.
-A process that hangs was given 5 s a step (`--step-seconds`), in the soak 10 s; the rest of its time
-is for the stacks and for ending.
+A process that hangs was allowed 5 s a step (`--step-seconds`), in the soak 10 s; the rest of the
+time went into printing stacks and ending the processes.
 
 What the guards cost is printed by `make bench-guards`. On the same busy cores, beside a step of
 167 ms on two simulated devices: 0.14 ms of the host in each step; 0.8 steps for which a save holds

@@ -13,7 +13,7 @@ from real_files.cases import CASES, Case
 from real_files.environments import ENVIRONMENTS, run_in
 
 HERE = Path(__file__).parent
-HEAD = ("| tool | file | what comes of it | seen |", "|---|---|---|---|")
+HEAD = ("| tool | file | result | seen |", "|---|---|---|---|")
 BEGIN, END = "<!-- the table -->\n", "<!-- end of the table -->\n"
 
 
