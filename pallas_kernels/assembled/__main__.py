@@ -44,11 +44,11 @@ LENGTH = 4096
 CUDNN = {64: ("395 to 413", "395"), 128: ("595 to 617", "465 to 518"), 256: ("580 to 581", "")}
 HEADER = """# What bounds the kernels' time
 
-The kernels in bfloat16, assembled for absent GPUs; attention is causal, on {length} tokens. Nothing ran: what a turn of the main loop must do bounds its time from below. A scheduler
-(four a core) issues one instruction in a cycle; cycles are those of one warp. At best matmuls,
-exponentials and all instructions overlap, and the longest of them is the turn. Memory, waiting and
-the tiles at the edges come on top, so these figures say which kernel cannot win, but not which one
-does. Written by
+The kernels in bfloat16, assembled for absent GPUs; attention is causal, on {length} tokens. Nothing
+ran: what a turn of the main loop must do bounds its time from below. A scheduler (four a core)
+issues one instruction in a cycle; cycles are those of one warp. At best matmuls, exponentials and
+all instructions overlap, and the longest of them is the turn. Memory, waiting and the tiles at the
+edges come on top, so these figures say which kernel cannot win, but not which one does. Written by
 
     make aot
 """
