@@ -57,7 +57,7 @@ from spmdtrain.running.guards.guard import Guard
 from spmdtrain.running.guards.interrupt import Interrupt
 from spmdtrain.running.guards.replicas import ReplicaCheck
 from spmdtrain.running.guards.stragglers import Stragglers
-from spmdtrain.running.record.feed import Feed
+from spmdtrain.running.record.step_record import StepRecord
 from spmdtrain.running.saves import Saves
 from spmdtrain.train.fresh import init_state
 from spmdtrain.train.shard import shard
@@ -82,11 +82,11 @@ IN_EACH_STEP = {
     "slow processes": (Stragglers, "after_step"),
     "complete saves": (Saves, "announce"),
     "word to the launcher": (pulse, "tell"),
-    "record of a step": (Feed, "taken"),
+    "record of a step": (StepRecord, "after_step"),
 }
 # In the thread that reads ahead. What counts is its processor time: by the wall it mostly waits for
 # the cores, on which the step runs.
-AHEAD = {"hash of the tokens": (Feed, "_saw")}
+AHEAD = {"hash of the tokens": (StepRecord, "_hash")}
 AT_A_SAVE = {
     "is it finite": (Guard, "check_state"),
     "are the copies equal": (ReplicaCheck, "before_save"),

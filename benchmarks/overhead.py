@@ -51,10 +51,12 @@ from spmdtrain.data.source import open_data
 from spmdtrain.running.compile_step import compile_step, lower_step
 from spmdtrain.running.device_batches import batches as device_batches
 from spmdtrain.running.guards.interrupt import Interrupt
-from spmdtrain.running.record.feed import Feed
+from spmdtrain.running.loop import take_steps
+from spmdtrain.running.record.step_record import StepRecord
 from spmdtrain.running.report.reporter import Reporter
+from spmdtrain.running.ride import Ride
 from spmdtrain.running.saves import Saves
-from spmdtrain.running.steps import train as train_steps
+from spmdtrain.running.watch import Watch
 from spmdtrain.train.fresh import init_state
 from spmdtrain.train.shard import shard
 
@@ -169,7 +171,8 @@ def race(config: RunConfig, rounds: int, steps: int, directory: Path) -> dict[st
     with (
         contextlib.closing(checkpoints),
         Reporter(directory, setup.config, 0) as reporter,
-        Feed(setup, data, 0, 0, directory) as ahead,
+        StepRecord(setup, 0, 0, directory) as record,
+        device_batches(setup, data, 0, 0, saw=[record.saw]) as ahead,
         (directory / "log").open("w") as log,
         contextlib.redirect_stdout(log),
         Interrupt(setup.mesh) as interrupt,
@@ -177,7 +180,9 @@ def race(config: RunConfig, rounds: int, steps: int, directory: Path) -> dict[st
         turns = Turns(contenders, steps)
         kept = identity(setup, data.fingerprint, {})
         saves = Saves(setup, lambda: kept, checkpoints, reporter, 0, 0)
-        train_steps(setup, state, step, turns, ahead, saves, reporter, interrupt)
+        saves.rides = [Ride(after_step=record.after_step)]
+        watch = Watch(setup, 0, turns, saves, reporter, interrupt)
+        take_steps(watch, step, state, ahead)
 
     lines = RunFiles(directory).metrics
     seen = {name: contender.rounds[1:] for name, contender in contenders.items()} | {

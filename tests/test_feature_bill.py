@@ -74,7 +74,7 @@ FEATURES = {
         75,
     ),
     "float8": Feature(r"float8|mxfp8|\bfp8", ("parallel/matmuls",), 19),
-    "guards": Feature(r"guard", ("config/schema/guard.py", "running/guards"), 40),
+    "guards": Feature(r"guard", ("config/schema/guard.py", "running/guards"), 36),
     "islands": Feature(
         r"island", ("config/schema/islands.py", "running/islands", "train/islands"), 9
     ),
@@ -98,14 +98,14 @@ FEATURES = {
     ),
     "profile": Feature(r"spmdtrain\.lab\.profile", ("lab/profile",), 1),
     "record": Feature(
-        r"running\.record|steps\.jsonl|log\.record|fingerprint", ("running/record",), 48
+        r"running\.record|steps\.jsonl|log\.record|fingerprint", ("running/record",), 47
     ),
     "replay": Feature(r"replay", ("lab/replay", "cli/record/replay.py"), 28),
     "ring attention": Feature(r"\bring\b|ulysses|zigzag", ("parallel/context",), 31),
     "snapshots": Feature(
         r"snapshot",
         ("checkpoints/snapshots", "processes/snapshots", "running/start/open_snapshots.py"),
-        17,
+        16,
     ),
     "soap": Feature(r"\bsoap", ("train/updates/transformations/soap.py",), 6),
     "sparsity": Feature(
@@ -169,7 +169,7 @@ def test_files_that_name_a_feature_are_found(tmp_path):
 TOUR = {
     "cli/run/train.py": {"guards", "snapshots"},
     "config/load.py": {"adapters", "experts", "latent attention"},
-    "running/loop.py": {"distillation", "record"},
+    "running/loop.py": {"distillation"},
     "train/shard.py": {"distillation"},
     "train/step.py": {"distillation", "experts", "loss scale", "preference", "spikes"},
     "train/gradients/grad_accumulation.py": {"compression", "distillation"},

@@ -28,6 +28,7 @@ BUNDLE = "bundle.json"
 START = "start.json"
 CHECKPOINTS = "checkpoints"  # a folder: N of the state after N completed steps
 QUARANTINE = "quarantine"  # a folder in it: damaged steps
+EXPORTS = "exports"  # a folder: N of the published form of the state after N steps
 PROFILE = "profile"  # a folder: stepN of a traced step, with the two files below
 OPERATIONS = "operations.json"  # what each instruction of the program is
 SECONDS = "seconds.json"  # the seconds in the trace, by sort of work and part of a step

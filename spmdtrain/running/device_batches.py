@@ -1,6 +1,6 @@
 """Puts the batches of a run on their devices, ahead of the steps."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -17,12 +17,13 @@ Saw = Callable[[int, Mapping[str, np.ndarray]], None]
 
 
 def batches(
-    setup: Setup, data: Data, step: int, sample: int, *, saw: Saw | None = None
+    setup: Setup, data: Data, step: int, sample: int, *, saw: Sequence[Saw] = ()
 ) -> ReadAhead:
     """Returns the device batches of `step` and of the steps after it.
 
-    The batch of `step` begins at the global sample index `sample`. `saw(step, rows)` is called with
-    the rows that this process makes of each batch, each row once, in the thread that makes them.
+    The batch of `step` begins at the global sample index `sample`. Each of `saw` is called as
+    `saw(step, rows)` with the rows that this process makes of each batch, each row once, in the
+    thread that makes them.
     Raises ConfigError if an argument is of the wrong kind.
     """
     check_setup(setup)
@@ -41,13 +42,15 @@ def batches(
             assert config.islands.index is not None
             ids = ids * config.islands.count + config.islands.index
         sequences = in_pieces(samples, stage.pieces)
-        made = sequences if saw is None else seen(at, sequences, saw)
-        return of_stage[stage].to_devices(made, sequences_of(ids, stage.pieces))
+        if saw:
+            sequences = shown(at, sequences)
+        return of_stage[stage].to_devices(sequences, sequences_of(ids, stage.pieces))
 
-    def seen(at: int, sequences: Samples, saw: Saw) -> Samples:
+    def shown(at: int, sequences: Samples) -> Samples:
         def make_rows(ids: np.ndarray) -> Mapping[str, np.ndarray]:
             rows = sequences(ids)
-            saw(at, rows)
+            for show in saw:
+                show(at, rows)
             return rows
 
         return make_rows

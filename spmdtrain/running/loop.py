@@ -1,21 +1,27 @@
 """Runs a training run from its first line to its last.
 
-`run` is five verbs: prepare, shard, open, resume or begin, train. The loop itself is in steps.py.
+`run` is five verbs: prepare, shard, open (which resumes or begins), compile, train. The loop of
+steps is `take_steps`.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
 
 from spmdtrain.config.run_files import PREDICTED
 from spmdtrain.config.schema import RunConfig
+from spmdtrain.inference.tasks import make_evaluate_with_tasks
+from spmdtrain.running.device_batches import batches
 from spmdtrain.running.distillation.teacher_weights import shard_with_teacher
 from spmdtrain.running.outcome import Outcome, conclude, nothing_to_do
-from spmdtrain.running.record.bundle import bundled_at_crash, bundling
 from spmdtrain.running.report import stages
 from spmdtrain.running.report.summary import Prediction
-from spmdtrain.running.run_arguments import check_arguments
+from spmdtrain.running.ride import called
+from spmdtrain.running.riders import Rider, Step, riders_of
+from spmdtrain.running.rollback import Detour
+from spmdtrain.running.saves import Saves
 from spmdtrain.running.seams import (
     Hook,
     LearningRate,
@@ -28,11 +34,11 @@ from spmdtrain.running.seams import (
     TrainState,
 )
 from spmdtrain.running.start import kernels
-from spmdtrain.running.start.begin import resume_or_begin
-from spmdtrain.running.start.compiling import compiled_step
-from spmdtrain.running.start.prepare import prepare
-from spmdtrain.running.start.session import open_session
-from spmdtrain.running.steps import train_with_returns
+from spmdtrain.running.start.begin import Session, open_session
+from spmdtrain.running.start.compiling import compiled_step, record_of
+from spmdtrain.running.start.prepare import check_arguments, prepare
+from spmdtrain.running.watch import Watch
+from spmdtrain.train.batch import Batch
 
 
 def run(  # noqa: PLR0913 - one keyword for each thing that a caller may replace
@@ -80,26 +86,79 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may replace
       state: the state that a new run starts from, instead of fresh weights; it is not modified.
         The run starts at the state's own step, as if it had taken the steps up to there.
     """
-    where = check_arguments(config, directory, fresh, step, make, devices, prediction, sinks, hooks)
-    devices = where.devices
+    check_arguments(config, make, prediction, sinks, hooks)
     seams = {"optimizer": optimizer, "learning_rate": learning_rate, "loss": loss, "data": data}
-    prepared = prepare(config, where.directory, devices, seams, where.fresh, where.step)
+    prepared = prepare(
+        config, directory, devices, seams, sinks=sinks, hooks=hooks, fresh=fresh, step=step
+    )
     stages.enter("making the model")
-    parts = {name: each for name, each in prepared.seams.items() if name != "data"}
+    parts = {name: part for name, part in prepared.seams.items() if name != "data"}
     tokenizer = prepared.data.tokenizer
-    setup = shard_with_teacher(prepared.config, make, devices, tokenizer, **parts)
-    sinks = [*where.sinks, bundling(prepared.data)]
-    with (
-        kernels.decided(setup),
-        bundled_at_crash(prepared.directory, setup.config, prepared.data),
-        open_session(prepared, setup, state, sinks, where.hooks) as session,
-    ):
-        start = resume_or_begin(session)
-        if idle := nothing_to_do(session, start):
+    setup = shard_with_teacher(prepared.config, make, prepared.devices, tokenizer, **parts)
+    riders = riders_of(prepared.config)
+    sinks = [rider.sink(prepared) for rider in riders if rider.sink]
+    around = [rider.around(prepared) for rider in riders if rider.around]
+    with kernels.decided(setup), open_session(prepared, setup, state, sinks, around) as session:
+        if idle := nothing_to_do(session):
             return idle
         if prediction:
             session.reporter.write(PREDICTED, prediction.document())
         compiled, report = compiled_step(session)
-        outcome = train_with_returns(session, start, compiled)
-        conclude(session, start, outcome, report, prediction)
+        outcome = train(session, compiled, riders)
+        conclude(session, outcome, report, prediction)
         return outcome
+
+
+def train(session: Session, step: Step, riders: Sequence[Rider] = ()) -> Outcome:
+    """Takes the steps of a run, and takes them up again wherever a detour leads.
+
+    `step(state, batch)` is the compiled step.
+    """
+    setup, data, reporter = session.setup, session.prepared.data, session.reporter
+    evaluate = make_evaluate_with_tasks(setup, data)
+    record = record_of(session)
+    state, done, sample = session.state, session.done, session.sample
+    with session.interrupt as interrupt:
+        for rider in riders:
+            step = rider.step(session, step) if rider.step else step
+        while True:
+            saves = session.saves(record, done, sample)
+            with riding(session, saves, riders):
+                saw = called(saves.rides, "saw")
+                try:
+                    with batches(setup, data, done, sample, saw=saw) as ahead:
+                        watch = Watch(setup, done, evaluate, saves, reporter, interrupt)
+                        return take_steps(watch, step, state, ahead)
+                except Detour as error:
+                    detour = error.with_traceback(None)  # the frames of the traceback hold a state
+                state, done, sample = detour.destination(saves)
+
+
+@contextlib.contextmanager
+def riding(session: Session, saves: Saves, riders: Sequence[Rider]) -> Iterator[None]:
+    """Lets the riders put their hooks between the steps that are taken inside."""
+    with contextlib.ExitStack() as rides:
+        saves.rides = [
+            rides.enter_context(rider.ride(session, saves)) for rider in riders if rider.ride
+        ]
+        rides.enter_context(session.reporter.telling(called(saves.rides, "hook")))
+        yield
+
+
+def take_steps(watch: Watch, step: Step, state: TrainState, batches: Iterator[Batch]) -> Outcome:
+    """Takes steps from `state` on until the run ends: batch, step, figures, and whatever is due.
+
+    Raises Detour to continue from another state. If a hook stops the run, it ends after the step in
+    flight.
+    """
+    done = int(state.step)
+    with watch:
+        ending = watch.begin(done, state)
+        while not ending:
+            done += 1
+            state = watch.step(done, step, state, batches)
+            watch.evaluate_if_due(done, state)
+            ending = watch.ending(done)
+            watch.save_if_due(done, state, ending)
+        watch.end(done, ending)
+    return Outcome(ending, done, watch.median_seconds())

@@ -5,12 +5,10 @@ from typing import Any, Literal
 
 from spmdtrain.config.errors import DONE, PREEMPTED
 from spmdtrain.config.run_files import SUMMARY
-from spmdtrain.running.guards.early_stop import EarlyStop
 from spmdtrain.running.report import summary
 from spmdtrain.running.report.summary import Prediction
-from spmdtrain.running.start.begin import StartingPoint
+from spmdtrain.running.start.begin import Session
 from spmdtrain.running.start.prepare import Prepared
-from spmdtrain.running.start.session import Session
 
 Status = Literal["finished", "preempted", "stopped", "stopped_early", "nothing to do"]
 
@@ -34,25 +32,25 @@ class Outcome:
         return PREEMPTED if self.status == "preempted" else DONE
 
 
-def nothing_to_do(session: Session, start: StartingPoint) -> Outcome | None:
+def nothing_to_do(session: Session) -> Outcome | None:
     """Returns the outcome of a run that has already ended, and says so; None if steps are left."""
     directory = session.prepared.directory
-    early_stop = start.early_stop
-    if start.step >= session.setup.config.train.steps:
-        why = f"{directory} is finished at step {start.step}"
-        more = f"--set train.steps={2 * start.step}"
+    step = session.done
+    early_stop = session.early_stop
+    if step >= session.setup.config.train.steps:
+        why = f"{directory} is finished at step {step}"
+        more = f"--set train.steps={2 * step}"
     elif early_stop.is_over:
-        why = f"{directory} has stopped early at step {start.step}: {early_stop.describe()}"
+        why = f"{directory} has stopped early at step {step}: {early_stop.describe()}"
         more = f"--set eval.patience={early_stop.more_patience}"
     else:
         return None
     session.reporter.say(f"{why}; to continue: {more}")
-    return Outcome("nothing to do", start.step)
+    return Outcome("nothing to do", step)
 
 
 def conclude(
     session: Session,
-    start: StartingPoint,
     outcome: Outcome,
     report: dict[str, Any],
     prediction: Prediction | None,
@@ -62,18 +60,18 @@ def conclude(
     `report` is that of the compiled step.
     """
     session.attempt.exit_code = outcome.exit_code
-    session.reporter.say(_ending(session, outcome, start.early_stop))
+    session.reporter.say(_ending(session, outcome))
     peak = summary.peak_bytes(session.setup.mesh)
     figures = summary.figures(prediction, report, outcome.step_seconds, peak)
     session.reporter.write(SUMMARY, figures)
     session.reporter.say(summary.show(figures))
 
 
-def _ending(session: Session, outcome: Outcome, early_stop: EarlyStop) -> str:
+def _ending(session: Session, outcome: Outcome) -> str:
     directory = session.prepared.directory
     end = f"{outcome.status}, saved at step {outcome.step}; {_again(session.prepared)} continues"
     if outcome.status == "stopped_early":
-        why = f"stopped early after {outcome.step} steps: {early_stop.describe()}"
+        why = f"stopped early after {outcome.step} steps: {session.early_stop.describe()}"
         end = f"{why}; everything is in {directory}"
     if outcome.status == "finished":
         end = f"finished {outcome.step} steps; everything is in {directory}"

@@ -1,32 +1,58 @@
-"""Returns a run to an older checkpoint: from before its bad steps, or the newest intact one."""
+"""Returns a run to an older checkpoint: from before its bad steps, or the newest intact one.
+
+The loop only knows `Detour`, of which going back is one.
+"""
 
 from spmdtrain.checkpoints.checkpoints import Checkpoints
 from spmdtrain.checkpoints.leaves.stored_items import begins_anew
 from spmdtrain.checkpoints.newest import Found, newest_good
 from spmdtrain.config.run_files import QUARANTINE
 from spmdtrain.processes import pulse
-from spmdtrain.running.guards.guard import GoBack
 from spmdtrain.running.published.abandoned import set_aside_exports
 from spmdtrain.running.report.reporter import Reporter
 from spmdtrain.running.saves import Saves
-from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
 
 MOST_RETURNS = 3  # to the same checkpoint; after that, the samples are not the cause
 
 
-def go_back(
-    bad: GoBack, setup: Setup, saves: Saves, reporter: Reporter
-) -> tuple[TrainState, int, int]:
-    """Returns the state, step and global sample index from which the run continues.
+class Detour(Exception):
+    """A request to leave the steps in flight, and to continue the run from another state."""
 
-    Checkpoints and exports of the bad steps are set aside. Raises DivergedError if no older
-    checkpoint exists, or if the run has returned to the same one too often.
+    def destination(self, saves: Saves) -> tuple[TrainState, int, int]:
+        """Returns the state, step and global sample index from which the run continues.
+
+        `saves` are those up to the detour. All processes call it.
+        """
+        raise NotImplementedError
+
+
+class GoBack(Detour):
+    """A request to go back to a checkpoint from before `first`, the first consecutive bad step.
+
+    `step` is the last one. The text says what is wrong with it.
     """
+
+    def __init__(self, what: str, first: int, step: int):
+        super().__init__(what)
+        self.first = first
+        self.step = step
+
+    def destination(self, saves: Saves) -> tuple[TrainState, int, int]:
+        """Sets checkpoints and exports of the bad steps aside.
+
+        Raises DivergedError if no older checkpoint exists, or if the run has returned to the same
+        one too often.
+        """
+        return _go_back(self, saves)
+
+
+def _go_back(bad: GoBack, saves: Saves) -> tuple[TrainState, int, int]:
+    reporter = saves.reporter
     pulse.tell(pulse.RESTORE, bad.step)
     saves.finish()
     bad_steps = saves.bad_steps
-    found = newest_good(saves.checkpoints, setup.state, before=bad.first)
+    found = newest_good(saves.checkpoints, saves.setup.state, before=bad.first)
     if found is None:
         raise saves.diverged(bad.step, f"{bad}, and no checkpoint is older")
     if bad_steps.returned_to == found.step and bad_steps.returns >= MOST_RETURNS:

@@ -1,7 +1,7 @@
 """Saves checkpoints during a run, and reports those that have become complete."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +14,8 @@ from spmdtrain.config.errors import DivergedError
 from spmdtrain.processes import pulse
 from spmdtrain.running.guards.bad_steps import BadSteps
 from spmdtrain.running.guards.early_stop import EarlyStop
-from spmdtrain.running.published.exports import Exports
 from spmdtrain.running.report.reporter import Reporter
+from spmdtrain.running.ride import Ride, called
 from spmdtrain.train.all_parts import all_items
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
@@ -25,14 +25,15 @@ class Saves:
     """The checkpoints that the loop saves, and the newest one that it has reported as complete.
 
     The run starts at step `first`, at the global sample index `sample`. Each checkpoint stores
-    `kept()` (of the run and its data), `bad_steps` and `early_stop` (of its
-    evaluations). So does each of the `snapshots`, if the launcher keeps them.
+    `record()` (of the run and its data), `bad_steps` and `early_stop` (of its
+    evaluations). So does each of the `snapshots`, if the launcher keeps them. `rides` are the hooks
+    between its steps.
     """
 
     def __init__(  # noqa: PLR0913 - what is saved, and all that is saved with it
         self,
         setup: Setup,
-        kept: Callable[[], Meta],
+        record: Callable[[], Meta],
         checkpoints: Checkpoints,
         reporter: Reporter,
         first: int,
@@ -46,34 +47,29 @@ class Saves:
         self.early_stop = early_stop or EarlyStop(setup.config.eval)
         self.checkpoints = checkpoints
         self.snapshots = snapshots
-        self._setup = setup
-        self._reporter = reporter
-        self._first = first
-        self._sample = sample
-        self._kept = kept
-        self._exports = Exports(reporter, setup.config.checkpoint.export)
+        self.rides: Sequence[Ride] = ()
+        self.setup = setup
+        self.reporter = reporter
+        self.first = first
+        self.sample = sample
+        self._record = record
         self._newest = first if first else None
-        self._held: dict[int, dict[str, float]] = {}  # what `saved` reports about each step
+        self._costs: dict[int, dict[str, float]] = {}  # what `saved` reports about each step
 
     def save(self, step: int, state: TrainState) -> None:
         """Starts saving `state` as the checkpoint of `step`."""
-        if self._setup.config.checkpoint.export:  # a save may remove what is being exported
-            self.checkpoints.wait()
-            self.announce()
-            self._exports.wait()
         self.checkpoints.save(step, state, self._meta_after(step))
-        kept = replace(state, items=all_items().saved(state.items))
-        arrays = sum(leaf.nbytes for leaf in jax.tree.leaves(kept))
-        self._held[step] = {"bytes": arrays}
+        saved = replace(state, items=all_items().saved(state.items))
+        self._costs[step] = {"bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(saved))}
 
     def held_up(self, step: int, seconds: float) -> None:
         """Reports that the save of `step`, now in the background, held up the loop."""
-        self._held[step]["seconds"] = seconds
-        self._reporter.event("saving", step, **self._held[step])
+        self._costs[step]["seconds"] = seconds
+        self.reporter.event("saving", step, **self._costs[step])
 
     def is_snapshot_due(self, step: int) -> bool:
         """Returns True if the state after `step` is to be copied into the launcher's memory."""
-        every = self._setup.config.checkpoint.memory_every
+        every = self.setup.config.checkpoint.memory_every
         return self.snapshots is not None and step % every == 0
 
     def take_snapshot(self, step: int, state: TrainState, since: float) -> None:
@@ -86,7 +82,7 @@ class Saves:
         pulse.tell(pulse.HELD, step)
         seconds = time.perf_counter() - since
         size = self.snapshots.bytes
-        self._reporter.event("snapshot", step, bytes=size, seconds=seconds)
+        self.reporter.event("snapshot", step, bytes=size, seconds=seconds)
 
     @property
     def is_empty(self) -> bool:
@@ -95,8 +91,8 @@ class Saves:
 
     def _meta_after(self, step: int) -> Meta:
         """Returns what a checkpoint of `step` stores next to the arrays."""
-        where = {"sample": self._sample_after(step), "guard": self.bad_steps.document()}
-        return where | self.early_stop.document() | self._kept()
+        where = {"sample": self.sample_after(step), "guard": self.bad_steps.document()}
+        return where | self.early_stop.document() | self._record()
 
     def evaluated(self, step: int, figures: Mapping[str, Any]) -> None:
         """Records an evaluation: it may decide which checkpoints are kept, and end the run."""
@@ -116,32 +112,36 @@ class Saves:
     def announce(self) -> None:
         """Reports the saves that are now complete on disk."""
         for step in self.checkpoints.completed():
-            self._reporter.event("saved", step, **self._held.pop(step))
+            self.reporter.event("saved", step, **self._costs.pop(step))
             pulse.tell(pulse.SAVED, step)
             self._newest = step
-            self._exports.saved(step)
 
-    def finish(self) -> None:
-        """Waits for the last save and its export, and reports them."""
+    def wait(self) -> None:
+        """Waits for the saves under way, and reports them."""
         self.checkpoints.wait()
         self.announce()
-        self._exports.finish()
+
+    def finish(self) -> None:
+        """Waits for the last save and for what the riders have under way, and reports them."""
+        self.wait()
+        for finish in called(self.rides, "finish"):
+            finish()
 
     def samples(self, step: int) -> list[int]:
         """Returns the global indices of the first and the last sample in the batch of `step`."""
-        return [self._sample_after(step - 1), self._sample_after(step) - 1]
+        return [self.sample_after(step - 1), self.sample_after(step) - 1]
 
-    def _sample_after(self, step: int) -> int:
+    def sample_after(self, step: int) -> int:
         """Returns the global index of the first sample that is read after `step`."""
-        before = self._setup.config.train.samples_before
-        return self._sample + before(step) - before(self._first)
+        before = self.setup.config.train.samples_before
+        return self.sample + before(step) - before(self.first)
 
     def diverged(
         self, step: int, what: str, fix: str = "a lower optimizer.learning_rate"
     ) -> DivergedError:
         """Returns the error for a bad `step`; it names the last good checkpoint."""
         self.finish()
-        self._reporter.event("diverged", step, samples=self.samples(step))
+        self.reporter.event("diverged", step, samples=self.samples(step))
         last = "nothing was saved"
         if self._newest is not None:
             last = f"step {self._newest} is the newest checkpoint"

@@ -12,13 +12,13 @@ import jax
 from spmdtrain.processes import pulse
 from spmdtrain.running.guards.guard import Guard
 from spmdtrain.running.guards.interrupt import Interrupt
-from spmdtrain.running.guards.replicas import ReplicaCheck
 from spmdtrain.running.guards.stragglers import Stragglers
 from spmdtrain.running.outcome import Status
 from spmdtrain.running.report.metrics import OneLate, StepClock, make_figures
 from spmdtrain.running.report.profile import profiled
 from spmdtrain.running.report.progress import Progress, quantity
 from spmdtrain.running.report.reporter import Reporter
+from spmdtrain.running.ride import called
 from spmdtrain.running.save_interval import SaveInterval
 from spmdtrain.running.saves import Saves
 from spmdtrain.train import evaluation
@@ -35,7 +35,7 @@ class Watch:
 
     The figures of a step are read once the next one has been dispatched, so the devices never wait
     for the host. `evaluate(state)` returns the figures of an evaluation. A method that checks a
-    step raises DivergedError if the run must end, and GoBack if it must go back.
+    step raises DivergedError if the run must end, and Detour if it must go back.
     """
 
     def __init__(
@@ -56,7 +56,6 @@ class Watch:
         self._reporter = reporter
         self._interrupt = interrupt
         self._guard = Guard(config.guard, saves, reporter)
-        self._replicas = ReplicaCheck(setup.mesh, config.guard.replica_check, reporter)
         self._stragglers = Stragglers(setup.mesh, config.log.every, reporter)
         self._interval = SaveInterval(config.checkpoint.every, first, setup.mesh.size)
         self._late = OneLate(self._read)
@@ -76,18 +75,32 @@ class Watch:
     def __exit__(self, *error: Any) -> None:
         self._progress.__exit__(*error)
 
-    def step(self, number: int, step: Callable, state: TrainState, ahead: Iterator) -> TrainState:
+    def begin(self, number: int, state: TrainState) -> Status | None:
+        """Evaluates and saves a state after step `number` from which the run continues, if due.
+
+        Returns "finished" if there is nothing to train: a detour may lead to the last step.
+        """
+        starts_elsewhere = self._config.train.init_from and self._config.eval.every
+        if (self._config.eval.at_start or starts_elsewhere) and self._saves.is_empty:
+            self.evaluate(number, state)
+        if number != self._total:
+            return None
+        self.save_if_due(number, state, "finished")
+        return "finished"
+
+    def step(self, number: int, step: Callable, state: TrainState, batches: Iterator) -> TrainState:
         """Dispatches step `number` on the next batch, and reads the figures of the step before."""
         # The first step ends when its metrics are read.
         pulse.tell(pulse.STEP if self._seconds else pulse.FIRST_STEP, number)
-        asked = time.perf_counter()
-        batch = next(ahead)
-        self._waits[number] = time.perf_counter() - asked
+        start = time.perf_counter()
+        batch = next(batches)
+        self._waits[number] = time.perf_counter() - start
         self._late.before_dispatch()
         state, metrics = self._dispatch(number, step, state, batch)
         self._late.push(number, metrics)
         with self._stragglers.waiting():
-            self._replicas.after_step(number, state)
+            for after_step in called(self._saves.rides, "after_step"):
+                after_step(number, batch, state)
         self._stragglers.after_step(number)
         self._saves.announce()
         return state
@@ -105,6 +118,12 @@ class Watch:
                 tracing.close()
         return results
 
+    def evaluate_if_due(self, number: int, state: TrainState) -> None:
+        """Evaluates after each `eval.every`-th step and after the last one."""
+        every = self._config.eval.every
+        if every and (number == self._total or number % every == 0):
+            self.evaluate(number, state)
+
     def evaluate(self, number: int, state: TrainState) -> None:
         """Evaluates `state`, the result of step `number`, and reports the figures."""
         with self._pause():
@@ -113,10 +132,10 @@ class Watch:
             self._saves.evaluated(number, figures)
             self._reporter.evaluated(number, pulse.phase().seconds, figures)
             self._say(number, evaluation.describe(figures, evaluation.unit_of(self._config)))
-            if not number and (line := self._of_no_use(figures)):
+            if not number and (line := self._useless_weights(figures)):
                 self._say(number, line)
 
-    def _of_no_use(self, figures: Mapping[str, Any]) -> str:
+    def _useless_weights(self, figures: Mapping[str, Any]) -> str:
         """Returns a line if weights from elsewhere predict hardly better than a guess, otherwise
         "".
         """
@@ -135,8 +154,8 @@ class Watch:
         if number == self._total:
             return "finished"
         with self._stragglers.waiting():
-            asked = self._interrupt.agreed(self._reporter.stop_asked)
-        return asked or ("stopped_early" if self._saves.early_stop.is_over else None)
+            request = self._interrupt.agreed(self._reporter.stop_asked)
+        return request or ("stopped_early" if self._saves.early_stop.is_over else None)
 
     def save_if_due(self, number: int, state: TrainState, ending: Status | None) -> None:
         """Saves `state` if a save or a snapshot is due, and always at the end."""
@@ -151,7 +170,8 @@ class Watch:
             pulse.tell(pulse.SAVE, number)
             start = time.perf_counter()
             self._guard.check_state(number, state)
-            self._replicas.before_save(number, state)
+            for before_save in called(self._saves.rides, "before_save"):
+                before_save(number, state, bool(on_disk))
             if on_disk:
                 self._save(number, state, start)
                 start = time.perf_counter()

@@ -18,7 +18,7 @@ from spmdtrain.config import RunConfig
 from spmdtrain.lab.replay import opened
 from spmdtrain.running.compile_step import compile_step, lower_step, with_stages
 from spmdtrain.running.distillation import teacher_weights
-from spmdtrain.running.start import compiling, session
+from spmdtrain.running.start import begin, compiling
 from spmdtrain.train import evaluation
 from spmdtrain.train import fresh as fresh_weights
 from spmdtrain.train.distillation.run_teacher import teacher_of
@@ -74,7 +74,7 @@ def shared() -> Iterator[None]:
 
     replaced = [
         (teacher_weights, "shard", setup),
-        (session, "lower_step", lowered),
+        (begin, "lower_step", lowered),
         (compiling, "lower_step", lowered),
         (compiling, "compile_step", compiled),
         (compiling, "with_stages", staged),

@@ -28,7 +28,7 @@ from spmdtrain.config import UserError, load
 from spmdtrain.config.errors import DivergedError
 from spmdtrain.running import loop
 from spmdtrain.running.report.metrics import OneLate
-from spmdtrain.running.start import init_from, session
+from spmdtrain.running.start import begin, init_from
 from spmdtrain.train import fresh
 from spmdtrain.train.compared.in_order import plain_arrays
 from spmdtrain.train.setup import Setup
@@ -124,7 +124,7 @@ def _quiet() -> Iterator[io.StringIO]:
 
 @contextlib.contextmanager
 def _watched(seen: Seen, stop: Stop | None, nudge) -> Iterator[None]:
-    push, init, checkpoints = OneLate.push, fresh.init_state, session.Checkpoints
+    push, init, checkpoints = OneLate.push, fresh.init_state, begin.Checkpoints
 
     def pushed(self, step, metrics):
         if stop and step == stop.step:
@@ -159,7 +159,7 @@ def _watched(seen: Seen, stop: Stop | None, nudge) -> Iterator[None]:
         patch.object(OneLate, "push", pushed),
         patch.object(fresh, "init_state", born),
         patch.object(init_from, "Checkpoints", Watching),
-        patch.object(session, "Checkpoints", Watching),
+        patch.object(begin, "Checkpoints", Watching),
     ):
         yield
 

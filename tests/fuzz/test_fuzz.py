@@ -36,7 +36,7 @@ from fuzz.shrink import shrunk, spoken
 from spmdtrain.config import load
 from spmdtrain.parallel import reduce
 from spmdtrain.pipeline.find_table import choose_table
-from spmdtrain.running.record import feed
+from spmdtrain.running import loop
 from spmdtrain.train import exchange
 from spmdtrain.train.gradients import grad_accumulation, reduction
 
@@ -290,9 +290,9 @@ def test_a_planted_sum_in_16_bits_is_found(monkeypatch):
 
 @of_the_fuzzer
 def test_a_planted_fault_of_resuming_is_found(monkeypatch, oracles, room):
-    batches = feed.batches
+    batches = loop.batches
     monkeypatch.setattr(
-        feed, "batches", lambda setup, data, step, _, saw: batches(setup, data, step, 0, saw=saw)
+        loop, "batches", lambda setup, data, step, _, saw: batches(setup, data, step, 0, saw=saw)
     )
     draws = [
         Draw(0, TWO, {"checkpoint.every": 1}, end="same", stop=1, by="term"),

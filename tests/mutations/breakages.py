@@ -1074,7 +1074,7 @@ BREAKAGES = [
         "a run that goes back takes the last bad batch again",
         "running/rollback.py",
         "return found.state, found.step, last + 1",
-        "return found.state, found.step, last + 1 - setup.config.train.global_batch",
+        "return found.state, found.step, last + 1 - saves.setup.config.train.global_batch",
         "tests/running/test_rollback.py",
     ),
     Breakage(

@@ -15,7 +15,7 @@ from spmdtrain.inference import tasks
 from spmdtrain.lab.page.account import account, stretches
 from spmdtrain.processes import pulse
 from spmdtrain.processes.goodput import DOWN, REPEATED, Goodput
-from spmdtrain.running.start import compiling, find
+from spmdtrain.running.start import begin, compiling
 
 SETTINGS = (
     "train.steps=9",
@@ -65,7 +65,7 @@ def attempts(tmp_path_factory):
         patch.setattr(time, "time", lambda: clock.now)
         patch.setattr(pulse, "tell", tell)
         patch.setattr(compiling, "compile_step", clock.slow(compiling.compile_step, "compile"))
-        patch.setattr(find, "chosen_or_newest", clock.slow(find.chosen_or_newest, "restore"))
+        patch.setattr(begin, "chosen_or_newest", clock.slow(begin.chosen_or_newest, "restore"))
         patch.setattr(Checkpoints, "save", clock.slow(Checkpoints.save, "save"))
         makes = tasks.make_eval_figures
         patch.setattr(

@@ -21,14 +21,15 @@ from spmdtrain.checkpoints.identity import identity
 from spmdtrain.config import ConfigError, from_resolved
 from spmdtrain.data.batches import EvalWindows
 from spmdtrain.data.source import CorpusData, open_data
-from spmdtrain.running import loop, steps
+from spmdtrain.running import loop
+from spmdtrain.running.device_batches import batches
 from spmdtrain.running.guards.interrupt import Interrupt
-from spmdtrain.running.record.feed import Feed
 from spmdtrain.running.report.json_lines import forget_after
 from spmdtrain.running.report.metrics import OneLate, StepClock, peak_flops, step_figures
 from spmdtrain.running.report.progress import Progress, duration, quantity, tell
 from spmdtrain.running.report.reporter import Reporter
 from spmdtrain.running.saves import Saves
+from spmdtrain.running.watch import Watch
 from spmdtrain.train.fresh import init_state
 from spmdtrain.train.shard import shard
 
@@ -100,14 +101,12 @@ def test_metrics_are_read_only_after_the_next_step_was_dispatched(tmp_path):
         def wait(self):
             pass
 
-    feed = Feed(setup, data, 0, 0, tmp_path)
-    with Reporter(tmp_path, setup.config, 0) as reporter, feed as ahead:
+    with Reporter(tmp_path, setup.config, 0) as reporter, batches(setup, data, 0, 0) as ahead:
         kept = identity(setup, data.fingerprint, {})
         saves = Saves(setup, lambda: kept, NoCheckpoints(), reporter, 0, 0)
         with Interrupt(setup.mesh) as interrupt:
-            outcome = steps.train(
-                setup, state, step, lambda _: 0.0, ahead, saves, reporter, interrupt
-            )
+            watch = Watch(setup, 0, lambda _: 0.0, saves, reporter, interrupt)
+            outcome = loop.take_steps(watch, step, state, ahead)
     assert outcome == loop.Outcome("finished", 8)
     assert [line["step"] for line in lines(tmp_path, "metrics.jsonl")] == list(range(1, 9))
 

@@ -13,23 +13,12 @@ import numpy as np
 
 from spmdtrain.config.schema import GuardConfig
 from spmdtrain.running.report.reporter import Reporter
+from spmdtrain.running.rollback import GoBack
 from spmdtrain.running.saves import Saves
 from spmdtrain.train.all_parts import all_items
 from spmdtrain.train.state import TrainState, is_finite
 
 NAMES = {"loss": "loss", "grad_norm": "gradient norm"}
-
-
-class GoBack(Exception):
-    """A request to go back to a checkpoint from before `first`, the first consecutive bad step.
-
-    `step` is the last one. The text says what is wrong with it.
-    """
-
-    def __init__(self, what: str, first: int, step: int):
-        super().__init__(what)
-        self.first = first
-        self.step = step
 
 
 class Guard:

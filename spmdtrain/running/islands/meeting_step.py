@@ -15,18 +15,24 @@ from spmdtrain.running.guards.interrupt import Interrupt
 from spmdtrain.running.islands.island import Island
 from spmdtrain.running.islands.meetings import Meetings
 from spmdtrain.running.report.reporter import Reporter
+from spmdtrain.running.rollback import Detour
+from spmdtrain.running.saves import Saves
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
 
 
-class Leapt(Exception):
-    """The run goes on from `state`, at a later step: others have met without this island."""
+class Leapt(Detour):
+    """A leap to `state`, at a later step: others have met without this island."""
 
     def __init__(self, state: TrainState, step: int):
         super().__init__(f"on from step {step}")
         self.state = state
         self.step = step
+
+    def destination(self, saves: Saves) -> tuple[TrainState, int, int]:
+        saves.finish()
+        return self.state, self.step, saves.sample_after(self.step)
 
 
 class CutShort(Exception):

@@ -4,8 +4,7 @@ import jax
 
 from spmdtrain.checkpoints.files.quarantine import set_aside
 from spmdtrain.config.errors import StorageError
-from spmdtrain.config.run_files import QUARANTINE
-from spmdtrain.running.published.exports import FOLDER
+from spmdtrain.config.run_files import EXPORTS, QUARANTINE
 from spmdtrain.running.report.reporter import Reporter
 
 
@@ -14,7 +13,7 @@ def set_aside_exports(after: int, reporter: Reporter) -> None:
 
     Process 0 moves them. Raises StorageError if it cannot.
     """
-    exports = reporter.directory / FOLDER
+    exports = reporter.directory / EXPORTS
     if jax.process_index() or not exports.is_dir():
         return
     abandoned = sorted(
@@ -30,4 +29,4 @@ def set_aside_exports(after: int, reporter: Reporter) -> None:
     except OSError as error:
         raise StorageError(f"cannot move {exports}: {error.strerror}") from None
     listed = ", ".join(map(str, abandoned))
-    reporter.say(f"exports of the abandoned steps {listed} are now in {FOLDER}/{QUARANTINE}")
+    reporter.say(f"exports of the abandoned steps {listed} are now in {EXPORTS}/{QUARANTINE}")

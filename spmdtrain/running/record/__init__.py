@@ -1,5 +1,5 @@
 """Records what is needed to repeat each step of a run and to prove that it is the same.
 
-start.py writes RUN/starts/N.json once for each start, and feed.py a line of RUN/steps.jsonl for
-each step.
+start.py writes RUN/starts/N.json once for each start, and step_record.py a line of RUN/steps.jsonl
+for each step.
 """

@@ -101,7 +101,7 @@ def write_bundle(
     folder = run / BUNDLES / str(step)
     begun = (run / STARTS).is_dir()
     made = list((run / BUNDLES).glob("*")) if (run / BUNDLES).is_dir() else []
-    if not begun or config.log.record == "none" or folder.exists() or len(made) >= MOST_BUNDLES:
+    if not begun or folder.exists() or len(made) >= MOST_BUNDLES:
         return None
     spare = folder.with_name(f".{step}.tmp")
     try:

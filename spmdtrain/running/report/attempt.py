@@ -23,7 +23,6 @@ from spmdtrain.config.named_code import own_errors_named
 from spmdtrain.config.run_files import EVENTS, METRICS, newest_line, newest_step
 from spmdtrain.processes import pulse, signals
 from spmdtrain.running.report.json_lines import JsonLines
-from spmdtrain.running.report.own_page import own_page
 
 FAILED = 1  # how Python ends a program after an error that nobody caught
 INTERRUPTED = 130
@@ -48,17 +47,16 @@ class Attempt:
 
 
 @contextlib.contextmanager
-def attempt(directory: Path, launched: float, report: str = "never") -> Iterator[Attempt]:
+def attempt(directory: Path, launched: float) -> Iterator[Attempt]:
     """Writes `launched` (at that time) into the events of a run, and at its end `ended`.
 
-    After that the run writes its page, as `report` (`log.report`) says. Raises StorageError if they
-    cannot be written.
+    Raises StorageError if they cannot be written.
     """
     if jax.process_index() > 0:
         yield Attempt(None)
         return
     events = JsonLines(directory / EVENTS)
-    with own_page(directory, report), contextlib.closing(events):
+    with contextlib.closing(events):
         step = newest_step(directory) or 0
         events.write(time=launched, event="launched", step=step, **_launch(directory))
         this = Attempt(events)

@@ -16,19 +16,19 @@ LIVE_SECONDS = 30
 
 
 @contextlib.contextmanager
-def own_page(directory: Path, when: str) -> Iterator[None]:
+def own_page(directory: Path, *, is_live: bool) -> Iterator[None]:
     """Writes the page of the run in `directory` when the work inside is over.
 
-    `when` is `log.report`: with "live", a thread writes it meanwhile, too; with "never", nobody
-    does. Raises StorageError if it cannot be written, unless the run has failed by itself.
+    If it `is_live`, a thread writes it meanwhile, too. Raises StorageError if it cannot be written,
+    unless the run has failed by itself.
     """
-    if jax.process_index() > 0 or when == "never":
+    if jax.process_index() > 0:
         yield
         return
     reader = RunReader(directory)
     is_over = threading.Event()
     thread = threading.Thread(target=_keep_writing, args=(reader, directory, is_over), daemon=True)
-    if when == "live":
+    if is_live:
         thread.start()
     try:
         yield

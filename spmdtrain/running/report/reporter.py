@@ -1,7 +1,7 @@
 """Reports on a run to the terminal, the sinks and the hooks."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ class Reporter:
         self.progress: Progress | None = None
         self.stop_asked = False  # set by a hook
         self._hooks = hooks
+        self._more_hooks: Sequence[Hook] = ()
         self.directory = directory
         self._config = config
         self._makes = (JsonLinesSink, *(SHIPPED[name] for name in config.log.sinks), *sinks)
@@ -109,8 +110,17 @@ class Reporter:
         elif jax.process_index() == 0:
             tell(text)
 
+    @contextlib.contextmanager
+    def telling(self, hooks: Sequence[Hook]) -> Iterator[None]:
+        """Calls these hooks too, after those of the caller."""
+        self._more_hooks = hooks
+        try:
+            yield
+        finally:
+            self._more_hooks = ()
+
     def _call_hooks(self, event: str, step: int, figures: Figures) -> None:
-        for hook in self._hooks:
+        for hook in (*self._hooks, *self._more_hooks):
             answer = hook(event, step, figures)
             if not isinstance(answer, bool | None):
                 raise ConfigError(

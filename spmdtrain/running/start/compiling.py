@@ -12,12 +12,11 @@ from spmdtrain.models.transformer import Transformer
 from spmdtrain.pipeline.draw import describe_pipeline
 from spmdtrain.processes import pulse
 from spmdtrain.running.compile_step import compile_step, lower_step, with_stages
-from spmdtrain.running.guards.other_devices import OtherDevices
 from spmdtrain.running.record.start import write_start
 from spmdtrain.running.report.progress import quantity
 from spmdtrain.running.start import kernels
 from spmdtrain.running.start.agreement import check_program
-from spmdtrain.running.start.session import Session
+from spmdtrain.running.start.begin import Session
 from spmdtrain.train.distillation.run_teacher import teacher_of
 from spmdtrain.train.setup import Setup
 
@@ -32,11 +31,9 @@ def compiled_step(session: Session) -> tuple[Callable, dict[str, Any]]:
     prepared = session.prepared
     session.reporter.say(_introduction(setup, prepared.data))
     pulse.tell(pulse.COMPILE)
-    found = session.finding.found
-    kept = kernels.keep(found.meta, setup) if found else {}
+    earlier = kernels.keep(session.meta, setup) if session.meta else {}
     lowered = session.lowered or lower_step(setup)
-    if found:
-        kernels.check_kept(kept, f"step {found.step} of {prepared.directory}")
+    kernels.check_kept(earlier, f"step {session.done} of {prepared.directory}")
     check_program(lowered)
     step, report = compile_step(setup, lowered)
     step, report = with_stages(setup, step, report, session.done)
@@ -51,20 +48,19 @@ def compiled_step(session: Session) -> tuple[Callable, dict[str, Any]]:
     session.reporter.event("compiled", done, seconds=seconds, from_cache=from_cache)
     write_start(prepared.directory, setup, prepared.data, done, report, prepared.seams)
     session.reporter.say(_describe(report))
-    every = setup.config.guard.replay_check
-    return OtherDevices(setup, step, every, session.reporter) if every else step, report
+    return step, report
 
 
-def kept_of(session: Session) -> Callable[[], Meta]:
+def record_of(session: Session) -> Callable[[], Meta]:
     """Returns a function that gives what a checkpoint records about the run and its data.
 
     The run's step must have been traced.
     """
     prepared = session.prepared
     setup = session.setup
-    found = identity(setup, prepared.data.fingerprint, prepared.seams)
-    found |= kernels.document(setup)
-    return lambda: found | progress_of(prepared.data)
+    about_run = identity(setup, prepared.data.fingerprint, prepared.seams)
+    about_run |= kernels.document(setup)
+    return lambda: about_run | progress_of(prepared.data)
 
 
 def _introduction(setup: Setup, data: Data) -> str:

@@ -1,18 +1,25 @@
-"""Settles what a run needs before any model exists: data, vocabulary and mesh."""
+"""Settles what a run needs before any model exists: arguments, data, vocabulary and mesh."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import jax
 
-from spmdtrain.config.own_parts import with_own_parts
+from spmdtrain.config.given import as_flag, as_run, as_step, check_kind
+from spmdtrain.config.own_parts import own_list, with_own_parts
 from spmdtrain.config.run_files import newest_step
-from spmdtrain.config.schema import RunConfig
-from spmdtrain.data.source import Data, Source, Tokens, open_data
+from spmdtrain.config.schema import RunConfig, check_config
+from spmdtrain.data.source import Data, open_data
+from spmdtrain.models.choose import check_make
+from spmdtrain.parallel.mesh import given_devices
 from spmdtrain.processes import clocks, pulse
 from spmdtrain.running.report import stages
+from spmdtrain.running.report.reporter import Hook, check
+from spmdtrain.running.report.sinks import MakeSink
+from spmdtrain.running.report.summary import Prediction
 from spmdtrain.running.start.agreement import check_start
 from spmdtrain.running.start.chosen_step import check_chosen
 from spmdtrain.running.start.elastic import Adapted, adapt
@@ -23,9 +30,10 @@ class Prepared:
     """The data, config and directory of a run that is about to start.
 
     `config` is the one to train with: it has the vocabulary of `data` and a mesh that fits the
-    devices (`adapted` explains how). `seams` holds what the caller or [own] replaced, by keyword.
-    With `fresh`, an older run in `directory` is set aside; with `step`, the run goes back to the
-    checkpoint of that step. It was launched at the time `launched`.
+    devices (`adapted` explains how). `seams` holds the parts that the caller or [own] replaced, by
+    keyword; `sinks` and `hooks` are those of [own], then those of the caller. With `fresh`, an
+    older run in `directory` is set aside; with `step`, the run goes back to the checkpoint of that
+    step. `devices` are those of the caller, None for all. It was launched at the time `launched`.
     """
 
     directory: Path
@@ -33,6 +41,9 @@ class Prepared:
     data: Data
     adapted: Adapted
     seams: Mapping[str, Any]
+    sinks: Sequence[MakeSink]
+    hooks: Sequence[Hook]
+    devices: Sequence[jax.Device] | None
     fresh: bool
     step: int | None
     launched: float
@@ -48,24 +59,54 @@ class Prepared:
         return self.fresh or newest_step(self.directory) is None
 
 
+def check_arguments(
+    config: Any, make: Any, prediction: Any, sinks: Sequence[Any], hooks: Sequence[Any]
+) -> None:
+    """Raises ConfigError if an argument of `run` is of the wrong kind."""
+    check_config(config)
+    check_make(make)
+    check_kind(prediction, (Prediction, NoneType), "prediction", "None")
+    check(sinks, hooks)
+
+
 def prepare(
-    asked: RunConfig,
-    directory: Path,
-    devices: Sequence[jax.Device] | None,
-    seams: Mapping[str, Source | Tokens | Any],
-    fresh: bool,
-    step: int | None,
+    config: RunConfig,
+    directory: Any,
+    devices: Any,
+    seams: Mapping[str, Any],
+    *,
+    sinks: Sequence[MakeSink] = (),
+    hooks: Sequence[Hook] = (),
+    fresh: Any = False,
+    step: Any = None,
 ) -> Prepared:
     """Opens the data and fits the mesh to `devices` (default: all).
 
-    Raises UserError if settings, data or `step` are wrong, or if the processes disagree about them.
+    Raises ConfigError if `directory`, `devices`, `fresh` or `step` is of the wrong kind. Raises
+    UserError if settings, data or `step` are wrong, or if the processes disagree about them.
     """
+    directory, fresh, step = as_run(directory, "directory"), as_flag(fresh, "fresh"), as_step(step)
+    devices = None if devices is None else given_devices(devices)
+    sinks = [*own_list(config, "sinks"), *sinks]
+    hooks = [*own_list(config, "hooks"), *hooks]
     pulse.tell(pulse.BEGIN)
     launched = clocks.launched()
     stages.enter("opening the data")
-    config, data = open_data(asked, seams["data"])
-    seams = with_own_parts(config, seams)
-    check_start(asked, data, seams, directory, fresh, step)
-    check_chosen(directory, step, config, fresh)
-    adapted = adapt(config, directory, devices, fresh)
-    return Prepared(directory, adapted.config, data, adapted, seams, fresh, step, launched)
+    ready, data = open_data(config, seams["data"])
+    seams = with_own_parts(ready, seams)
+    check_start(config, data, seams, directory, fresh, step)
+    check_chosen(directory, step, ready, fresh)
+    adapted = adapt(ready, directory, devices, fresh)
+    return Prepared(
+        directory=directory,
+        config=adapted.config,
+        data=data,
+        adapted=adapted,
+        seams=seams,
+        sinks=sinks,
+        hooks=hooks,
+        devices=devices,
+        fresh=fresh,
+        step=step,
+        launched=launched,
+    )
