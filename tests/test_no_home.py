@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import spmdtrain
-from spmdtrain.running.report import sinks
+from spmdtrain.running.report import wandb_sink
 
 # These raise where there is no home or no name; os.path.expanduser gives the path back.
 NEEDS_A_HOME = re.compile(r"Path\.home\(|\.expanduser\(\)|getuser\(|getpw\w+\(|getlogin\(")
@@ -20,7 +20,7 @@ def test_no_key_is_found_where_there_is_no_home(monkeypatch):
     for name in ("HOME", "WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     assert os.path.expanduser("~/.netrc") == "~/.netrc", "there is no home"
-    assert sinks._wandb_mode() == "offline"
+    assert wandb_sink._wandb_mode() == "offline"
 
 
 def test_nothing_needs_a_home():

@@ -8,7 +8,7 @@ from helpers import tiny
 
 from spmdtrain.cli import main
 from spmdtrain.config import ConfigError
-from spmdtrain.running.start.directory import check_source
+from spmdtrain.running.start.init_from import check_source
 
 CONFIG = '[model]\nlayers = 1\nembed = 16\nheads = 1\n[data]\ncorpus = "synthetic"\n'
 LONG = "x" * 300

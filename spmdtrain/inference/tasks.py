@@ -17,21 +17,19 @@ from spmdtrain.inference.harness import (
     results_of,
 )
 from spmdtrain.inference.trained_run import OpenedRun
-from spmdtrain.train.evaluation import make_eval_figures
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
 
 
-def make_evaluate_with_tasks(setup: Setup, data: Data) -> Callable[[TrainState], dict[str, float]]:
-    """Returns `figures(state)`: the figures of `make_eval_figures` and of `eval.tasks`.
+def with_tasks(
+    losses: Callable[[TrainState], dict[str, float]], setup: Setup, data: Data
+) -> Callable[[TrainState], dict[str, float]]:
+    """Returns `figures(state)`, those of `losses` and of `eval.tasks`.
 
     Which evaluations run the tasks depends only on the step, so a resumed run makes the same
     choice. Raises ConfigError if the tasks cannot be run.
     """
-    losses = make_eval_figures(setup, data)
     settings = setup.config.eval
-    if not settings.tasks:
-        return losses
     tasks = make_task_figures(setup, data)
 
     def figures(state: TrainState) -> dict[str, float]:

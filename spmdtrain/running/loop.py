@@ -12,9 +12,8 @@ import jax
 
 from spmdtrain.config.run_files import PREDICTED
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.inference.tasks import make_evaluate_with_tasks
+from spmdtrain.data.source import Data
 from spmdtrain.running.device_batches import batches
-from spmdtrain.running.distillation.teacher_weights import shard_with_teacher
 from spmdtrain.running.outcome import Outcome, conclude, nothing_to_do
 from spmdtrain.running.report import stages
 from spmdtrain.running.report.summary import Prediction
@@ -36,9 +35,12 @@ from spmdtrain.running.seams import (
 from spmdtrain.running.start import kernels
 from spmdtrain.running.start.begin import Session, open_session
 from spmdtrain.running.start.compiling import compiled_step, record_of
-from spmdtrain.running.start.prepare import check_arguments, prepare
-from spmdtrain.running.watch import Watch
+from spmdtrain.running.start.prepare import Prepared, check_arguments, prepare
+from spmdtrain.running.watch import Evaluate, Watch
 from spmdtrain.train.batch import Batch
+from spmdtrain.train.evaluation import make_eval_figures
+from spmdtrain.train.setup import Setup
+from spmdtrain.train.shard import shard
 
 
 def run(  # noqa: PLR0913 - one keyword for each thing that a caller may replace
@@ -92,9 +94,7 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may replace
         config, directory, devices, seams, sinks=sinks, hooks=hooks, fresh=fresh, step=step
     )
     stages.enter("making the model")
-    parts = {name: part for name, part in prepared.seams.items() if name != "data"}
-    tokenizer = prepared.data.tokenizer
-    setup = shard_with_teacher(prepared.config, make, prepared.devices, tokenizer, **parts)
+    setup = make_setup(prepared, make)
     riders = riders_of(prepared.config)
     sinks = [rider.sink(prepared) for rider in riders if rider.sink]
     around = [rider.around(prepared) for rider in riders if rider.around]
@@ -109,13 +109,24 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may replace
         return outcome
 
 
+def make_setup(prepared: Prepared, make: MakeModel | str | None) -> Setup:
+    """Returns the setup of a run, with the weights of its teacher if it has one."""
+    config, devices = prepared.config, prepared.devices
+    parts = {name: part for name, part in prepared.seams.items() if name != "data"}
+    if config.distill.teacher is None:
+        return shard(config, make, devices, **parts)
+    from spmdtrain.running.distillation.teacher_weights import shard_with_teacher
+
+    return shard_with_teacher(config, make, devices, prepared.data.tokenizer, **parts)
+
+
 def train(session: Session, step: Step, riders: Sequence[Rider] = ()) -> Outcome:
     """Takes the steps of a run, and takes them up again wherever a detour leads.
 
     `step(state, batch)` is the compiled step.
     """
     setup, data, reporter = session.setup, session.prepared.data, session.reporter
-    evaluate = make_evaluate_with_tasks(setup, data)
+    evaluate = make_evaluate(setup, data)
     record = record_of(session)
     state, done, sample = session.state, session.done, session.sample
     with session.interrupt as interrupt:
@@ -132,6 +143,16 @@ def train(session: Session, step: Step, riders: Sequence[Rider] = ()) -> Outcome
                 except Detour as error:
                     detour = error.with_traceback(None)  # the frames of the traceback hold a state
                 state, done, sample = detour.destination(saves)
+
+
+def make_evaluate(setup: Setup, data: Data) -> Evaluate:
+    """Returns `evaluate(state)`, which returns the losses, and the figures of `eval.tasks`."""
+    losses = make_eval_figures(setup, data)
+    if not setup.config.eval.tasks:
+        return losses
+    from spmdtrain.inference.tasks import with_tasks
+
+    return with_tasks(losses, setup, data)
 
 
 @contextlib.contextmanager

@@ -3,13 +3,12 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from spmdtrain.checkpoints.checkpoints import Checkpoints
 from spmdtrain.checkpoints.identity import Meta
-from spmdtrain.checkpoints.snapshots.snapshots import Snapshots
 from spmdtrain.config.errors import DivergedError
 from spmdtrain.processes import pulse
 from spmdtrain.running.guards.bad_steps import BadSteps
@@ -19,6 +18,9 @@ from spmdtrain.running.ride import Ride, called
 from spmdtrain.train.all_parts import all_items
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
+
+if TYPE_CHECKING:
+    from spmdtrain.checkpoints.snapshots.snapshots import Snapshots
 
 
 class Saves:
@@ -41,7 +43,7 @@ class Saves:
         bad_steps: BadSteps | None = None,
         early_stop: EarlyStop | None = None,
         *,
-        snapshots: Snapshots | None = None,
+        snapshots: "Snapshots | None" = None,
     ):
         self.bad_steps = bad_steps or BadSteps()
         self.early_stop = early_stop or EarlyStop(setup.config.eval)

@@ -17,6 +17,7 @@ import jax
 from spmdtrain.config import RunConfig
 from spmdtrain.lab.replay import opened
 from spmdtrain.running.compile_step import compile_step, lower_step, with_stages
+from spmdtrain.running import loop
 from spmdtrain.running.distillation import teacher_weights
 from spmdtrain.running.start import begin, compiling
 from spmdtrain.train import evaluation
@@ -73,6 +74,7 @@ def shared() -> Iterator[None]:
         return _once("stages", _key_of(setup), lambda: with_stages(setup, step, report))
 
     replaced = [
+        (loop, "shard", setup),
         (teacher_weights, "shard", setup),
         (begin, "lower_step", lowered),
         (compiling, "lower_step", lowered),

@@ -14,7 +14,7 @@ from spmdtrain.config.errors import CheckpointError
 from spmdtrain.interop import published_weights
 from spmdtrain.running.published.as_run import model_config
 from spmdtrain.running.published.read_weights import read_weights
-from spmdtrain.running.start.directory import check_source
+from spmdtrain.running.start.init_from import check_source
 from spmdtrain.train.shard import shard
 
 SAY_NOTHING = {

@@ -17,7 +17,7 @@ from spmdtrain.running.distillation.teacher_weights import shard_with_teacher
 from spmdtrain.running.islands.island import Island
 from spmdtrain.running.islands.meetings import Meetings
 from spmdtrain.running.published.export_run import export_run
-from spmdtrain.running.start.directory import check_source
+from spmdtrain.running.start.init_from import check_source
 
 tokenizers = pytest.importorskip("tokenizers")
 SPECIAL = ["<|endoftext|>", "<|im_start|>"]

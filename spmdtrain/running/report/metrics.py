@@ -17,7 +17,6 @@ import jax
 
 from pallas_kernels import gpus
 from spmdtrain.config.stage_timetable import TimedStage
-from spmdtrain.models.counted_flops import counted_flops_per_token
 from spmdtrain.models.size import train_flops_per_token
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.running.report import summary
@@ -112,6 +111,8 @@ def make_figures(setup: Setup) -> Callable[[int, dict[str, Any], float], dict[st
         if setup.make is Transformer and whole and not own.finetune.frozen_layers:
             by_stage[stage] = train_flops_per_token(config.model, stage.sequence_length)
         elif peak:
+            from spmdtrain.models.counted_flops import counted_flops_per_token
+
             by_stage[stage] = counted_flops_per_token(own, setup.model)
         flops = by_stage.get(stage)
         if teacher is not None and flops is not None:

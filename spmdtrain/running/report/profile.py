@@ -8,7 +8,6 @@ from typing import Any
 import jax
 
 from spmdtrain.compiled.hlo import UNREADABLE
-from spmdtrain.compiled.operations import operations
 from spmdtrain.config.run_files import OPERATIONS, PROFILE
 from spmdtrain.running.report.json_lines import write_document
 
@@ -35,6 +34,8 @@ def profiled(
 
 def _instructions(step: Callable[..., Any]) -> dict[str, Any]:
     """Returns the sort of work and the part of each instruction; none if the text is unreadable."""
+    from spmdtrain.compiled.operations import operations
+
     text = step.as_text() if isinstance(step, jax.stages.Compiled) else None
     try:
         found = operations(text or "")

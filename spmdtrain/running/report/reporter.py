@@ -11,7 +11,7 @@ from spmdtrain.config.errors import ConfigError, UserError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.running.report.json_lines import write_document
 from spmdtrain.running.report.progress import Progress, tell
-from spmdtrain.running.report.sinks import SHIPPED, Figures, JsonLinesSink, MakeSink, Sink
+from spmdtrain.running.report.sinks import Figures, JsonLinesSink, MakeSink, Sink, shipped
 
 # hook(event, step, figures): called in every process after a step ("step"), an evaluation
 # ("evaluated") and a save that is complete on disk ("saved"). True stops the run.
@@ -46,7 +46,7 @@ class Reporter:
         self._more_hooks: Sequence[Hook] = ()
         self.directory = directory
         self._config = config
-        self._makes = (JsonLinesSink, *(SHIPPED[name] for name in config.log.sinks), *sinks)
+        self._makes = (JsonLinesSink, *map(shipped, config.log.sinks), *sinks)
         self._sinks: list[Sink] = []
         self._open(step)
 

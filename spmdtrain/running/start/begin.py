@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -15,7 +15,6 @@ from spmdtrain.checkpoints.identity import changes, check_identity, describe_cha
 from spmdtrain.checkpoints.meta import Meta
 from spmdtrain.checkpoints.newest import Found
 from spmdtrain.checkpoints.retention import Retention
-from spmdtrain.checkpoints.snapshots.snapshots import Snapshots
 from spmdtrain.data.source import recall_progress
 from spmdtrain.processes import pulse
 from spmdtrain.running.compile_step import lower_step
@@ -32,14 +31,16 @@ from spmdtrain.running.rollback import set_aside_damaged
 from spmdtrain.running.saves import Saves
 from spmdtrain.running.start.agreement import check_model
 from spmdtrain.running.start.chosen_step import chosen_or_newest, set_aside_later
-from spmdtrain.running.start.directory import check_given, check_source, open_directory
+from spmdtrain.running.start.directory import check_given, open_directory
 from spmdtrain.running.start.first_state import first_state
-from spmdtrain.running.start.open_snapshots import open_snapshots
 from spmdtrain.running.start.other_run import naming_settings, recorded
 from spmdtrain.running.start.prepare import Prepared
 from spmdtrain.train.given.placed import placed
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
+
+if TYPE_CHECKING:
+    from spmdtrain.checkpoints.snapshots.snapshots import Snapshots
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Session:
     setup: Setup
     attempt: Attempt
     checkpoints: Checkpoints
-    snapshots: Snapshots | None
+    snapshots: "Snapshots | None"
     reporter: Reporter
     memory: MemoryGuard
     interrupt: Interrupt
@@ -107,8 +108,11 @@ def open_session(
     if state is not None:
         check_given(directory, prepared.config.train.init_from, prepared.fresh)
     lowered = None
-    if prepared.is_new:
+    if prepared.is_new and config.train.init_from:
+        from spmdtrain.running.start.init_from import check_source
+
         check_source(prepared.config, prepared.data.tokenizer, directory, prepared.fresh)
+    if prepared.is_new:
         lowered = lower_step(setup)
     with contextlib.ExitStack() as contexts:
         contexts.enter_context(open_directory(directory, prepared.fresh))
@@ -120,7 +124,7 @@ def open_session(
         contexts.enter_context(contextlib.closing(checkpoints))
         pulse.tell(pulse.RESTORE)
         stages.enter("looking for a checkpoint")
-        snapshots = open_snapshots(setup, checkpoints, clear=prepared.chooses)
+        snapshots = _snapshots(setup, checkpoints, clear=prepared.chooses)
         found = _find(prepared, setup, checkpoints, snapshots)
         # A checkpoint of another run is refused before the reporter forgets later steps.
         remarks = _check(prepared, setup, found) if found else []
@@ -152,8 +156,17 @@ def open_session(
         )
 
 
+def _snapshots(setup: Setup, checkpoints: Checkpoints, *, clear: bool) -> "Snapshots | None":
+    """Returns the snapshots of the run, if the settings ask for any; see `open_snapshots`."""
+    if not setup.config.checkpoint.memory_every:
+        return None
+    from spmdtrain.running.start.open_snapshots import open_snapshots
+
+    return open_snapshots(setup, checkpoints, clear=clear)
+
+
 def _find(
-    prepared: Prepared, setup: Setup, checkpoints: Checkpoints, snapshots: Snapshots | None
+    prepared: Prepared, setup: Setup, checkpoints: Checkpoints, snapshots: "Snapshots | None"
 ) -> Found | None:
     """Returns the checkpoint of the chosen step, or the newest intact one; None if there is none.
 

@@ -9,7 +9,6 @@ from spmdtrain.compiled.step_memory import memory_in
 from spmdtrain.config.run_files import COMPILED, CONFIG
 from spmdtrain.data.source import Data, progress_of
 from spmdtrain.models.transformer import Transformer
-from spmdtrain.pipeline.draw import describe_pipeline
 from spmdtrain.processes import pulse
 from spmdtrain.running.compile_step import compile_step, lower_step, with_stages
 from spmdtrain.running.record.start import write_start
@@ -90,6 +89,8 @@ def _introduction(setup: Setup, data: Data) -> str:
     if setup.context_method.line:
         lines.append(setup.context_method.line)
     if setup.pipeline:
+        from spmdtrain.pipeline.draw import describe_pipeline
+
         lines.append(f"pipeline: {describe_pipeline(setup.pipeline, setup.model.stage_layout)}")
     lines.append(f"data: {data.describe(config)}, vocabulary {config.model.vocab}")
     return "\n".join(lines)

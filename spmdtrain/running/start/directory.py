@@ -13,13 +13,7 @@ from jax.experimental import multihost_utils
 
 from spmdtrain.checkpoints.files.hostile import ODD, strange_in
 from spmdtrain.config.errors import CheckpointError, ConfigError, StorageError
-from spmdtrain.config.published.read_config import is_published, read_published
 from spmdtrain.config.run_files import newest_step
-from spmdtrain.config.schema import RunConfig
-from spmdtrain.data.tokenizers.difference import Spec
-from spmdtrain.interop.published_weights import check_dtypes
-from spmdtrain.interop.safetensors_files import open_tensors
-from spmdtrain.running.same_tokenizer import check_same
 
 MOST_ASIDE = 1000  # runs that --fresh has set aside
 
@@ -136,35 +130,6 @@ def _is_gone(holder: dict[str, str | int]) -> bool:
 
 def _describe_holder(holder: dict[str, str | int] | None) -> str:
     return f"process {holder['pid']} on {holder['host']}" if holder else ""
-
-
-def check_source(config: RunConfig, tokenizer: Spec | None, directory: Path, fresh: bool) -> None:
-    """Checks that `train.init_from` holds weights that learned the data's tokenizer, and is not the
-    run being set aside.
-    """
-    source = config.train.init_from
-    if source is None:
-        return
-    _check_weights(source, directory, fresh)
-    if not config.train.new_tokenizer:
-        fix = (
-            "data of that tokenizer, or --set train.new_tokenizer=true, which learns the rows anew"
-        )
-        check_same(f"train.init_from='{source}'", Path(source), tokenizer, "the data", fix)
-
-
-def _check_weights(source: str, directory: Path, fresh: bool) -> None:
-    asked = f"train.init_from='{source}'"
-    if fresh and Path(source).resolve() == directory.resolve():
-        raise ConfigError(f"{asked} is the run that --fresh sets aside", fix="another --run")
-    if newest_step(Path(source)) is None:
-        fix = "the directory of a trained run, or of a model of Hugging Face"
-        if is_published(Path(source)):
-            published = read_published(Path(source))
-            is_float8 = published.packing == "fp8"
-            check_dtypes(open_tensors(published.folder, is_float8=is_float8))
-            return
-        raise CheckpointError(f"{asked} holds no checkpoint", fix=fix)
 
 
 def check_given(directory: Path, init_from: str | None, fresh: bool) -> None:

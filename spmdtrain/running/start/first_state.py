@@ -6,10 +6,7 @@ from pathlib import Path
 
 import jax
 
-from spmdtrain.running.start.directory import check_source
-from spmdtrain.running.start.init_from import weights_of
 from spmdtrain.train import fresh
-from spmdtrain.train.given.given_weights import with_weights
 from spmdtrain.train.setup import Setup, check_setup
 from spmdtrain.train.state import TrainState
 
@@ -24,6 +21,8 @@ def init_state(setup: Setup) -> TrainState:
     """
     check_setup(setup)
     if source := setup.config.train.init_from:
+        from spmdtrain.running.start.init_from import check_source
+
         check_source(setup.config, None, Path(source), fresh=False)
     return first_state(setup, _say)
 
@@ -38,6 +37,9 @@ def first_state(
     source = setup.config.train.init_from
     if source is None:
         return fresh.init_state(setup)
+    from spmdtrain.running.start.init_from import weights_of
+    from spmdtrain.train.given.given_weights import with_weights
+
     return with_weights(setup, weights_of(Path(source), setup, say, directory))
 
 

@@ -1,4 +1,7 @@
-"""Reads the weights from which a new run starts: those of another run, or a published model's."""
+"""Reads the weights from which a new run starts: those of another run, or a published model's.
+
+Only a run with `train.init_from` imports this file.
+"""
 
 import contextlib
 from collections.abc import Callable
@@ -10,13 +13,17 @@ from spmdtrain.checkpoints.checkpoints import Checkpoints
 from spmdtrain.checkpoints.identity import code_of, model_changes
 from spmdtrain.checkpoints.model_code import check_model_code
 from spmdtrain.checkpoints.restore import read_newest_good
-from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.published.read_config import Published, read_published
+from spmdtrain.config.errors import CheckpointError, ConfigError
+from spmdtrain.config.published.read_config import Published, is_published, read_published
 from spmdtrain.config.published.write_config import as_model, function_of
 from spmdtrain.config.run_files import newest_step
 from spmdtrain.config.schema import RunConfig
+from spmdtrain.data.tokenizers.difference import Spec
 from spmdtrain.interop.companion_files import keep_files, kept_in
+from spmdtrain.interop.published_weights import check_dtypes
+from spmdtrain.interop.safetensors_files import open_tensors
 from spmdtrain.running.published.read_weights import read_weights
+from spmdtrain.running.same_tokenizer import check_same
 from spmdtrain.running.start.other_run import naming_settings, recorded
 from spmdtrain.train.given.given_weights import with_wide_base
 from spmdtrain.train.setup import Setup
@@ -24,6 +31,35 @@ from spmdtrain.train.setup import Setup
 # Settings that the shapes of tensors show anyway, or that may differ: `max_length`, a separate
 # head.
 OF_SHAPE = ("layers", "embed", "vocab", "max_length", "tied", "ffn")
+
+
+def check_source(config: RunConfig, tokenizer: Spec | None, directory: Path, fresh: bool) -> None:
+    """Checks that `train.init_from` holds weights that learned the data's tokenizer, and is not the
+    run being set aside.
+    """
+    source = config.train.init_from
+    if source is None:
+        return
+    _check_weights(source, directory, fresh)
+    if not config.train.new_tokenizer:
+        fix = (
+            "data of that tokenizer, or --set train.new_tokenizer=true, which learns the rows anew"
+        )
+        check_same(f"train.init_from='{source}'", Path(source), tokenizer, "the data", fix)
+
+
+def _check_weights(source: str, directory: Path, fresh: bool) -> None:
+    asked = f"train.init_from='{source}'"
+    if fresh and Path(source).resolve() == directory.resolve():
+        raise ConfigError(f"{asked} is the run that --fresh sets aside", fix="another --run")
+    if newest_step(Path(source)) is None:
+        fix = "the directory of a trained run, or of a model of Hugging Face"
+        if is_published(Path(source)):
+            published = read_published(Path(source))
+            is_float8 = published.packing == "fp8"
+            check_dtypes(open_tensors(published.folder, is_float8=is_float8))
+            return
+        raise CheckpointError(f"{asked} holds no checkpoint", fix=fix)
 
 
 def weights_of(

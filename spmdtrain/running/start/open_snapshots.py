@@ -14,15 +14,13 @@ from spmdtrain.train.setup import Setup
 TOO_LITTLE = "a host has too little memory for the snapshots of its processes"
 
 
-def open_snapshots(setup: Setup, checkpoints: Checkpoints, *, clear: bool) -> Snapshots | None:
-    """Returns the snapshots of this process, or None if the settings ask for none.
+def open_snapshots(setup: Setup, checkpoints: Checkpoints, *, clear: bool) -> Snapshots:
+    """Returns the snapshots of this process, every `checkpoint.memory_every` steps.
 
     With `clear`, those of earlier attempts are forgotten. Raises ConfigError if no launcher keeps
     them, or if a host has too little memory. All processes must call it.
     """
     config = setup.config.checkpoint
-    if not config.memory_every:
-        return None
     asked = f"checkpoint.memory_every={config.memory_every}"
     slots = handed_slots.slots()
     with together():

@@ -14,7 +14,9 @@ from hypothesis import strategies as hs
 import spmdtrain as st
 from spmdtrain.config import CheckpointError, DivergedError, StorageError
 from spmdtrain.running.report.reporter import Reporter
-from spmdtrain.running.report.sinks import JsonLinesSink, TensorBoardSink, WandbSink
+from spmdtrain.running.report.sinks import JsonLinesSink
+from spmdtrain.running.report.tensorboard_sink import TensorBoardSink
+from spmdtrain.running.report.wandb_sink import WandbSink
 
 STEPS = hs.integers(1, 6)
 DEED = hs.one_of(

@@ -1,4 +1,4 @@
-"""Writes TensorBoard's event files, in the thread that reports.
+"""The sink of TensorBoard, which writes its event files in the thread that reports.
 
 The writer of tensorboardX has a thread of its own: on a full disk that thread ends, its queue fills
 up, and the run waits for it forever.
@@ -9,9 +9,42 @@ from pathlib import Path
 from typing import Any
 
 from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.schema import RunConfig
 from spmdtrain.running.report.json_lines import writing
+from spmdtrain.running.report.sinks import Figures
 
 FLUSH_SECONDS = 30.0  # longest time that a figure stays in memory; a flush waits for the disk
+
+
+class TensorBoardSink:
+    """TensorBoard's files in RUN/tensorboard, with a scalar per figure.
+
+    They need tensorboardX, the extra `tensorboard`.
+
+    The points of steps that a resumed run takes again are marked as superseded.
+    """
+
+    def __init__(self, directory: Path, config: RunConfig, step: int):  # noqa: ARG002
+        self._folder = directory / "tensorboard"
+        self._last = step
+        self._file = EventFile(self._folder, step + 1)
+
+    def metrics(self, step: int, figures: Figures) -> None:
+        if step < self._last:  # the step is taken again
+            self._file.close()
+            self._file = EventFile(self._folder, step)
+        self._last = step
+        for name, value in figures.items():
+            if value is not None:
+                self._file.scalar(name, value, step)
+
+    def event(self, event: str, step: int, values: Figures) -> None:
+        """Flushes: an event should be visible at once."""
+        del event, step, values
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class EventFile:
