@@ -22,7 +22,7 @@ def command(_):
     print({ascii(TEXT)})
     raise DataError({ascii(TEXT)})
 
-commands.make_parser = lambda: types.SimpleNamespace(
+commands.make_parser = lambda _: types.SimpleNamespace(
     parse_args=lambda _: types.SimpleNamespace(command=command, options=(), settable=())
 )
 raise SystemExit(cli.main())

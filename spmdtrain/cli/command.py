@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from spmdtrain.cli.addresses import refuse_addresses
-from spmdtrain.cli.parser import make_parser
+from spmdtrain.cli.parser import COMMANDS, make_parser
 from spmdtrain.cli.typable import make_typable
 from spmdtrain.config import StorageError, UserError
 from spmdtrain.config.errors import OwnCodeError
@@ -61,7 +61,9 @@ def _run(arguments: Sequence[str] | None) -> int:
     parsed = None
     try:
         _stand_somewhere()
-        parsed = make_parser().parse_args(arguments)
+        words = sys.argv[1:] if arguments is None else arguments
+        chosen = words[0] if words and words[0] in COMMANDS else None
+        parsed = make_parser(chosen).parse_args(words)
         refuse_addresses(parsed)
         with own_errors_named():
             code = parsed.command(parsed)

@@ -16,8 +16,8 @@ import jax
 
 from spmdtrain.config import RunConfig
 from spmdtrain.lab.replay import opened
-from spmdtrain.running.compile_step import compile_step, lower_step, with_stages
 from spmdtrain.running import loop
+from spmdtrain.running.compile_step import compile_step, lower_step, with_stages
 from spmdtrain.running.distillation import teacher_weights
 from spmdtrain.running.start import begin, compiling
 from spmdtrain.train import evaluation

@@ -110,13 +110,14 @@ def _prediction(config, name: str | None):
     import jax
 
     from spmdtrain.planner.cost.hardware import NAME_OF_DEVICE_KIND, hardware
-    from spmdtrain.planner.cost.step_time import BOUND_BY
-    from spmdtrain.planner.estimate import estimate
-    from spmdtrain.running.report.summary import Prediction
 
     known = name or NAME_OF_DEVICE_KIND.get(jax.devices()[0].device_kind)
     if known is None:
         return None
+    from spmdtrain.planner.cost.step_time import BOUND_BY
+    from spmdtrain.planner.estimate import estimate
+    from spmdtrain.running.report.summary import Prediction
+
     try:
         found = estimate(config, jax.device_count(), hardware(known))
     except UserError:

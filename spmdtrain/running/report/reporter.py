@@ -11,7 +11,7 @@ from spmdtrain.config.errors import ConfigError, UserError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.running.report.json_lines import write_document
 from spmdtrain.running.report.progress import Progress, tell
-from spmdtrain.running.report.sinks import Figures, JsonLinesSink, MakeSink, Sink, shipped
+from spmdtrain.running.report.sinks import Figures, JsonLinesSink, MakeSink, Sink
 
 # hook(event, step, figures): called in every process after a step ("step"), an evaluation
 # ("evaluated") and a save that is complete on disk ("saved"). True stops the run.
@@ -139,6 +139,17 @@ def check(sinks: Sequence[MakeSink], hooks: Sequence[Hook]) -> None:
         listed = isinstance(given, list | tuple)
         if not listed or not all(map(callable, given)):
             raise ConfigError(f"{word}={given!r:.80} is not a list of callables", fix=takes)
+
+
+def shipped(name: str) -> MakeSink:
+    """Returns the sink that `log.sinks` names; only a run that names it imports it."""
+    if name == "tensorboard":
+        from spmdtrain.running.report.tensorboard_sink import TensorBoardSink
+
+        return TensorBoardSink
+    from spmdtrain.running.report.wandb_sink import WandbSink
+
+    return WandbSink
 
 
 def _opened(make_sink: MakeSink, directory: Path, config: RunConfig, step: int) -> Sink:

@@ -67,14 +67,3 @@ class JsonLinesSink:
         if name not in self._files:
             self._files[name] = JsonLines(self._directory / name)
         return self._files[name]
-
-
-def shipped(name: str) -> MakeSink:
-    """Returns the sink that `log.sinks` names; only a run that names it imports it."""
-    if name == "tensorboard":
-        from spmdtrain.running.report.tensorboard_sink import TensorBoardSink
-
-        return TensorBoardSink
-    from spmdtrain.running.report.wandb_sink import WandbSink
-
-    return WandbSink
