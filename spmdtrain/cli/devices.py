@@ -1,4 +1,4 @@
-"""Starts jax: settles what must be settled before it looks for devices."""
+"""Starts jax, after everything that must be settled before it looks for devices."""
 
 import argparse
 import contextlib
@@ -22,11 +22,11 @@ def start_jax(
 ) -> None:
     """Imports jax for a command that computes, with its devices, and joins other processes.
 
-    alone: join other processes only if the arguments name them, even under a scheduler.
-    find_devices: refuse a machine on which jax finds none. keeps_memory: the memory of a step, or
-    of a layer that is read, is kept for the next one. Compiled programs are kept between runs, in
-    the user's cache folder. Raises ConfigError if the environment makes no sense to jax, XLA or a
-    scheduler.
+    With `alone` it joins other processes only if the arguments name them, even under a scheduler.
+    With `find_devices` it refuses a machine on which jax finds none. With `keeps_memory` freed
+    memory stays with the process, for the next step or layer. Compiled programs stay in the user's
+    cache folder between runs. Raises ConfigError if jax, XLA or a scheduler cannot use the
+    environment.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # hides XLA's remarks on its own choices
     _forget_empty_variables()
@@ -44,9 +44,9 @@ def start_jax(
         # it logs a traceback about missing libraries.
         logging.getLogger("jax._src.xla_bridge").addFilter(_is_no_plugin_error)
     with _blaming_the_environment():
-        told = (parsed.coordinator, parsed.processes, parsed.process)
-        if told != (None, None, None) or not alone:
-            processes.start(*told)
+        addresses = (parsed.coordinator, parsed.processes, parsed.process)
+        if addresses != (None, None, None) or not alone:
+            processes.start(*addresses)
         _import_libraries()
         import jax
 
@@ -73,25 +73,29 @@ def _forget_empty_variables() -> None:
 
 @contextlib.contextmanager
 def _blaming_the_environment() -> Iterator[None]:
-    """Turns jax's errors about its variables and about missing devices into one line."""
+    """Turns jax's errors about its variables or about missing devices into one line."""
     try:
         yield
     except UserError:
         raise
     except (ValueError, RuntimeError, AssertionError) as error:
-        said = " ".join(str(error).split())
+        message = " ".join(str(error).split())
         platforms = os.environ.get("JAX_PLATFORMS", "")
-        if not said and platforms:  # jax's message for a GPU platform without its plugin is empty
-            said = f"no device of the platforms {platforms!r}"
-        if not re.search(r"jax[ _]flag|environment|backend|platforms|\bjax_\w+", said, re.I):
+        if (
+            not message and platforms
+        ):  # jax's message for a GPU platform without its plugin is empty
+            message = f"no device of the platforms {platforms!r}"
+        if not re.search(r"jax[ _]flag|environment|backend|platforms|\bjax_\w+", message, re.I):
             raise
-        given = {
+        variables = {
             name: value for name, value in os.environ.items() if name.startswith(("JAX_", "XLA_"))
         }
-        named = [name for name in given if re.search(rf"\b{name}\b", said, re.I)] or [*given]
+        named = [name for name in variables if re.search(rf"\b{name}\b", message, re.I)] or [
+            *variables
+        ]
         raise ConfigError(
-            f"jax does not start: {said[:300]}",
-            found=" ".join(f"{name}={given[name][:80]!r}" for name in named),
+            f"jax does not start: {message[:300]}",
+            found=" ".join(f"{name}={variables[name][:80]!r}" for name in named),
             fix=" ".join(["unset", *named]) if named else "spmdtrain doctor",
         ) from None
 
@@ -108,9 +112,9 @@ def _is_no_plugin_error(record: logging.LogRecord) -> bool:
 def _import_libraries() -> None:
     """Imports the large libraries of a run with the garbage collector switched off.
 
-    An import makes some hundred thousand objects, and all of them stay. The collector would walk
-    over them again and again, which costs a sixth of the time until the first line of output.
-    `gc.freeze` spares later collections, between training steps, the same walk.
+    An import makes some hundred thousand objects, which all stay alive. The collector would visit
+    them again and again, which costs a sixth of the time until the first line of output.
+    `gc.freeze` spares later collections, between training steps, the same visits.
     """
     gc.disable()
     try:
@@ -124,14 +128,14 @@ def _import_libraries() -> None:
 def join_without_devices(parsed: argparse.Namespace) -> None:
     """Imports jax and occupies no GPU, and joins other processes if the arguments name them.
 
-    The memory of a layer that is read is kept for the next one.
+    Memory freed by one layer stays with the process, for the next one.
     """
     without_devices(keeps_memory=True)
-    told = (parsed.coordinator, parsed.processes, parsed.process)
-    if told != (None, None, None):
+    addresses = (parsed.coordinator, parsed.processes, parsed.process)
+    if addresses != (None, None, None):
         from spmdtrain.processes import processes
 
-        processes.start(*told)
+        processes.start(*addresses)
 
 
 def without_devices(*, keeps_memory: bool = False) -> None:

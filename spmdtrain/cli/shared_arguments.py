@@ -87,7 +87,7 @@ def add_step(parser: argparse.ArgumentParser) -> None:
 
 
 def of_run(parsed: argparse.Namespace) -> dict[str, Any]:
-    """Returns the four options of a trained run, as the functions that read one take them."""
+    """Returns the four options of a trained run, as keywords of the functions that read one."""
     return {
         "step": parsed.step,
         "overrides": parsed.set,
@@ -158,31 +158,31 @@ def duration(text: str) -> float:
 ESCAPES = {"n": "\n", "t": "\t", "\\": "\\"}
 
 
-def text(given: str) -> str:
+def text(argument: str) -> str:
     """Reads typed text as UTF-8, regardless of the terminal's locale."""
     try:
-        typed = os.fsencode(given)
+        typed = os.fsencode(argument)
     except UnicodeEncodeError:  # passed by a program, not typed at a terminal
-        typed = given.encode(errors="surrogateescape")
+        typed = argument.encode(errors="surrogateescape")
     try:
         return typed.decode()
     except UnicodeDecodeError:
         pass
-    if re.search("[\ud800-\udfff]", given):
-        raise argparse.ArgumentTypeError(f"{given!r:.40} is not UTF-8")
-    return given  # Python has decoded it with the locale's own encoding
+    if re.search("[\ud800-\udfff]", argument):
+        raise argparse.ArgumentTypeError(f"{argument!r:.40} is not UTF-8")
+    return argument  # Python has decoded it with the locale's own encoding
 
 
-def unescaped(given: str) -> str:
+def unescaped(argument: str) -> str:
     r"""Reads a text of at least one character, as `typed` does."""
-    if not given:
+    if not argument:
         raise argparse.ArgumentTypeError("it is empty")
-    return typed(given)
+    return typed(argument)
 
 
-def typed(given: str) -> str:
+def typed(argument: str) -> str:
     r"""Reads a text, with \n, \t and \\ in it as a line break, a tab and a backslash."""
-    return re.sub(r"\\([nt\\])", lambda found: ESCAPES[found[1]], text(given))
+    return re.sub(r"\\([nt\\])", lambda match: ESCAPES[match[1]], text(argument))
 
 
 def refuse_together(parsed: argparse.Namespace, first: str, *others: str) -> None:

@@ -1,7 +1,7 @@
-"""What an error tells a person to type is what the command takes that they have typed.
+"""Makes sure that the remedy of an error is something that the typed command accepts.
 
-A deeper part of the program proposes what training would take. A command that reads a run refuses
-to change what the run is, and has fewer options.
+Deeper parts of the program propose what `train` would accept. A command that reads a run refuses to
+change what the run is, and has fewer options.
 """
 
 import argparse
@@ -12,20 +12,20 @@ from spmdtrain.config.settable import is_settable
 
 SETTING = re.compile(r"--set ['\"]?([a-z_]+(?:\.[\w.]+)+)")
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
-# What is typed instead of this command, with options of its own.
+# Another command to type instead of this one, with other options.
 OTHER_COMMAND = re.compile(r"\b(?:spmdtrain|pip|make|srun|sbatch|env|apt) .*|`.*?`")
 ALTERNATIVES = re.compile(r",? or (?=-|another |[a-z]+ = )")
 
 
 def make_typable(error: UserError, parsed: argparse.Namespace) -> None:
-    """Takes out of the `try` of an error what this command would refuse.
+    """Removes from the remedy of an error whatever this command would refuse.
 
-    If nothing is left, it says who takes it.
+    If nothing is left, the remedy says where it applies.
     """
     if not untaken(error.fix, parsed):
         return
     alternatives = ALTERNATIVES.split(error.fix)
-    typable = [each for each in alternatives if not untaken(each, parsed)]
+    typable = [remedy for remedy in alternatives if not untaken(remedy, parsed)]
     if typable:
         error.propose(", or ".join(typable))
     elif any(name.startswith("--") for name in untaken(error.fix, parsed)):
@@ -35,7 +35,7 @@ def make_typable(error: UserError, parsed: argparse.Namespace) -> None:
 
 
 def untaken(fix: str, parsed: argparse.Namespace) -> list[str]:
-    """Returns the options and settings that a `try` names and that the command does not take."""
+    """Returns the options and settings that a remedy names and that the command does not take."""
     here = OTHER_COMMAND.sub("", fix)
     settings = [key for key in SETTING.findall(here) if not is_settable(key, parsed.settable)]
     taken = {*parsed.options, "--set"}  # where there is no --set, nothing is settable

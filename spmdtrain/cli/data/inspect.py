@@ -1,4 +1,4 @@
-"""`spmdtrain data inspect`: what a run is fed, or was fed at a step."""
+"""`spmdtrain data inspect`: shows the data that a run reads, or read at a step."""
 
 import argparse
 import json
@@ -77,7 +77,7 @@ def run_inspect(parsed: argparse.Namespace) -> int:
             "step": parsed.step,
             "samples": [int(ids[0]), int(ids[-1])],
             "equal_to_recorded": proven or None,
-            "corpora": [asdict(each) for each in counts],
+            "corpora": [asdict(of_corpus) for of_corpus in counts],
             "tokens": {
                 kind: sum(window.tokens_of(kind) for window in windows)
                 for kind in ("counts", "masked", "padding")
@@ -89,8 +89,8 @@ def run_inspect(parsed: argparse.Namespace) -> int:
     from spmdtrain.data.inspected import printed
 
     print(data.describe(config))
-    for each in counts:
-        print(printed.counts_text(each))
+    for of_corpus in counts:
+        print(printed.counts_text(of_corpus))
     print(f"step {parsed.step}     {printed.step_text(windows)}")
     if proven:
         print("recorded   the run hashed the same tokens at this step")
@@ -100,7 +100,7 @@ def run_inspect(parsed: argparse.Namespace) -> int:
 
 
 def _settings_of_run(parsed: argparse.Namespace) -> "tuple[RunConfig, WrittenRun]":
-    """Returns the settings with which a run took the step, and what it wrote."""
+    """Returns the settings with which a run took the step, and the run's files."""
     from spmdtrain.checkpoints.restore import refuse_own_parts
     from spmdtrain.config.load import as_overrides, from_resolved
     from spmdtrain.lab.replay.opened import settings_at
@@ -136,8 +136,8 @@ def _is_as_recorded(
     return True
 
 
-def _has_colours(asked: str) -> bool:
-    """Returns whether to print colours: as asked, or in a terminal where NO_COLOR is not set."""
-    if asked == "auto":
+def _has_colours(choice: str) -> bool:
+    """Returns whether to print colours; "auto" does so in a terminal unless NO_COLOR is set."""
+    if choice == "auto":
         return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    return asked == "always"
+    return choice == "always"

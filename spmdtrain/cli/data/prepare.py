@@ -106,9 +106,9 @@ def run_prepare(parsed: argparse.Namespace) -> int:
         *("template", "chat_template", "chat_set", "last_answer_only", "pairs"),
         "parse_arguments",
     )
-    given = [name for name in of_chats if getattr(parsed, name)]
-    if given and not parsed.chat:
-        option = f"--{given[0].replace('_', '-')}"
+    chat_options = [name for name in of_chats if getattr(parsed, name)]
+    if chat_options and not parsed.chat:
+        option = f"--{chat_options[0].replace('_', '-')}"
         raise ConfigError(f"{option} is for conversations", fix=f"--chat {option}")
     if parsed.pairs and parsed.field:
         raise ConfigError("--pairs reads chosen and rejected, not --field", fix="one of them")

@@ -1,4 +1,4 @@
-"""`spmdtrain doctor`: examines the machine as a run would, and reports what is wrong."""
+"""`spmdtrain doctor`: examines the machine as a run would see it, and reports what is wrong."""
 
 import argparse
 import importlib.metadata
@@ -54,29 +54,29 @@ def add_doctor(commands) -> None:
 
 
 def run_doctor(parsed: argparse.Namespace) -> int:
-    """Prints what a run would find here. Returns a config error's code if something is wrong."""
+    """Prints the facts about this machine. Returns a config error's code if anything is wrong."""
     facts = facts_of(parsed)
-    found = problems(facts)
+    faults = problems(facts)
     if parsed.measure and facts["devices"]:
         facts["measured"] = measured.measure()
-        found += measured.slow(facts["measured"])
+        faults += measured.slow(facts["measured"])
     if parsed.json:
-        print(json.dumps(facts | {"problems": [f"{what}; try {fix}" for what, fix in found]}))
+        print(json.dumps(facts | {"problems": [f"{what}; try {fix}" for what, fix in faults]}))
     else:
         print(describe(facts))
         if "measured" in facts:
             print("\n".join(measured.describe(facts["measured"])))
-        for what, fix in found:
+        for what, fix in faults:
             print(f"wrong: {what}; try {fix}")
-        if not found:
+        if not faults:
             print("nothing is wrong")
-    return ConfigError.exit_code if found else DONE
+    return ConfigError.exit_code if faults else DONE
 
 
 def facts_of(parsed: argparse.Namespace) -> Facts:
     """Collects versions, devices, driver and limits; jax starts as it does in a run."""
-    said: list[str] = []
-    listener = _Listener(said)
+    logged: list[str] = []
+    listener = _Listener(logged)
     logging.getLogger("jax").addHandler(listener)
     start_jax(parsed, find_devices=False)
     import jax
@@ -102,9 +102,9 @@ def facts_of(parsed: argparse.Namespace) -> Facts:
         "has_driver": has_nvidia_driver(),
         "devices": kinds,
         "platform": devices[0].platform if devices else None,
-        "device_memory": min((each for each in memory if each), default=None),
+        "device_memory": min((size for size in memory if size), default=None),
         "failure": failure,
-        "said_by_jax": said,
+        "said_by_jax": logged,
         "environment": {
             name: value
             for name, value in sorted(os.environ.items())
@@ -117,15 +117,15 @@ def facts_of(parsed: argparse.Namespace) -> Facts:
 
 
 class _Listener(logging.Handler):
-    """A log handler that keeps the errors that jax logs while it starts."""
+    """A log handler that collects the errors that jax logs while it starts."""
 
-    def __init__(self, said: list[str]):
+    def __init__(self, messages: list[str]):
         super().__init__(logging.ERROR)
-        self._said = said
+        self._messages = messages
 
     def emit(self, record: logging.LogRecord) -> None:
         cause = record.exc_info[1] if record.exc_info else ""
-        self._said.append(" ".join(f"{record.getMessage()} {cause}".split())[:300])
+        self._messages.append(" ".join(f"{record.getMessage()} {cause}".split())[:300])
 
 
 def _version(name: str) -> str | None:
@@ -136,12 +136,12 @@ def _version(name: str) -> str | None:
 
 
 def _cuda_wheels() -> dict[str, str]:
-    found = {}
+    versions = {}
     for package in importlib.metadata.distributions():
         name = package.metadata["Name"] or ""
         if CUDA_WHEELS.fullmatch(name):
-            found[name] = package.version
-    return dict(sorted(found.items()))
+            versions[name] = package.version
+    return dict(sorted(versions.items()))
 
 
 def describe(facts: Facts) -> str:

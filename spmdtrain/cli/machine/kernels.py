@@ -15,7 +15,7 @@ from spmdtrain.config.schema import RunConfig
 from spmdtrain.running.report import stages
 
 MOST_SECONDS = 900.0  # of all measuring before a run
-# Decide nothing about the calls of a step.
+# Sections that do not change the calls of a step.
 OTHER_SECTIONS = ("optimizer", "eval", "checkpoint", "guard", "log", "kernels")
 
 
@@ -65,14 +65,14 @@ def _run(command: list[str]) -> None:
             print(f"kernels: not measured: {why}; using the fixed order", file=sys.stderr)
 
 
-def device_count(config: RunConfig, given: int | None) -> int:
-    """Returns the number of devices of a run: as given, as its mesh says, or all that are here."""
+def device_count(config: RunConfig, requested: int | None) -> int:
+    """Returns the number of devices of a run: as requested, by its mesh, or all of this machine."""
     from pallas_kernels.tuning.table import gpu_models
 
     sizes = config.mesh.sizes.values()
     fixed = math.prod(size for size in sizes if size != -1)
-    if given is not None or -1 not in sizes:
-        return given or fixed
+    if requested is not None or -1 not in sizes:
+        return requested or fixed
     here = len(gpu_models()) or 1
     return fixed * max(here // fixed, 1)
 
@@ -82,7 +82,7 @@ def program(config: RunConfig, count: int) -> str:
     from pallas_kernels.tuning.table import gpu_models
 
     settings = config.model_dump(mode="json")
-    deciding = {name: each for name, each in settings.items() if name not in OTHER_SECTIONS}
+    deciding = {name: value for name, value in settings.items() if name not in OTHER_SECTIONS}
     deciding["train"] |= {"steps": None, "epochs": None, "seed": None}
     text = json.dumps([deciding, count, gpu_models()], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

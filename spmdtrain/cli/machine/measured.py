@@ -18,7 +18,7 @@ DISK_BYTES = 2**27
 DISK_SECONDS = 3.0  # after which a slow disk is measured well enough
 CHUNK = 2**23
 LINK_BYTES = {"gpu": 2**26, "cpu": 2**20}
-# A figure is named as slow below these shares: of the median of its kind, and of the data sheet.
+# A figure below these shares is reported as slow: of the median of its kind, and of the data sheet.
 OF_OTHERS = {"matmul": 0.9, "copy": 0.9, "to_device": 0.7, "from_device": 0.7}
 OF_SHEET = {"matmul": 0.6, "copy": 0.75}
 PAIR_OF_OTHERS = 0.7
@@ -47,19 +47,17 @@ def measure(folder: str = ".") -> Figures:
 
     devices = jax.local_devices()
     pairs = [(a, b) for a in devices for b in devices if a.id < b.id]
-    found = {"devices": [_device(device) for device in devices]}
-    found["pairs"] = [
+    figures = {"devices": [_device(device) for device in devices]}
+    figures["pairs"] = [
         {"from": a.id, "to": b.id, "rate": _transfer(a, b)} for a, b in pairs if a.platform == "gpu"
     ]
     bandwidth, latency = ring()
     ring_of_all = {"rate": bandwidth, "seconds": latency}
-    return found | {"ring": ring_of_all, "disk": _disk(folder), "gradients": _gradients()}
+    return figures | {"ring": ring_of_all, "disk": _disk(folder), "gradients": _gradients()}
 
 
 def _gradients() -> Figures:
-    """Returns whether gradients in bfloat16 are those of float32 on the first device, and how far
-    the worst is off.
-    """
+    """Compares gradients in bfloat16 with those in float32, on the first device."""
     from spmdtrain.config import RunConfig
     from spmdtrain.lab.certify.cover import Layout
     from spmdtrain.lab.certify.shrink import shrink
@@ -98,7 +96,7 @@ def _transfer(source, target) -> float:
 
     from spmdtrain.planner.calibrate import timed
 
-    size = min(LINK_BYTES.get(each.platform, 2**26) for each in (source, target))
+    size = min(LINK_BYTES.get(device.platform, 2**26) for device in (source, target))
     if "gpu" in (source.platform, target.platform):
         size = LINK_BYTES["gpu"]
     x = jax.device_put(np.ones(size // 4, np.float32), source)
@@ -106,7 +104,7 @@ def _transfer(source, target) -> float:
 
 
 def _disk(folder: str) -> Figures:
-    """Returns the bytes/s of a file that is written through to the disk, and read back from it."""
+    """Returns the bytes/s at which the disk writes a file, and reads it back."""
     block = os.urandom(CHUNK)
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         start = time.perf_counter()
@@ -123,37 +121,37 @@ def _disk(folder: str) -> Figures:
         return {"write": written / seconds, "read": written / (time.perf_counter() - start)}
 
 
-def slow(found: Figures) -> Iterator[tuple[str, str]]:
+def slow(figures: Figures) -> Iterator[tuple[str, str]]:
     """Yields (what is slow or wrong, what to look at)."""
     # Simulated devices share the cores of the host: none of them is slow by itself.
-    devices = [each for each in found["devices"] if each["kind"] != "cpu"]
+    devices = [device for device in figures["devices"] if device["kind"] != "cpu"]
     for name, least in OF_OTHERS.items() if devices else ():
-        usual = statistics.median(each[name] for each in devices)
-        for each in devices:
-            if each[name] < least * usual:
-                what = f"device {each['device']}: {WORDS[name]} {rate(name, each[name])}"
-                what += f", {each[name] / usual:.0%} of the median of all"
+        usual = statistics.median(device[name] for device in devices)
+        for device in devices:
+            if device[name] < least * usual:
+                what = f"device {device['device']}: {WORDS[name]} {rate(name, device[name])}"
+                what += f", {device[name] / usual:.0%} of the median of all"
                 yield what, "nvidia-smi -q -d PERFORMANCE,TEMPERATURE,CLOCK,PCIE, or without it"
-    for each in devices:
+    for device in devices:
         for name, least in OF_SHEET.items():
-            share = share_of_sheet(each, name)
+            share = share_of_sheet(device, name)
             if share is not None and share < least:
-                what = f"device {each['device']}: {WORDS[name]} {rate(name, each[name])}"
-                what += f", {share:.0%} of the data sheet of {each['kind']}"
+                what = f"device {device['device']}: {WORDS[name]} {rate(name, device[name])}"
+                what += f", {share:.0%} of the data sheet of {device['kind']}"
                 yield what, "nvidia-smi: power limit, clocks, and who else computes there"
-    if found["pairs"]:
-        usual = statistics.median(each["rate"] for each in found["pairs"])
-        for each in found["pairs"]:
-            if each["rate"] < PAIR_OF_OTHERS * usual:
-                what = f"devices {each['from']} and {each['to']}: {rate('copy', each['rate'])}"
-                what += f", {each['rate'] / usual:.0%} of the median of all pairs"
+    if figures["pairs"]:
+        usual = statistics.median(pair["rate"] for pair in figures["pairs"])
+        for pair in figures["pairs"]:
+            if pair["rate"] < PAIR_OF_OTHERS * usual:
+                what = f"devices {pair['from']} and {pair['to']}: {rate('copy', pair['rate'])}"
+                what += f", {pair['rate'] / usual:.0%} of the median of all pairs"
                 yield what, "nvidia-smi topo -m, nvidia-smi nvlink -s"
-    if not found["gradients"]["holds"]:
-        what = f"gradients in bfloat16 are not those of float32: {found['gradients']['said']}"
+    if not figures["gradients"]["holds"]:
+        what = f"gradients in bfloat16 are not those of float32: {figures['gradients']['said']}"
         yield what, "spmdtrain certify CONFIG here, and another jaxlib"
-    for name, each in found["disk"].items():
-        if each < SLOWEST_DISK:
-            yield f"the disk here: {name} {rate('copy', each)}", "--run on another disk"
+    for name, speed in figures["disk"].items():
+        if speed < SLOWEST_DISK:
+            yield f"the disk here: {name} {rate('copy', speed)}", "--run on another disk"
 
 
 def share_of_sheet(device: Figures, name: str) -> float | None:
@@ -164,22 +162,26 @@ def share_of_sheet(device: Figures, name: str) -> float | None:
     return device[name] / (listed.bfloat16 if name == "matmul" else listed.memory_bandwidth)
 
 
-def describe(found: Figures) -> list[str]:
-    """Returns the figures in words, a line each."""
+def describe(figures: Figures) -> list[str]:
+    """Describes the figures, a line each."""
     lines = []
-    for each in found["devices"]:
+    for device in figures["devices"]:
         parts = []
         for name in OF_OTHERS:
-            share = share_of_sheet(each, name)
+            share = share_of_sheet(device, name)
             sheet = "" if share is None else f" ({share:.0%} of the data sheet)"
-            parts.append(f"{WORDS[name]} {rate(name, each[name])}{sheet}")
-        lines.append(f"device {each['device']:<6}{', '.join(parts)}")
-    rates = [each["rate"] for each in found["pairs"]]
+            parts.append(f"{WORDS[name]} {rate(name, device[name])}{sheet}")
+        lines.append(f"device {device['device']:<6}{', '.join(parts)}")
+    rates = [pair["rate"] for pair in figures["pairs"]]
     if rates:
         low, high = rate("copy", min(rates)), rate("copy", max(rates))
         lines.append(f"pairs        {len(rates)}, from {low} to {high}")
-    if found["ring"]["rate"]:
-        hop = 1e6 * found["ring"]["seconds"]
-        lines.append(f"ring         {rate('copy', found['ring']['rate'])}, {hop:.1f} us a hop")
-    disk = ", ".join(f"{name} {rate('copy', each)}" for name, each in found["disk"].items())
-    return [*lines, f"disk here    {disk}", f"bfloat16     gradients: {found['gradients']['said']}"]
+    if figures["ring"]["rate"]:
+        hop = 1e6 * figures["ring"]["seconds"]
+        lines.append(f"ring         {rate('copy', figures['ring']['rate'])}, {hop:.1f} us a hop")
+    disk = ", ".join(f"{name} {rate('copy', speed)}" for name, speed in figures["disk"].items())
+    return [
+        *lines,
+        f"disk here    {disk}",
+        f"bfloat16     gradients: {figures['gradients']['said']}",
+    ]

@@ -71,7 +71,7 @@ def _of_machine(facts: Facts) -> Iterator[tuple[str, str]]:
 
 def _plugins(facts: Facts) -> dict[str, str]:
     """Returns jax's CUDA plugins and their versions."""
-    return {name: each for name, each in facts["cuda"].items() if name.startswith("jax-")}
+    return {name: version for name, version in facts["cuda"].items() if name.startswith("jax-")}
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -74,7 +74,7 @@ def run_tune(parsed: argparse.Namespace) -> int:
 
 
 def _calls(config: RunConfig, count: int) -> "list[Call]":
-    """Returns the calls of the step, traced on as many devices as the run has, all simulated."""
+    """Returns the calls of the step, traced on as many simulated devices as the run has."""
     if "jax" not in sys.modules:  # otherwise the caller has simulated them
         simulate_devices(count)
     without_devices()
@@ -129,7 +129,7 @@ def _measure(parsed, config, calls, table, environment) -> str | None:
 
 
 def describe(gpu: str, table: "Table", known: "list[tuple[Call, dict[str, Any]]]") -> str:
-    """Returns the table in words: each call, and its implementations, fastest first."""
+    """Describes the table: each call, and its implementations, fastest first."""
     from pallas_kernels.tuning.work import share_of_sheet
 
     machine = ", ".join(f"{name} {value}" for name, value in table.machine.items())
@@ -137,16 +137,17 @@ def describe(gpu: str, table: "Table", known: "list[tuple[Call, dict[str, Any]]]
     for call, entry in sorted(known, key=lambda pair: pair[0].name):
         lines.append(call.name)
         times = entry.get("milliseconds", {})
-        for each in sorted({*times, entry["implementation"]}, key=lambda each: times.get(each, 0)):
-            star = "*" if each == entry["implementation"] else " "
-            if each not in times:
-                lines.append(f"  {star} {each:18} the only one here")
+        taken = entry["implementation"]
+        for name in sorted({*times, taken}, key=lambda name: times.get(name, 0)):
+            star = "*" if name == taken else " "
+            if name not in times:
+                lines.append(f"  {star} {name:18} the only one here")
                 continue
-            share = share_of_sheet(gpu, call, times[each] / 1e3)
+            share = share_of_sheet(gpu, call, times[name] / 1e3)
             shown = "" if share is None else f" {share:5.0%} of the data sheet"
-            lines.append(f"  {star} {each:18} {times[each]:9.3f} ms{shown}")
+            lines.append(f"  {star} {name:18} {times[name]:9.3f} ms{shown}")
         for key, words in (("faults", "not used"), ("refused", "refuses")):
-            lines += [f"    {each:18} {words}: {why}" for each, why in entry.get(key, {}).items()]
+            lines += [f"    {name:18} {words}: {why}" for name, why in entry.get(key, {}).items()]
         if entry.get("remark"):
             lines.append(f"    {entry['remark']}")
     return "\n".join(lines)

@@ -34,12 +34,12 @@ def run_calibrate(parsed: argparse.Namespace) -> int:
     start_jax(parsed)
     from spmdtrain.planner import calibrate
 
-    found = calibrate.calibrate()
-    calibrate.write(found, Path(parsed.out))
+    rates = calibrate.calibrate()
+    calibrate.write(rates, Path(parsed.out))
     print(
-        f"{parsed.out}: {found['bfloat16'] / 1e12:.4g} TFLOP/s bfloat16, "
-        f"{found['float32'] / 1e12:.4g} float32, "
-        f"{found['memory_bandwidth'] / 1e9:.4g} GB/s memory, "
-        f"{found['link_bandwidth'] / 1e9:.4g} GB/s links"
+        f"{parsed.out}: {rates['bfloat16'] / 1e12:.4g} TFLOP/s bfloat16, "
+        f"{rates['float32'] / 1e12:.4g} float32, "
+        f"{rates['memory_bandwidth'] / 1e9:.4g} GB/s memory, "
+        f"{rates['link_bandwidth'] / 1e9:.4g} GB/s links"
     )
     return DONE

@@ -56,9 +56,7 @@ def add_compare(commands) -> None:
 
 
 def run_compare(parsed: argparse.Namespace) -> int:
-    """Prints a row for each strategy. Returns REFUSED if one trains something else, or if none can
-    run.
-    """
+    """Prints a row for each strategy. Returns REFUSED if one trains differently or none runs."""
     if (parsed.hardware is None) != (parsed.devices is None):
         raise ConfigError("--hardware and --devices go together", fix="--hardware h100 --devices 8")
     if parsed.rounds < 0 or (parsed.rounds == 0 and parsed.hardware is None):
@@ -85,7 +83,7 @@ def run_compare(parsed: argparse.Namespace) -> int:
         tables.append(side_by_side.table_trained(trained, title))
         answer["here"] = {
             "devices": title,
-            "rows": [side_by_side.values_trained(each) for each in trained],
+            "rows": [side_by_side.values_trained(strategy) for strategy in trained],
         }
     if parsed.hardware:
         table, values = _predicted(parsed, config)
@@ -107,9 +105,9 @@ def _start(parsed: argparse.Namespace) -> None:
 
 
 def _is_good(trained: "list[TrainedStrategy]") -> bool:
-    """Returns True if some ran, and none trains something else; also if none was to run here."""
-    ran = [each for each in trained if not each.refused]
-    return all(each.is_same for each in ran) and bool(ran or not trained)
+    """Returns True if some ran and all train alike, or if none was to run here."""
+    ran = [strategy for strategy in trained if not strategy.refused]
+    return all(strategy.is_same for strategy in ran) and bool(ran or not trained)
 
 
 def _trained(parsed: argparse.Namespace, config: RunConfig) -> "list[TrainedStrategy]":
@@ -132,7 +130,7 @@ def _trained(parsed: argparse.Namespace, config: RunConfig) -> "list[TrainedStra
 
 
 def _title(parsed: argparse.Namespace) -> str:
-    """Says what ran: on simulated devices times mean little."""
+    """Returns the title of what ran; it warns that times on simulated devices mean little."""
     import jax
 
     kind = jax.devices()[0].device_kind
@@ -150,6 +148,6 @@ def _predicted(
     from spmdtrain.planner.cost.hardware import hardware
 
     kind = hardware(parsed.hardware)
-    found = predict(config, parsed.strategies, kind, parsed.devices)
-    title = f"predicted: {parsed.devices} x {kind.name}, for {found[0].offer.tokens:.4g} tokens"
-    return side_by_side.table_predicted(found, title), side_by_side.values_predicted(found)
+    rows = predict(config, parsed.strategies, kind, parsed.devices)
+    title = f"predicted: {parsed.devices} x {kind.name}, for {rows[0].offer.tokens:.4g} tokens"
+    return side_by_side.table_predicted(rows, title), side_by_side.values_predicted(rows)

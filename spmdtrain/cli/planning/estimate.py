@@ -102,30 +102,30 @@ def _estimate_step(parsed: argparse.Namespace, config: RunConfig, hardware: "Har
     from spmdtrain.planner.own_model import describe
 
     config = with_vocab(config)
-    found = estimate_config(config, parsed.devices, hardware)
+    cost = estimate_config(config, parsed.devices, hardware)
     scale = 1.0
     if parsed.anchor is not None:
         scale = anchor.anchor_scale(Path(parsed.anchor), hardware)
-        found = found.scaled(scale)
+        cost = cost.scaled(scale)
 
     compiled = None
     if parsed.compile:
-        compiled = deviceless.compile_step(config, found.workload.mesh.sizes, hardware)
+        compiled = deviceless.compile_step(config, cost.workload.mesh.sizes, hardware)
         if parsed.anchor is None:  # the anchor's scale already includes what its run hides
-            found = found.as_compiled(compiled["traffic"] or [])
+            cost = cost.as_compiled(compiled["traffic"] or [])
 
-    values = report.estimate_values(found)
-    texts = [report.estimate_text(found)]
+    values = report.estimate_values(cost)
+    texts = [report.estimate_text(cost)]
     if config.model.make:
         texts.append(describe(config))
     if parsed.anchor is not None:
         values["anchor"] = scale
         texts.append(report.anchor_text(parsed.anchor, scale))
     if compiled is not None:
-        needed = traffic.needed_traffic(found.workload)
+        needed = traffic.needed_traffic(cost.workload)
         values["compiled"] = compiled
         values["needed_traffic"] = needed
-        texts.append(report.compiled_text(compiled, found.memory, needed))
+        texts.append(report.compiled_text(compiled, cost.memory, needed))
     print(json.dumps(values) if parsed.json else "\n".join(texts))
     return DONE
 
@@ -147,11 +147,11 @@ def _estimate_inference(parsed: argparse.Namespace, config: RunConfig, hardware:
     from spmdtrain.planner.inference import estimate_inference
 
     prompt, new = parsed.generate
-    found = estimate_inference(
+    cost = estimate_inference(
         config, parsed.devices, hardware, batch=parsed.batch or 1, prompt=prompt, new=new
     )
     if parsed.json:
-        print(json.dumps(report.inference_values(found)))
+        print(json.dumps(report.inference_values(cost)))
     else:
-        print(report.inference_text(found, hardware))
+        print(report.inference_text(cost, hardware))
     return DONE

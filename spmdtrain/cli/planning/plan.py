@@ -84,19 +84,19 @@ def amount(text: str) -> float:
 
 def prices(text: str) -> dict[str, float]:
     """Reads prices by the name of their hardware, as "h100=2.5,h200=3.2"."""
-    found = {}
+    price_of = {}
     for part in text.split(","):
         name, equals, price = part.partition("=")
         if not name or not equals:
             raise argparse.ArgumentTypeError(f"{part:.40} is not NAME=PRICE, as h100=2.5")
-        found[name] = amount(price)
-    return found
+        price_of[name] = amount(price)
+    return price_of
 
 
 def run_plan(parsed: argparse.Namespace) -> int:
     """Prints the best layouts on some devices; with --rules, the best rules of one mesh.
 
-    Of several kinds or numbers of devices, or with tokens or prices, it prints the best of each.
+    For several kinds or numbers of devices, or with tokens or prices, it prints the best of each.
     """
     refuse_together(parsed, "rules", "top", "compile", "tokens", "price", "svg")
     refuse_together(parsed, "top", "compile")
@@ -119,7 +119,7 @@ def run_plan(parsed: argparse.Namespace) -> int:
 
 
 def _refuse_for_one(parsed: argparse.Namespace, several: bool) -> None:
-    """Refuses options that look at the layouts of one kind and number of devices."""
+    """Refuses options that apply to the layouts of a single kind and number of devices."""
     for name in ("rules", "compile", "top"):
         if getattr(parsed, name):
             what = "several devices" if several else "--tokens and --price"
@@ -136,11 +136,11 @@ def _compare(parsed: argparse.Namespace, config: RunConfig, kinds: "Sequence[Har
             f"--price names {min(unknown)}, which --hardware does not",
             found=", ".join(kind.name for kind in kinds),
         )
-    found = offers(config, kinds, parsed.devices, parsed.tokens, parsed.price)
+    offered = offers(config, kinds, parsed.devices, parsed.tokens, parsed.price)
     if parsed.svg:
-        rows = picture.rows_of_offers(found)
-        write_picture(parsed.svg, picture.picture(f"{found[0].tokens:.4g} tokens", rows))
-    print(json.dumps(words.offers_values(found)) if parsed.json else words.offers_text(found))
+        rows = picture.rows_of_offers(offered)
+        write_picture(parsed.svg, picture.picture(f"{offered[0].tokens:.4g} tokens", rows))
+    print(json.dumps(words.offers_values(offered)) if parsed.json else words.offers_text(offered))
     return DONE
 
 

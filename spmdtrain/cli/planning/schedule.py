@@ -72,7 +72,7 @@ def run_schedule(parsed: argparse.Namespace) -> int:
     from spmdtrain.pipeline.schedule import SCHEDULE_KINDS
 
     is_built = parsed.kind in SCHEDULE_KINDS
-    sizes = _given(parsed, "stages", "microbatches", "chunks")
+    sizes = _typed(parsed, "stages", "microbatches", "chunks")
     if is_built:
         table = _built_schedule(parsed.kind, **sizes)
     elif Path(parsed.kind).suffix in (".json", ".csv"):
@@ -80,10 +80,10 @@ def run_schedule(parsed: argparse.Namespace) -> int:
     else:
         choices = f"{', '.join(SCHEDULE_KINDS)}, or a .json or .csv file"
         meant = did_you_mean(parsed.kind, SCHEDULE_KINDS)
-        asked = f"--kind {parsed.kind:.80}"
-        raise ConfigError(f"unknown pipeline schedule{meant}", asked=asked, fix=choices)
+        kind = f"--kind {parsed.kind:.80}"
+        raise ConfigError(f"unknown pipeline schedule{meant}", asked=kind, fix=choices)
 
-    times = timing.Times(**_given(parsed, "forward", "backward", "weight", "hop"))
+    times = timing.Times(**_typed(parsed, "forward", "backward", "weight", "hop"))
     if not times.microbatch:
         raise ConfigError(
             "at least one of --forward, --backward and --weight must be above 0", found="0 for all"
@@ -104,7 +104,7 @@ def run_schedule(parsed: argparse.Namespace) -> int:
     return DONE
 
 
-def _given(parsed: argparse.Namespace, *names: str) -> dict[str, Any]:
+def _typed(parsed: argparse.Namespace, *names: str) -> dict[str, Any]:
     """Returns the named arguments that were typed."""
     values = {name: getattr(parsed, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
@@ -135,14 +135,14 @@ def _built_schedule(
 
 
 def _schedule_of_file(path: str, sizes: dict[str, int]) -> "Table":
-    """Reads a schedule. Sizes need not be typed; those that are must match the file."""
+    """Reads a schedule. Sizes that are typed must match the file."""
     from spmdtrain.pipeline import file
 
     table = file.read(path)
     for name, size in sizes.items():
-        found = getattr(table, name)
-        if found != size:
+        in_file = getattr(table, name)
+        if in_file != size:
             raise ConfigError(
-                f"{path} has its own sizes", asked=f"--{name} {size}", found=f"{name} {found}"
+                f"{path} has its own sizes", asked=f"--{name} {size}", found=f"{name} {in_file}"
             )
     return table

@@ -29,11 +29,10 @@ def require_transformers() -> None:
 
 
 def check_logits(folder: str | Path, setup: Setup, params: Mapping[str, jax.Array]) -> str:
-    """Returns a line with the difference between the two models' logits of 64 random tokens, both
-    in float32.
+    """Returns a line with the difference between the two models' logits of 64 random tokens.
 
-    Both packages must be there: see `require_transformers`. Raises ConfigError if the difference is
-    larger than the order of sums explains.
+    Both compute in float32. The packages of `require_transformers` must be installed. Raises
+    ConfigError if the difference is larger than the order of sums explains.
     """
     config = setup.config
     length = min(TOKENS, config.model.max_length)
@@ -41,15 +40,15 @@ def check_logits(folder: str | Path, setup: Setup, params: Mapping[str, jax.Arra
     theirs = _theirs(folder, tokens)
     exact = config.precision.model_copy(update={"params": "float32", "compute": "float32"})
     in_float32 = shard_on(config.model_copy(update={"precision": exact}), setup.mesh)
-    found = make_logits(in_float32)(cast(params, "float32"), tokens)
-    ours = np.asarray(found, np.float64)[..., : theirs.shape[-1]]
+    logits = make_logits(in_float32)(cast(params, "float32"), tokens)
+    ours = np.asarray(logits, np.float64)[..., : theirs.shape[-1]]
     difference = float(np.sqrt(np.mean((ours - theirs) ** 2) / np.mean(theirs**2)))
-    said = f"logits of {length} random tokens differ from transformers' by {difference:.1e} (rms)"
+    line = f"logits of {length} random tokens differ from transformers' by {difference:.1e} (rms)"
     if not difference <= TOLERANCE:
         raise ConfigError(
-            f"{folder}: the {said}", asked=f"{TOLERANCE:.0e}", fix="an issue that names the model"
+            f"{folder}: the {line}", asked=f"{TOLERANCE:.0e}", fix="an issue that names the model"
         )
-    return said
+    return line
 
 
 def _theirs(folder: str | Path, tokens: np.ndarray) -> np.ndarray:

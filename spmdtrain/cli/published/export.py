@@ -1,4 +1,4 @@
-"""`spmdtrain export`: writes a trained run as others load it."""
+"""`spmdtrain export`: writes a trained run in the formats that other programs load."""
 
 import argparse
 import re
@@ -70,10 +70,10 @@ def add_export(commands) -> None:
 
 def _bytes(text: str) -> int:
     """Reads a number of bytes with a unit of thousands."""
-    found = re.fullmatch(r"([0-9]{1,6})([KMGT]B)?", text.upper())
-    if not found or not int(found[1]):
+    matched = re.fullmatch(r"([0-9]{1,6})([KMGT]B)?", text.upper())
+    if not matched or not int(matched[1]):
         raise argparse.ArgumentTypeError(f"{text:.40} is not a size such as 5GB or 500MB")
-    return int(found[1]) * UNITS[found[2] or ""]
+    return int(matched[1]) * UNITS[matched[2] or ""]
 
 
 def run_export(parsed: argparse.Namespace) -> int:

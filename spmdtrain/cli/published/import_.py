@@ -58,7 +58,7 @@ def run_import(parsed: argparse.Namespace) -> int:
     """Imports a published model, or prints its settings."""
     overrides = _overrides(parsed)
     if parsed.check:
-        _check_can_check(parsed)
+        _require_comparable(parsed)
     if parsed.print_config:
         from spmdtrain.config.published.toml import model_toml
 
@@ -79,7 +79,7 @@ def run_import(parsed: argparse.Namespace) -> int:
     return DONE
 
 
-def _check_can_check(parsed: argparse.Namespace) -> None:
+def _require_comparable(parsed: argparse.Namespace) -> None:
     """Raises ConfigError, before anything is read, if the logits cannot be compared."""
     from spmdtrain.cli.published.check import require_transformers
 
@@ -90,15 +90,15 @@ def _check_can_check(parsed: argparse.Namespace) -> None:
 
 
 def _overrides(parsed: argparse.Namespace) -> Sequence[str]:
-    """Returns the settings that options stand for, and those of --set, which win."""
-    found = []
+    """Returns the settings that options stand for, then those of --set, which win."""
+    settings = []
     if parsed.untie:
         from spmdtrain.config.published.read_config import refuse_untied
 
         refuse_untied(Path(parsed.folder))
-        found.append("model.tied=false")
+        settings.append("model.tied=false")
     if parsed.max_length is not None:
-        found.append(f"model.max_length={parsed.max_length}")
+        settings.append(f"model.max_length={parsed.max_length}")
     if parsed.dtype is not None:
-        found += [f"precision.params={parsed.dtype}", f"precision.compute={parsed.dtype}"]
-    return [*found, *parsed.set]
+        settings += [f"precision.params={parsed.dtype}", f"precision.compute={parsed.dtype}"]
+    return [*settings, *parsed.set]

@@ -1,4 +1,4 @@
-"""`spmdtrain diff`: what differs between two runs, and the likeliest cause first."""
+"""`spmdtrain diff`: lists the differences between two runs, the likeliest cause first."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ from spmdtrain.lab.diff import FEW
 if TYPE_CHECKING:
     from spmdtrain.lab.diff.diff import Compared
 
-MOST = 6  # differences of one sort that are listed
+MOST_LISTED = 6  # differences of one sort in a line
 LONGEST = 40  # characters of a value
 
 
@@ -46,13 +46,13 @@ def add_diff(commands) -> None:
 
 
 def run_diff(parsed: argparse.Namespace) -> int:
-    """Prints what differs. Returns UNEQUAL if that is, or may be, more than rounding."""
+    """Prints the differences. Returns UNEQUAL if they are, or may be, more than rounding."""
     if not parsed.no_replay:
         take_flags(Path(parsed.a), 1)
     with waiting(parsed, f"comparing {parsed.a} with {parsed.b}"):
         from spmdtrain.lab.diff.diff import diff
 
-        found = diff(
+        compared = diff(
             parsed.a,
             parsed.b,
             replays=not parsed.no_replay,
@@ -60,53 +60,53 @@ def run_diff(parsed: argparse.Namespace) -> int:
             make=parsed.make,
             own=parsed.own,
         )
-    print(json.dumps(found.document()) if parsed.json else describe(found))
-    return DONE if found.verdict in ("identical", "rounding") else UNEQUAL
+    print(json.dumps(compared.document()) if parsed.json else describe(compared))
+    return DONE if compared.verdict in ("identical", "rounding") else UNEQUAL
 
 
-def describe(found: "Compared") -> str:
-    """Returns the comparison in words: a line for each sort of difference, and the cause last."""
+def describe(compared: "Compared") -> str:
+    """Describes the comparison: a line for each sort of difference, and the cause last."""
     parts = (_settings, _code, _devices, _data, _program, _loss, _speed, _cause)
-    return "\n".join(f"{part.__name__[1:]:11} {line}" for part in parts for line in part(found))
+    return "\n".join(f"{part.__name__[1:]:11} {line}" for part in parts for line in part(compared))
 
 
-def _settings(found: "Compared") -> Iterator[str]:
-    if not found.settings:
-        yield f"same, all {found.of_settings}"
+def _settings(compared: "Compared") -> Iterator[str]:
+    if not compared.settings:
+        yield f"same, all {compared.of_settings}"
         return
-    order = {each.name: place for place, each in enumerate(found.causes)}
-    listed = sorted(found.settings, key=lambda each: order.get(each.name, len(order)))
-    no_step = found.verdict == "identical"
-    said = [
-        f"{each.name} {_value(each.a)} -> {_value(each.b)}"
-        + (" (no step reads it)" if no_step or each.decides == "none" else "")
-        for each in listed
+    order = {cause.name: place for place, cause in enumerate(compared.causes)}
+    listed = sorted(compared.settings, key=lambda setting: order.get(setting.name, len(order)))
+    no_step = compared.verdict == "identical"
+    changes = [
+        f"{setting.name} {_value(setting.a)} -> {_value(setting.b)}"
+        + (" (no step reads it)" if no_step or setting.decides == "none" else "")
+        for setting in listed
     ]
-    yield f"{_listed(said, '; ')}  ({len(said)} of {found.of_settings} differ)"
+    yield f"{_listed(changes, '; ')}  ({len(changes)} of {compared.of_settings} differ)"
 
 
-def _code(found: "Compared") -> Iterator[str]:
-    if None in found.hosts:  # a run of an older version, which did not record its starts
+def _code(compared: "Compared") -> Iterator[str]:
+    if None in compared.hosts:  # a run of an older version, which did not record its starts
         yield "not recorded"
         return
-    said = [f"{each.what} {_value(each.a)} -> {_value(each.b)}" for each in found.code]
-    yield _listed(said, "; ") or "same: sources, versions and flags"
+    changes = [f"{part.what} {_value(part.a)} -> {_value(part.b)}" for part in compared.code]
+    yield _listed(changes, "; ") or "same: sources, versions and flags"
 
 
-def _devices(found: "Compared") -> Iterator[str]:
-    if None in found.hosts:
+def _devices(compared: "Compared") -> Iterator[str]:
+    if None in compared.hosts:
         yield "not recorded"
         return
-    said = [f"{each.what} {_value(each.a)} -> {_value(each.b)}" for each in found.devices]
-    if found.hosts[0] != found.hosts[1]:
-        said.append(f"host {found.hosts[0]} -> {found.hosts[1]}")
-    yield _listed(said, "; ") or "same"
+    changes = [f"{fact.what} {_value(fact.a)} -> {_value(fact.b)}" for fact in compared.devices]
+    if compared.hosts[0] != compared.hosts[1]:
+        changes.append(f"host {compared.hosts[0]} -> {compared.hosts[1]}")
+    yield _listed(changes, "; ") or "same"
 
 
-def _data(found: "Compared") -> Iterator[str]:
-    data = found.data
+def _data(compared: "Compared") -> Iterator[str]:
+    data = compared.data
     if data.step is not None:
-        known = [each for each in data.samples if len(each) == 2]
+        known = [samples for samples in data.samples if len(samples) == 2]
         ranges = " and ".join(f"{first} to {last}" for first, last in known)
         yield f"other tokens from step {data.step}" + (f", samples {ranges}" if ranges else "")
     elif data.hashed:
@@ -115,8 +115,8 @@ def _data(found: "Compared") -> Iterator[str]:
         yield {True: "same fingerprint", False: "another corpus", None: "not recorded"}[data.corpus]
 
 
-def _program(found: "Compared") -> Iterator[str]:
-    program = found.program
+def _program(compared: "Compared") -> Iterator[str]:
+    program = compared.program
     if program.same is None:
         yield "not recorded"
     elif program.same:
@@ -125,10 +125,12 @@ def _program(found: "Compared") -> Iterator[str]:
         yield "constants or shapes differ; instructions, collectives and memory are the same"
     else:
         counts = [f"{count:+} {name}" for name, count in program.opcodes.items()]
-        said = [_listed(counts, ", ")] if counts else []
-        said += [_pair(f"sent over {axis}", pair) for axis, pair in program.sent.items()]
-        said += [_pair(name.replace("_bytes", ""), pair) for name, pair in program.memory.items()]
-        yield "; ".join(said)
+        changes = [_listed(counts, ", ")] if counts else []
+        changes += [_pair(f"sent over {axis}", pair) for axis, pair in program.sent.items()]
+        changes += [
+            _pair(name.replace("_bytes", ""), pair) for name, pair in program.memory.items()
+        ]
+        yield "; ".join(changes)
 
 
 def _pair(name: str, pair: Sequence[float]) -> str:
@@ -137,8 +139,8 @@ def _pair(name: str, pair: Sequence[float]) -> str:
     return f"{name} {size(pair[0])} -> {size(pair[1])}"
 
 
-def _loss(found: "Compared") -> Iterator[str]:
-    part = found.parting
+def _loss(compared: "Compared") -> Iterator[str]:
+    part = compared.parting
     if part.verdict == "identical":
         yield f"identical: every figure of {_count(part.steps, 'step')} equal to the bit"
         return
@@ -160,10 +162,10 @@ def _loss(found: "Compared") -> Iterator[str]:
         yield f"second half of {part.steps} steps: B {low} by {abs(part.tail):.2g} on average"
 
 
-def _speed(found: "Compared") -> Iterator[str]:
+def _speed(compared: "Compared") -> Iterator[str]:
     from spmdtrain.lab.page.words import seconds
 
-    speed = found.speed
+    speed = compared.speed
     if speed is None:
         yield "not compared: too few steps"
         return
@@ -183,24 +185,24 @@ def _speed(found: "Compared") -> Iterator[str]:
     yield f"{who} {slower:.2f} times slower, {steps}: {why[speed.held]}"
 
 
-def _cause(found: "Compared") -> Iterator[str]:
-    if not found.causes:
+def _cause(compared: "Compared") -> Iterator[str]:
+    if not compared.causes:
         yield "none is needed: the runs are identical"
         return
-    first, others = found.causes[0], found.causes[1:]
-    line = MEANING[first.of].format(name=first.name, a=found.a, step=found.parting.first)
-    if found.verdict == "rounding":
+    first, others = compared.causes[0], compared.causes[1:]
+    line = MEANING[first.of].format(name=first.name, a=compared.a, step=compared.parting.first)
+    if compared.verdict == "rounding":
         line = f"{first.name}, by rounding alone"
-    elif _is_placement(found, first.name):
+    elif _is_placement(compared, first.name):
         line = f"{first.name}: the layout trains something else: spmdtrain certify CONFIG"
     yield line
     if others:
-        yield f"less likely: {_listed([each.name for each in others], ', ')}"
+        yield f"less likely: {_listed([cause.name for cause in others], ', ')}"
 
 
-def _is_placement(found: "Compared", name: str) -> bool:
-    kinds = {each.name: each.decides for each in found.settings}
-    return found.verdict == "differ" and kinds.get(name) == "placement"
+def _is_placement(compared: "Compared", name: str) -> bool:
+    kinds = {setting.name: setting.decides for setting in compared.settings}
+    return compared.verdict == "differ" and kinds.get(name) == "placement"
 
 
 MEANING: Mapping[str, str] = {
@@ -213,9 +215,9 @@ MEANING: Mapping[str, str] = {
 }
 
 
-def _listed(said: Sequence[str], between: str) -> str:
-    more = f"{between}and {len(said) - MOST} more" if len(said) > MOST else ""
-    return between.join(said[:MOST]) + more
+def _listed(items: Sequence[str], between: str) -> str:
+    more = f"{between}and {len(items) - MOST_LISTED} more" if len(items) > MOST_LISTED else ""
+    return between.join(items[:MOST_LISTED]) + more
 
 
 def _value(value: Any) -> str:

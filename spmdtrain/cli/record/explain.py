@@ -39,43 +39,43 @@ def run_explain(parsed: argparse.Namespace) -> int:
     with waiting(parsed, f"replaying {parsed.run}"):
         from spmdtrain.lab.replay.explain import explain
 
-        found = explain(parsed.run, parsed.step, make=parsed.make, own=parsed.own)
-    print(json.dumps(found.document()) if parsed.json else describe(found))
-    return UNEQUAL if found.cause == "machine" else DONE
+        explained = explain(parsed.run, parsed.step, make=parsed.make, own=parsed.own)
+    print(json.dumps(explained.document()) if parsed.json else describe(explained))
+    return UNEQUAL if explained.cause == "machine" else DONE
 
 
-def describe(found: "Explained") -> str:
-    """Returns the answer in words: how far the step stands out, each change, and the cause."""
-    seen = "unknown: too few steps before it"
-    if found.seen is not None:
-        seen = f"{found.seen:.1f} deviations above the steps before it"
-    lines = [f"step {found.step}: {seen}"]
+def describe(explained: "Explained") -> str:
+    """Describes the answer: how far the step stands out, each change, and the cause."""
+    distance = "unknown: too few steps before it"
+    if explained.seen is not None:
+        distance = f"{explained.seen:.1f} deviations above the steps before it"
+    lines = [f"step {explained.step}: {distance}"]
     lines += [
-        f"{name}: {'unknown' if left is None else f'{left:.1f} deviations'}"
-        for name, left in found.without.items()
+        f"{name}: {'unknown' if deviations is None else f'{deviations:.1f} deviations'}"
+        for name, deviations in explained.without.items()
     ]
-    if found.first is not None:
-        lines.append(found.first.describe())
-    if found.samples:
-        listed = ", ".join(f"{index}: {loss:.2f}" for index, loss in found.samples[:8])
+    if explained.first is not None:
+        lines.append(explained.first.describe())
+    if explained.samples:
+        listed = ", ".join(f"{index}: {loss:.2f}" for index, loss in explained.samples[:8])
         lines.append(
-            f"{len(found.samples)} samples are far from the rest ({listed}; typical "
-            f"{found.typical:.2f})"
+            f"{len(explained.samples)} samples are far from the rest ({listed}; typical "
+            f"{explained.typical:.2f})"
         )
-        beginnings = zip(found.samples[:4], found.texts, strict=False)
+        beginnings = zip(explained.samples[:4], explained.texts, strict=False)
         lines += [f"  sample {index}: {text}" for (index, _), text in beginnings]
-    lines.append(meaning(found).format(rate=found.rate, usual=found.usual))
+    lines.append(meaning(explained).format(rate=explained.rate, usual=explained.usual))
     return "\n".join(lines)
 
 
-def meaning(found: "Explained") -> str:
-    """Returns the cause in words, with places for `rate` and `usual`."""
-    if found.first is not None and found.first.step > found.step + 1:
+def meaning(explained: "Explained") -> str:
+    """Returns the text of the cause, with placeholders for `rate` and `usual`."""
+    if explained.first is not None and explained.first.step > explained.step + 1:
         return (
             "cause: the machine. The figures of this step are equal to the bit, and the run's "
             "state is not, some steps later"
         )
-    return MEANING[found.cause]
+    return MEANING[explained.cause]
 
 
 MEANING = {

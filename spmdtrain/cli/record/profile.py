@@ -53,46 +53,49 @@ def run_profile(parsed: argparse.Namespace) -> int:
         if not steps:
             what = f"{run} has no traced step"
             raise CheckpointError(what, fix="--steps 3, which takes some again")
-        found = [profile_of(run, step) for step in steps]
+        profiles = [profile_of(run, step) for step in steps]
     slower = _slower(run)
     if parsed.json:
-        print(json.dumps({"steps": [each.document() for each in found], "slower": slower}))
+        steps = [profile.document() for profile in profiles]
+        print(json.dumps({"steps": steps, "slower": slower}))
         return DONE
-    print("\n".join([*describe(middle_of(found)), *_others(found), *_said(slower)]))
+    lines = [*describe(middle_of(profiles)), *_others(profiles), *_alarm_lines(slower)]
+    print("\n".join(lines))
     return DONE
 
 
-def middle_of(found: list["StepProfile"]) -> "StepProfile":
+def middle_of(profiles: list["StepProfile"]) -> "StepProfile":
     """Returns the step of median length, which ignores a step that was disturbed."""
-    return sorted(found, key=lambda each: each.seconds)[len(found) // 2]
+    return sorted(profiles, key=lambda profile: profile.seconds)[len(profiles) // 2]
 
 
-def describe(found: "StepProfile") -> list[str]:
-    """Returns a profile as lines: sorts of work, parts, and the longest instructions."""
+def describe(profile: "StepProfile") -> list[str]:
+    """Describes a profile: sorts of work, parts, and the longest instructions."""
     from spmdtrain.lab.page.words import plural, seconds, share
 
     def table(title: str, rows: Mapping[str, float]) -> list[str]:
-        order = sorted(rows.items(), key=lambda each: -each[1])
+        order = sorted(rows.items(), key=lambda row: -row[1])
         return [title] + [
-            f"  {name:15}{seconds(took):>10}{share(took, found.seconds):>6}" for name, took in order
+            f"  {name:15}{seconds(took):>10}{share(took, profile.seconds):>6}"
+            for name, took in order
         ]
 
     lines = [
-        f"step {found.step}: {seconds(found.seconds)}, the mean over "
-        f"{plural(found.devices, 'device')}",
-        *table("by sort of work", found.sorts),
-        *table("by part", found.parts),
-        *_nameless(found.parts),
+        f"step {profile.step}: {seconds(profile.seconds)}, the mean over "
+        f"{plural(profile.devices, 'device')}",
+        *table("by sort of work", profile.sorts),
+        *table("by part", profile.parts),
+        *_nameless(profile.parts),
         "longest instructions",
     ]
-    for each in found.longest:
-        path = (
-            each.path if len(each.path) <= LONGEST_PATH else f"...{each.path[3 - LONGEST_PATH :]}"
-        )
-        times = f"{each.times:g} times"
+    for work in profile.longest:
+        path = work.path
+        if len(path) > LONGEST_PATH:
+            path = f"...{path[3 - LONGEST_PATH :]}"
+        times = f"{work.times:g} times"
         lines.append(
-            f"  {seconds(each.seconds):>10}{share(each.seconds, found.seconds):>6}  {each.part} "
-            f"{each.sort}, {times}: {each.name}  {path}"
+            f"  {seconds(work.seconds):>10}{share(work.seconds, profile.seconds):>6}  {work.part} "
+            f"{work.sort}, {times}: {work.name}  {path}"
         )
     return lines
 
@@ -110,32 +113,33 @@ def _nameless(parts: Mapping[str, float]) -> list[str]:
     ]
 
 
-def _others(found: list["StepProfile"]) -> list[str]:
+def _others(profiles: list["StepProfile"]) -> list[str]:
     from spmdtrain.lab.page.words import seconds
 
-    if len(found) == 1:
+    if len(profiles) == 1:
         return []
-    said = ", ".join(f"step {each.step} {seconds(each.seconds)}" for each in found)
-    return [f"of {len(found)} traced steps, the one of middle length: {said}"]
+    lengths = ", ".join(f"step {profile.step} {seconds(profile.seconds)}" for profile in profiles)
+    return [f"of {len(profiles)} traced steps, the one of middle length: {lengths}"]
 
 
 def _slower(run: Path) -> dict[str, Any] | None:
-    """Returns the alarm about a step time outside the run's usual range, with the component that a
-    trace blames; None if there is no alarm.
+    """Returns the alarm about a step time outside the run's usual range; None if there is none.
+
+    Its component is the one that a trace blames.
     """
     from spmdtrain.lab.page.cost.alarm import alarm
     from spmdtrain.lab.page.cost.waterfall import farthest_bound
     from spmdtrain.lab.page.read import RunReader
 
     read = RunReader(run).read()
-    found = alarm(read)
-    if found is None:
+    raised = alarm(read)
+    if raised is None:
         return None
-    bound = farthest_bound(read) if found.component == "step" else None
-    return found._asdict() | {"component": bound or found.component}
+    bound = farthest_bound(read) if raised.component == "step" else None
+    return raised._asdict() | {"component": bound or raised.component}
 
 
-def _said(slower: Mapping[str, Any] | None) -> list[str]:
+def _alarm_lines(slower: Mapping[str, Any] | None) -> list[str]:
     if slower is None:
         return []
     unit = "s a step" if slower["predicted"] is None else "times the predicted time"

@@ -54,7 +54,7 @@ def run_replay(parsed: argparse.Namespace) -> int:
     with waiting(parsed, f"replaying {parsed.run}"):
         from spmdtrain.lab.replay.replay import replay
 
-        found = replay(
+        replayed = replay(
             parsed.run,
             parsed.step,
             to=parsed.to,
@@ -62,15 +62,14 @@ def run_replay(parsed: argparse.Namespace) -> int:
             make=parsed.make,
             own=parsed.own,
         )
-    print(json.dumps(found.document()) if parsed.json else describe(found))
-    return DONE if found.equal else UNEQUAL
+    print(json.dumps(replayed.document()) if parsed.json else describe(replayed))
+    return DONE if replayed.equal else UNEQUAL
 
 
 def take_flags(run: Path, step: int) -> None:
-    """Sets XLA_FLAGS as the start of `step` had them, unless they are set; XLA reads them once.
+    """Sets XLA_FLAGS to those recorded for `step`, unless they are set; XLA reads them once.
 
-    A step that was taken on CPUs is taken again on CPUs. If the flags that are set are others, a
-    line says so.
+    A step that was computed on CPUs is repeated on CPUs. If other flags are set, a line says so.
     """
     start = read_start(run, step)
     if start is None:
@@ -78,34 +77,34 @@ def take_flags(run: Path, step: int) -> None:
     if start.get("platform") == "cpu":
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     recorded = flags_of(start)
-    given = os.environ.get("XLA_FLAGS")
-    if given is None:
+    typed = os.environ.get("XLA_FLAGS")
+    if typed is None:
         if recorded:
             os.environ["XLA_FLAGS"] = recorded
-    elif sorted(given.split()) != sorted(recorded.split()):
+    elif sorted(typed.split()) != sorted(recorded.split()):
         what = f"XLA_FLAGS are not those of the run, which had {recorded!r}: bits may differ"
         print(f"spmdtrain: {what}", file=sys.stderr)
 
 
-def describe(found: "Replayed") -> str:
-    """Returns the verdict of a replay in words, one or two lines."""
-    count = found.last - found.start
-    first, last = found.samples
+def describe(replayed: "Replayed") -> str:
+    """Describes the verdict of a replay, in one or two lines."""
+    count = replayed.last - replayed.start
+    first, last = replayed.samples
     steps = "1 step" if count == 1 else f"{count} steps"
-    where = f"checkpoint {found.start}" if found.start else "the start"
+    where = f"checkpoint {replayed.start}" if replayed.start else "the start"
     lines = [f"from {where}, {steps} again, samples {first} to {last}"]
-    if found.elsewhere:
-        apart = f"{found.apart:.1e} apart at most; rounding moves them by {found.limit:.1e}"
-        verdict = "within rounding" if found.equal else "beyond rounding"
+    if replayed.elsewhere:
+        apart = f"{replayed.apart:.1e} apart at most; rounding moves them by {replayed.limit:.1e}"
+        verdict = "within rounding" if replayed.equal else "beyond rounding"
         lines.append(f"on another mesh: {verdict}: figures {apart}")
-    elif found.equal:
+    elif replayed.equal:
         lines.append("every figure equal to the bit")
-    for step, (equal, of) in found.leaves.items():
+    for step, (equal, of) in replayed.leaves.items():
         lines.append(f"after step {step} {equal} of {of} leaves equal")
-    if found.first is not None:
-        lines.append(found.first.describe())
-    if found.twice is not None:
-        lines.append(_meaning(found.twice))
+    if replayed.first is not None:
+        lines.append(replayed.first.describe())
+    if replayed.twice is not None:
+        lines.append(_meaning(replayed.twice))
     return "\n".join(lines)
 
 

@@ -1,5 +1,5 @@
-"""`spmdtrain certify`: proves that every layout trains what one device trains, or names one that
-does not.
+"""`spmdtrain certify`: proves that every layout trains as one device does, or names one that does
+not.
 """
 
 import argparse
@@ -92,7 +92,7 @@ def add_certify(commands) -> None:
 
 
 def run_certify(parsed: argparse.Namespace) -> int:
-    """Writes and prints a certificate. Returns REFUSED if a layout trains something else."""
+    """Writes and prints a certificate. Returns REFUSED if a layout trains differently."""
     refuse_together(parsed, "only_asked", "layouts")
     if (parsed.hardware is None) != (parsed.devices is None):
         raise ConfigError("--hardware and --devices go together", fix="--hardware h100 --devices 8")
@@ -109,15 +109,15 @@ def run_certify(parsed: argparse.Namespace) -> int:
     from spmdtrain.lab.certify.certify import values
 
     older = None if parsed.against is None else against.read(Path(parsed.against))
-    found = _certified(parsed, config)
+    certificate = _certified(parsed, config)
     facts = facts_of(config)
-    answer = values(found) | {"not_proved": not_proved(found), "made_with": dict(facts)}
+    answer = values(certificate) | {"not_proved": not_proved(certificate), "made_with": dict(facts)}
     changed = [] if older is None else against.changes(older, answer)
     answer["changed"] = changed
-    page.write_text(as_page(found, name, facts), encoding="utf-8")
+    page.write_text(as_page(certificate, name, facts), encoding="utf-8")
     text = json.dumps(answer, indent=1)
     document.write_text(text + "\n", encoding="utf-8")
-    good = found.is_certified and not changed
+    good = certificate.is_certified and not changed
     if parsed.json:
         print(text)
     else:
@@ -125,18 +125,24 @@ def run_certify(parsed: argparse.Namespace) -> int:
             print(f"{'changed':<11} {line}")
         digest = hashlib.sha256(document.read_bytes()).hexdigest()[:8]
         verdict = "certified" if good else "refused"
-        why = "" if found.is_certified else f"{', '.join(found.wrong) or 'nothing was compared'}; "
-        print(f"{verdict:<11} {why}{found.seconds:.0f} s; {page}, {document} (sha256 {digest})")
+        why = (
+            ""
+            if certificate.is_certified
+            else f"{', '.join(certificate.wrong) or 'nothing was compared'}; "
+        )
+        print(
+            f"{verdict:<11} {why}{certificate.seconds:.0f} s; {page}, {document} (sha256 {digest})"
+        )
     return DONE if good else REFUSED
 
 
 def _start(parsed: argparse.Namespace) -> None:
-    """Starts jax with simulated devices, and keeps even short programs compiled between calls."""
+    """Starts jax with simulated devices, and caches even programs that compile quickly."""
     parsed.simulate_devices = SIMULATED
     parsed.coordinator = parsed.processes = parsed.process = None
-    given = os.environ.get("XLA_FLAGS", "")
-    if "xla_backend_optimization_level" not in given:
-        os.environ["XLA_FLAGS"] = f"{given} {CHEAPLY}".strip()
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_backend_optimization_level" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {CHEAPLY}".strip()
     start_jax(parsed, alone=True)
     import jax
 
@@ -155,7 +161,7 @@ def _certified(parsed: argparse.Namespace, config: "RunConfig") -> "Certificate"
     shrunk = shrink(config, as_is=parsed.as_is)
     say(f"{Path(parsed.config).stem} as {shrunk.words}")
     layouts = _layouts(parsed, config, shrunk)
-    found = certify(
+    certificate = certify(
         shrunk,
         layouts,
         steps=parsed.steps,
@@ -165,15 +171,15 @@ def _certified(parsed: argparse.Namespace, config: "RunConfig") -> "Certificate"
         first=parsed.first,
         say=say,
     )
-    asked = shrink(config, as_is=parsed.as_is, precision="asked")
-    against_float32(found, asked, own, say)
+    in_precision = shrink(config, as_is=parsed.as_is, precision="asked")
+    against_float32(certificate, in_precision, own, say)
     if parsed.precision == "asked":
-        in_asked_precision(found, asked, own, say)
+        in_asked_precision(certificate, in_precision, own, say)
     if parsed.hardware is not None:
         real = real_size(parsed.config, parsed.set, parsed.hardware, parsed.devices)
-        found.others += real
+        certificate.others += real
         say(told("compiled", real))
-    return found
+    return certificate
 
 
 def _layouts(
@@ -198,9 +204,9 @@ def _layouts(
 
 
 def facts_of(config: "RunConfig") -> list[tuple[str, str]]:
-    """Returns what a certificate was made with: versions, the machine, and a hash of the settings.
+    """Returns the facts behind a certificate: versions, the machine, and a hash of the settings.
 
-    The hash is of the resolved settings, without their origins.
+    The hash is that of the resolved settings, without their origins.
     """
     import platform
     from importlib.metadata import version

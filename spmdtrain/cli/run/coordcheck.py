@@ -40,11 +40,14 @@ def add_coordcheck(commands) -> None:
 
 def _widths(text: str) -> tuple[int, ...]:
     """Reads widths separated by commas."""
-    return tuple(positive_int(each) for each in text.split(","))
+    return tuple(positive_int(width) for width in text.split(","))
 
 
 def run_coordcheck(parsed: argparse.Namespace) -> int:
-    """Prints what some steps change in each width. Returns REFUSED if that depends on the width."""
+    """Prints how much some steps change the logits in each width.
+
+    Returns REFUSED if the change depends on the width.
+    """
     config = load(parsed.config, parsed.set)
     base = config.model.mup_base or config.model.embed
     widths = parsed.widths or tuple(base * times for times in TIMES)
@@ -57,39 +60,39 @@ def run_coordcheck(parsed: argparse.Namespace) -> int:
 
     def say(figures: "WidthFigures") -> None:
         if not parsed.json:
-            kinds = ", ".join(f"{kind} {each:.4g}" for kind, each in figures.by_kind.items())
+            kinds = ", ".join(f"{kind} {change:.4g}" for kind, change in figures.by_kind.items())
             print(
                 f"width {figures.embed:<6} logits change by {figures.change:.4g} "
                 f"({kinds}), loss {figures.loss:.4g}",
                 flush=True,
             )
 
-    found = coordinate_check(
+    check = coordinate_check(
         config, widths, parsed.steps, Own(make=parsed.make), jax.devices(), say
     )
-    print(json.dumps(_values(found)) if parsed.json else _verdict(config, found))
-    return DONE if found.is_good else REFUSED
+    print(json.dumps(_values(check)) if parsed.json else _verdict(config, check))
+    return DONE if check.is_good else REFUSED
 
 
-def _values(found: "CoordinateCheck") -> dict[str, Any]:
+def _values(check: "CoordinateCheck") -> dict[str, Any]:
     """Returns the values printed as JSON; a spread that is not finite is null."""
     from spmdtrain.lab.certify.widths import BOUND, BOUND_OF_KIND
 
     return {
         "widths": [
             {
-                "embed": each.embed,
-                "change": _finite(each.change),
-                "by_kind": {kind: _finite(x) for kind, x in each.by_kind.items()},
-                "loss": _finite(each.loss),
+                "embed": width.embed,
+                "change": _finite(width.change),
+                "by_kind": {kind: _finite(x) for kind, x in width.by_kind.items()},
+                "loss": _finite(width.loss),
             }
-            for each in found.widths
+            for width in check.widths
         ],
-        "spread": _finite(found.spread),
-        "spread_by_kind": {kind: _finite(x) for kind, x in found.spread_by_kind.items()},
+        "spread": _finite(check.spread),
+        "spread_by_kind": {kind: _finite(x) for kind, x in check.spread_by_kind.items()},
         "bound": BOUND,
         "bound_of_kind": BOUND_OF_KIND,
-        "good": found.is_good,
+        "good": check.is_good,
     }
 
 
@@ -97,16 +100,16 @@ def _finite(number: float) -> float | None:
     return number if abs(number) < float("inf") else None
 
 
-def _verdict(config: "RunConfig", found: "CoordinateCheck") -> str:
-    """Returns the spreads, and what they mean."""
+def _verdict(config: "RunConfig", check: "CoordinateCheck") -> str:
+    """Returns the spreads and the verdict."""
     from spmdtrain.lab.certify.widths import BOUND, BOUND_OF_KIND
 
-    kinds = ", ".join(f"{kind} {each:.3g}" for kind, each in found.spread_by_kind.items())
+    kinds = ", ".join(f"{kind} {spread:.3g}" for kind, spread in check.spread_by_kind.items())
     spread = (
-        f"spread       {found.spread:.3g}, at most {BOUND:g} "
+        f"spread       {check.spread:.3g}, at most {BOUND:g} "
         f"({kinds}; of matrices at most {BOUND_OF_KIND:g})"
     )
-    if found.is_good:
+    if check.is_good:
         return f"{spread}\ngood         the logits change alike in every width"
     why = "model.mup_base is not set" if config.model.mup_base is None else "a multiplier is wrong"
     return f"{spread}\nrefused      the change depends on the width: {why}, or widths are too small"

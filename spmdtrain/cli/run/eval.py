@@ -65,7 +65,7 @@ def run_eval(parsed: argparse.Namespace) -> int:
     with waiting(parsed, f"evaluating {parsed.run}"):
         from spmdtrain.inference.evaluate import evaluate
 
-        found = evaluate(
+        figures = evaluate(
             parsed.run,
             parsed.paths,
             field=parsed.field,
@@ -73,45 +73,45 @@ def run_eval(parsed: argparse.Namespace) -> int:
             **of_run(parsed),
         )
     if parsed.json:
-        print(json.dumps(found))
+        print(json.dumps(figures))
         return DONE
-    parts = [f"loss {found['loss']:.4f}"]
-    if found["perplexity"] is not None:
-        parts.append(f"perplexity {found['perplexity']:.4g}")
-    if found["bits_per_byte"] is not None:
-        parts.append(f"{found['bits_per_byte']:.4f} bits per byte")
-    unit = "pairs" if "pairs" in found else "tokens"
-    counted = f"{found[unit]:,} of {found[f'split_{unit}']:,} {unit}"
-    print(f"{'  '.join(parts)}  ({counted}, step {found['step']})")
-    for name, count in found.items():
+    parts = [f"loss {figures['loss']:.4f}"]
+    if figures["perplexity"] is not None:
+        parts.append(f"perplexity {figures['perplexity']:.4g}")
+    if figures["bits_per_byte"] is not None:
+        parts.append(f"{figures['bits_per_byte']:.4f} bits per byte")
+    unit = "pairs" if "pairs" in figures else "tokens"
+    counted = f"{figures[unit]:,} of {figures[f'split_{unit}']:,} {unit}"
+    print(f"{'  '.join(parts)}  ({counted}, step {figures['step']})")
+    for name, count in figures.items():
         word, slash, source = name.partition("/")
         if word == "tokens" and slash:
-            print(f"  {source}  {_source_loss(found, source)}  ({count:,} tokens)")
+            print(f"  {source}  {_source_loss(figures, source)}  ({count:,} tokens)")
     return DONE
 
 
-def _source_loss(found: dict, source: str) -> str:
+def _source_loss(figures: dict, source: str) -> str:
     """Describes the loss of one source of a mixture."""
-    if f"loss/{source}" not in found:
+    if f"loss/{source}" not in figures:
         return "no token with a loss"
-    text = f"loss {found[f'loss/{source}']:.4f}"
-    bits = found.get(f"bits_per_byte/{source}")
+    text = f"loss {figures[f'loss/{source}']:.4f}"
+    bits = figures.get(f"bits_per_byte/{source}")
     return text if bits is None else f"{text}  {bits:.4f} bits per byte"
 
 
 def _evaluate_tasks(parsed: argparse.Namespace) -> int:
     from spmdtrain.inference.harness import evaluate_tasks
 
-    found = evaluate_tasks(
+    by_task = evaluate_tasks(
         parsed.run,
         parsed.tasks.split(","),
         limit=parsed.limit,
         **of_run(parsed),
     )
     if parsed.json:
-        print(json.dumps(found, default=str))
+        print(json.dumps(by_task, default=str))
         return DONE
-    for task, figures in found.items():
+    for task, figures in by_task.items():
         for name, value in figures.items():
             if isinstance(value, float):
                 print(f"{task}  {name}  {value:.4f}")

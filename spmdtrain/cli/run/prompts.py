@@ -11,9 +11,9 @@ from typing import Any
 from spmdtrain.config import ConfigError
 from spmdtrain.config.named_file import read_named
 
-# Stands for the text of --chat: a conversation whose questions are lines of standard input.
+# In place of the text of --chat: a conversation whose questions are lines of standard input.
 TALK = object()
-MARK = "> "  # on a terminal, where a question is typed
+MARK = "> "  # the prompt on a terminal, before a question is typed
 LINES_OF_JSON = (".jsonl", ".ndjson")
 HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # of surrogates: not text
 
@@ -32,9 +32,9 @@ def read_prompts(parsed: argparse.Namespace) -> list[Prompt]:
 
 def check_alone(parsed: argparse.Namespace) -> None:
     """Raises ConfigError if options that exclude each other are given."""
-    given = [name for name in ("prompt", "prompts", "chat") if getattr(parsed, name) is not None]
-    if len(given) > 1:
-        raise ConfigError(f"--{given[0]} and --{given[1]} cannot go together", fix="one of them")
+    typed = [name for name in ("prompt", "prompts", "chat") if getattr(parsed, name) is not None]
+    if len(typed) > 1:
+        raise ConfigError(f"--{typed[0]} and --{typed[1]} cannot go together", fix="one of them")
 
 
 def questions() -> Iterator[str]:
@@ -57,8 +57,8 @@ def questions() -> Iterator[str]:
 
 def as_json(prompt: Prompt, text: str) -> str:
     """Returns the line of JSON with a prompt and the generated text."""
-    asked = {"prompt": prompt} if isinstance(prompt, str) else {"messages": prompt}
-    return json.dumps(asked | {"text": text})
+    question = {"prompt": prompt} if isinstance(prompt, str) else {"messages": prompt}
+    return json.dumps(question | {"text": text})
 
 
 def _of_file(name: str) -> list[Prompt]:
@@ -73,16 +73,16 @@ def _of_file(name: str) -> list[Prompt]:
     if path.suffix.lower() in LINES_OF_JSON:
         # Only a line break ends a line of JSON; a text may contain other separators.
         lines = enumerate(content.split("\n"), 1)
-        found: list[Prompt] = [
+        prompts: list[Prompt] = [
             _of_line(line, f"{path}:{number}") for number, line in lines if line.strip()
         ]
     else:
-        found = list(filter(str.strip, content.splitlines()))
-    if not found:
+        prompts = list(filter(str.strip, content.splitlines()))
+    if not prompts:
         raise ConfigError(f"--prompts {path} holds no prompt", fix="one prompt per line")
-    if len({type(prompt) for prompt in found}) > 1:
+    if len({type(prompt) for prompt in prompts}) > 1:
         raise ConfigError(f"--prompts {path} holds texts and messages", fix="a file for each")
-    return found
+    return prompts
 
 
 def _of_line(line: str, where: str) -> Prompt:
@@ -93,13 +93,13 @@ def _of_line(line: str, where: str) -> Prompt:
         raise ConfigError(f"--prompts {where} is not a line of JSON: {error}") from None
     if HALF_A_PAIR.search(written):
         raise ConfigError(f"--prompts {where} has half a surrogate pair", found=f"{line:.60}")
-    asked = row
+    prompt = row
     if isinstance(row, dict):
-        asked = row.get("prompt", row.get("messages"))
-    if isinstance(asked, str) and asked:
-        return asked
-    if isinstance(asked, list) and asked and all(isinstance(each, dict) for each in asked):
-        return asked
+        prompt = row.get("prompt", row.get("messages"))
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if isinstance(prompt, list) and prompt and all(isinstance(item, dict) for item in prompt):
+        return prompt
     raise ConfigError(
         f"--prompts {where} is not a prompt",
         found=f"{line:.60}",

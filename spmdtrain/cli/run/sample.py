@@ -154,7 +154,7 @@ def _talk(parsed: argparse.Namespace) -> int:
         )
     with chat:
         for question in questions():
-            asked = [*chat.messages, {"role": "user", "content": question}]
+            messages = [*chat.messages, {"role": "user", "content": question}]
             text = chat.ask(question)
-            print(as_json(asked, text) if parsed.json else text, flush=True)
+            print(as_json(messages, text) if parsed.json else text, flush=True)
     return DONE

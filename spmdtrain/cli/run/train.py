@@ -51,7 +51,7 @@ def add_train(commands) -> None:
 
 
 def run_train(parsed: argparse.Namespace) -> int:
-    """Trains or resumes a run. Returns PREEMPTED if it was asked to stop and has saved."""
+    """Trains or resumes a run. Returns PREEMPTED if a signal made it stop and save."""
     pulse.begin()
     handed_slots.take()
     config = load(parsed.config, parsed.set)
@@ -95,10 +95,10 @@ def _with_remedy(error: "OutOfMemoryError") -> "OutOfMemoryError":
         return error
     setup = error.setup
     sizes = dict(setup.mesh.shape)
-    found = cheapest_change(setup.config, sizes, error.available / error.needed)
-    if not found:
+    settings = cheapest_change(setup.config, sizes, error.available / error.needed)
+    if not settings:
         return error
-    return error.with_fix(" ".join(f"--set {setting}" for setting in found))
+    return error.with_fix(" ".join(f"--set {setting}" for setting in settings))
 
 
 def _prediction(config, name: str | None):
@@ -119,13 +119,13 @@ def _prediction(config, name: str | None):
     from spmdtrain.running.report.summary import Prediction
 
     try:
-        found = estimate(config, jax.device_count(), hardware(known))
+        cost = estimate(config, jax.device_count(), hardware(known))
     except UserError:
         if name:
             raise
-        return None  # nobody asked; the run itself reports what is wrong with it
-    time, memory = found.time, found.memory
+        return None  # no hardware was named; the run itself reports what is wrong
+    time, memory = cost.time, cost.memory
     parts = {term: time.scale * seconds for term, seconds in time.terms.items()}
     held = {name: count for name, count in memory.by_category().items() if name != "total"}
     bounds = {term: BOUND_BY[term] for term in parts}
-    return Prediction(found.hardware.name, time.seconds, memory.total, parts, held, bounds)
+    return Prediction(cost.hardware.name, time.seconds, memory.total, parts, held, bounds)
