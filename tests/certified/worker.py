@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> None:
     import spmdtrain
     from spmdtrain.config import load
     from spmdtrain.lab.certify.certify import certify, values
-    from spmdtrain.lab.certify.cover import cover, fitted, given
+    from spmdtrain.lab.certify.cover import cover, fitted, parse_layouts
     from spmdtrain.lab.certify.shrink import shrink
 
     parser = argparse.ArgumentParser()
@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> None:
     asked = parser.parse_args(arguments)
     config = load(BASE, asked.settings)
     shrunk = shrink(config, as_is=True)
-    layouts = [*fitted(cover(config), shrunk.config), *given(WITH_RULES)]
+    layouts = [*fitted(cover(config), shrunk.config), *parse_layouts(WITH_RULES)]
     layouts = [layout for layout in layouts if asked.among in layout.name]
     try:
         if asked.only_resume:
@@ -114,7 +114,7 @@ def drawn(
             "layout": " ".join(layout.settings),
             "verdict": found.verdict,
             "worst": min(found.ratios[0], 1e30) if found.ratios else None,
-            "first": str(found.first or found.said),
+            "first": str(found.first or found.details),
             "cpu_seconds": round(time.process_time() - start, 1),
         }
 

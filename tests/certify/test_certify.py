@@ -20,7 +20,7 @@ from spmdtrain.lab.certify.noise import Reference, make_reference
 from spmdtrain.lab.certify.shrink import Shrunk, shrink
 from spmdtrain.lab.certify.stepper import Own
 from spmdtrain.lab.certify.witnesses.mixing import APART, samples_apart
-from spmdtrain.lab.certify.witnesses.real_size import judged
+from spmdtrain.lab.certify.witnesses.real_size import judge
 from spmdtrain.lab.certify.witnesses.witness import Witness, witnesses
 from spmdtrain.models.layers.mlp import Mlp
 from spmdtrain.models.transformer import Transformer
@@ -55,7 +55,7 @@ def examined(name: str) -> Examined:
 @pytest.mark.parametrize("name", ["psum", "ppermute"])
 def test_a_healthy_layout_agrees(name):
     found = examined(name)
-    assert (found.verdict, found.said) == ("agrees", "")
+    assert (found.verdict, found.details) == ("agrees", "")
     assert len(found.ratios) > 100 and found.ratios[0] < 4
 
 
@@ -106,14 +106,14 @@ class Centred(Mlp):
 def test_a_model_that_mixes_samples_is_named_and_does_not_widen_the_floors():
     alone, over_data = (Layout((f"mesh.{axis}=2",), "given") for axis in ("tensor", "data"))
     healthy = samples_apart(reference(), [over_data])
-    assert (healthy.holds, healthy.said) == (True, "")
+    assert (healthy.holds, healthy.details) == (True, "")
     own = Own(make=partial(Transformer, mlp=Centred))
     mixing = make_reference(small().config, 1, own)
     said = samples_apart(mixing, [alone, over_data])
-    assert said.holds is False and "mixes the samples of a batch: in 4 microbatches" in said.said
+    assert said.holds is False and "mixes the samples of a batch: in 4 microbatches" in said.details
     assert samples_apart(mixing, [alone]).holds is None
     found = examine(mixing, over_data, own)
-    assert (found.verdict, found.said) == ("differs", "") and found.ratios[0] > 1000
+    assert (found.verdict, found.details) == ("differs", "") and found.ratios[0] > 1000
 
 
 def certificate(*layouts: Examined) -> Certificate:
@@ -156,12 +156,23 @@ def test_an_older_certificate_must_say_the_same(tmp_path):
     assert "from step 1 on" in line and name in line
 
 
+@pytest.mark.parametrize("name", against.RENAMED)
+def test_an_older_certificate_has_the_old_names_of_witnesses(name):
+    def of(name: str, holds: bool) -> dict:
+        nothing = {"layouts": [], "resume": [], "others": [], "reference": []}
+        return nothing | {"witnesses": [{"name": name, "holds": holds}]}
+
+    older, today = of(name, True), against.RENAMED[name]
+    assert against.changes(older, of(today, True)) == []
+    assert against.changes(older, of(today, False)) == [f"{today}: True before, False now"]
+
+
 def test_the_real_size_is_held_against_memory_and_theory():
     held = dict.fromkeys((each.name for each in fields(StepMemory)), 0) | {"argument_bytes": 60}
     compiled = {"memory": held, "traffic": [{"axis": "data", "bytes": 100.0}]}
-    fits, sends = judged({"compiled": compiled, "needed_traffic": {"data": 90.0}}, 80e0)
+    fits, sends = judge({"compiled": compiled, "needed_traffic": {"data": 90.0}}, 80e0)
     assert (fits.holds, sends.holds) == (True, True)
-    fits, sends = judged({"compiled": compiled, "needed_traffic": {"data": 50.0}}, 60e0)
+    fits, sends = judge({"compiled": compiled, "needed_traffic": {"data": 50.0}}, 60e0)
     assert (fits.holds, sends.holds) == (False, False)
 
 

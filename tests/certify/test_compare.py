@@ -13,9 +13,9 @@ from spmdtrain.lab.certify.compare import (
     Figures,
     Floors,
     differences,
-    farther,
     figures_of,
     first_of,
+    raised_floors,
     unequal,
 )
 from spmdtrain.train.compared.in_order import OPTIMIZER, WEIGHT, Leaf
@@ -35,7 +35,7 @@ def step(gradient=GRADIENTS, moved=-0.01, count=4, **numbers) -> Figures:
 def floors_of(*siblings: Figures) -> Floors:
     floors = Floors({}, {})
     for sibling in siblings:
-        floors = farther(floors, sibling, step())
+        floors = raised_floors(floors, sibling, step())
     return floors
 
 

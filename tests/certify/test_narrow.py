@@ -7,9 +7,9 @@ from helpers import MESHES, prepared
 from shares import rest
 
 from spmdtrain.config import load
-from spmdtrain.lab.certify.asked import against_float32
 from spmdtrain.lab.certify.certify import Certificate
 from spmdtrain.lab.certify.cover import Layout
+from spmdtrain.lab.certify.in_own_precision import add_narrow_gradients
 from spmdtrain.lab.certify.noise import Reference
 from spmdtrain.lab.certify.shrink import shrink
 from spmdtrain.lab.certify.stepper import Own
@@ -53,7 +53,7 @@ def witness(config: str, settings, layout, **more) -> Witness:
 @pytest.mark.parametrize(("config", "settings", "layout"), CASES)
 def test_a_narrow_gradient_is_that_of_float32(config, settings, layout):
     found = witness(config, settings, layout)
-    assert found.holds, found.said
+    assert found.holds, found.details
 
 
 @rest("half a minute; the tests of programs below see such sums without running them")
@@ -61,7 +61,7 @@ def test_a_narrow_gradient_is_that_of_float32(config, settings, layout):
 def test_so_it_is_of_64k_tokens_of_a_tiny_vocabulary():
     settings = (BFLOAT16, "model.layers=1", "model.vocab=8")
     found = witness("llama3_8b", settings, ONE_DEVICE, tokens=2**16)
-    assert found.holds, found.said
+    assert found.holds, found.details
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def narrow_everywhere(monkeypatch):
 def test_sums_in_16_bits_are_found_and_their_leaves_named():
     found = witness("quickstart", (BFLOAT16,), ONE_DEVICE)
     assert not found.holds
-    assert "tokens.table_ve is" in found.said
+    assert "tokens.table_ve is" in found.details
 
 
 @pytest.mark.long
@@ -87,7 +87,7 @@ def test_no_certificate_is_given_then():
     object.__setattr__(reference, "mixed", [])
     certificate = Certificate(shrink(asked), 2, reference, [], [])
     lines: list[str] = []
-    against_float32(certificate, shrink(asked, precision="asked"), Own(), lines.append)
+    add_narrow_gradients(certificate, shrink(asked, precision="asked"), Own(), lines.append)
     assert certificate.wrong == ["gradients in bfloat16 are those of float32 (one device)"]
     assert any("FAILS" in line for line in lines)
 

@@ -14,8 +14,8 @@ from spmdtrain.data.source import open_data
 from spmdtrain.lab.certify.cover import Layout
 from spmdtrain.lab.certify.shrink import shrink
 from spmdtrain.lab.certify.stepper import Own
-from spmdtrain.lab.certify.witnesses.followed import follow
-from spmdtrain.lab.certify.witnesses.resume import ALONE, SETTINGS, carried, with_settings
+from spmdtrain.lab.certify.witnesses.float64_adam import follow
+from spmdtrain.lab.certify.witnesses.resume import ALONE, SETTINGS, move_through, with_settings
 from spmdtrain.models.abstract import Parameter
 from spmdtrain.train.compared.in_order import STEP, Leaf, Plain, plain_state
 from spmdtrain.train.updates.shipped_optimizers import make_optimizer
@@ -41,7 +41,7 @@ def plain(small) -> Plain:
 
 
 def through(small, plain: Plain) -> str:
-    return carried(small, [ALONE, PADDED, ALONE], plain, Own())
+    return move_through(small, [ALONE, PADDED, ALONE], plain, Own())
 
 
 @pytest.mark.long

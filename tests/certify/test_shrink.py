@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh
 
 from spmdtrain.config import ConfigError, RunConfig, load
 from spmdtrain.config.schema import MeshConfig, PrecisionConfig
-from spmdtrain.lab.certify.cover import AXES, DEVICES, UNEVEN, Layout, cover, fitted, given
+from spmdtrain.lab.certify.cover import AXES, DEVICES, UNEVEN, Layout, cover, fitted, parse_layouts
 from spmdtrain.lab.certify.drawn import draw_layouts
 from spmdtrain.lab.certify.shrink import BATCH, LENGTH, shrink
 from spmdtrain.lab.certify.witnesses.resume import with_settings
@@ -186,7 +186,7 @@ def _uneven_file(layout: Layout) -> str:
 
 def test_a_layout_names_no_place_of_the_machine_that_chose_it(tmp_path, monkeypatch):
     assert not any("/" in text for layout in cover(RunConfig()) for text in layout.settings)
-    (layout,) = given([UNEVEN])
+    (layout,) = parse_layouts([UNEVEN])
     assert Path(_uneven_file(layout)).is_absolute()
     monkeypatch.chdir(tmp_path)
     Path("uneven.csv").write_text("one of the person's own")
@@ -208,7 +208,7 @@ def test_in_the_uneven_schedule_all_work_waits_and_every_kind_of_it_stands_still
 
 def test_in_the_uneven_schedule_a_stage_idles_beside_a_cotangent_that_nobody_needs():
     """A backward without work makes more than zeros of it only in a tick that runs the head."""
-    (layout,) = given([UNEVEN])
+    (layout,) = parse_layouts([UNEVEN])
     table = choose_table(_uneven_file(layout), 3, 2, BATCH // 2 // 4)
     leaves = table.leaving_microbatch[:-1] >= 0  # so its cotangent goes on, to the last stage
     head = table.head_microbatch[1:] >= 0
@@ -228,7 +228,9 @@ def test_drawn_layouts_are_the_same_for_a_seed_and_mostly_load():
 
 
 def test_a_file_of_layouts_is_one_a_line():
-    found = given(["mesh.data=2 mesh.tensor=4  # two axes", "", "# none", "train.remat=full"])
+    found = parse_layouts(
+        ["mesh.data=2 mesh.tensor=4  # two axes", "", "# none", "train.remat=full"]
+    )
     assert [layout.settings for layout in found] == [
         ("mesh.data=2", "mesh.tensor=4"),
         ("train.remat=full",),

@@ -136,7 +136,7 @@ def check_narrow(report: Report) -> None:
             report.refused.append(f"narrow gradients: {without_numbers(str(refused))}")
             return
         if not found.holds:
-            report.find("a gradient in 16 bits is not that of float32", layout.name, found.said)
+            report.find("a gradient in 16 bits is not that of float32", layout.name, found.details)
 
 
 # --- the four ends --------------------------------------------------------------------------------

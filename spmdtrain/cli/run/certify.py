@@ -150,8 +150,8 @@ def _start(parsed: argparse.Namespace) -> None:
 
 
 def _certified(parsed: argparse.Namespace, config: "RunConfig") -> "Certificate":
-    from spmdtrain.lab.certify.asked import against_float32, in_asked_precision
-    from spmdtrain.lab.certify.certify import certify, told
+    from spmdtrain.lab.certify.certify import certify, summary
+    from spmdtrain.lab.certify.in_own_precision import add_narrow_gradients, add_own_precision
     from spmdtrain.lab.certify.shrink import shrink
     from spmdtrain.lab.certify.stepper import Own
     from spmdtrain.lab.certify.witnesses.real_size import real_size
@@ -171,27 +171,27 @@ def _certified(parsed: argparse.Namespace, config: "RunConfig") -> "Certificate"
         first=parsed.first,
         say=say,
     )
-    in_precision = shrink(config, as_is=parsed.as_is, precision="asked")
-    against_float32(certificate, in_precision, own, say)
+    own_run = shrink(config, as_is=parsed.as_is, precision="asked")
+    add_narrow_gradients(certificate, own_run, own, say)
     if parsed.precision == "asked":
-        in_asked_precision(certificate, in_precision, own, say)
+        add_own_precision(certificate, own_run, own, say)
     if parsed.hardware is not None:
         real = real_size(parsed.config, parsed.set, parsed.hardware, parsed.devices)
         certificate.others += real
-        say(told("compiled", real))
+        say(summary("compiled", real))
     return certificate
 
 
 def _layouts(
     parsed: argparse.Namespace, config: "RunConfig", shrunk: "Shrunk"
 ) -> "Sequence[Layout]":
-    from spmdtrain.lab.certify.cover import cover, fitted, given
+    from spmdtrain.lab.certify.cover import cover, fitted, parse_layouts
 
     if parsed.layouts is None:
         layouts = fitted(cover(config, only_asked=parsed.only_asked), shrunk.config)
     else:
         try:
-            layouts = given(Path(parsed.layouts).read_text(encoding="utf-8").splitlines())
+            layouts = parse_layouts(Path(parsed.layouts).read_text(encoding="utf-8").splitlines())
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{parsed.layouts} cannot be read: {error}") from None
     if parsed.draw:

@@ -1,8 +1,8 @@
 """Compares a certificate with an older one: its verdicts, and what one device trains.
 
-An error that one device shares, such as a changed constant, shows in comparison with an older
-certificate of the same settings, whatever the version of jax: the floors of this certificate tell
-rounding from a change.
+An error that one device makes as well, such as a changed constant, shows up only against an older
+certificate of the same settings. That works across versions of jax, because the floors of this
+certificate tell rounding from a change.
 """
 
 import json
@@ -12,18 +12,25 @@ from typing import Any
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.lab.certify.compare import MARGIN, norm, rounding_of
 from spmdtrain.lab.certify.noise import Reference
+from spmdtrain.lab.certify.witnesses.mixing import APART
+from spmdtrain.lab.certify.witnesses.witness import MASKED
 
 # The second step starts from a state that was rounded differently.
 OF_STEPS = (MARGIN, 8 * MARGIN)
 PARTS = (("layouts", "verdict"), ("witnesses", "holds"), ("resume", "holds"), ("others", "holds"))
 NAMED = 3
+# Witnesses of older certificates under their present names.
+RENAMED = {
+    "a sample is the same whatever is beside it in the batch": APART,
+    "what is masked costs nothing": MASKED,
+}
 
 
 def reference_values(reference: Reference) -> list[dict[str, dict[str, float]]]:
-    """Returns the norms of the figures of the first steps on one device, and their floors."""
+    """Returns the norms and the floors of the figures of the first steps on one device."""
     import numpy as np
 
-    found = []
+    by_step = []
     steps = list(zip(reference.figures, reference.floors, strict=True))[: len(OF_STEPS)]
     for figures, floors in steps:
         norms = {str(leaf): norm(x) for leaf, x in figures.arrays.items()}
@@ -39,36 +46,37 @@ def reference_values(reference: Reference) -> list[dict[str, dict[str, float]]]:
         numbers = {f"number {name}": x for name, x in figures.numbers.items()}
         for name, x in figures.numbers.items():
             limits[f"number {name}"] = max(floors.numbers.get(name, 0.0), fine * abs(x))
-        found.append({"norms": norms | numbers, "floors": limits})
-    return found
+        by_step.append({"norms": norms | numbers, "floors": limits})
+    return by_step
 
 
 def read(path: Path) -> dict[str, Any]:
     """Returns an older certificate. Raises ConfigError for any other file."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        missing = [name for name, _ in PARTS if not isinstance(found[name], list)]
-        assert not missing and isinstance(found["reference"], list), missing
+        certificate = json.loads(path.read_text(encoding="utf-8"))
+        missing = [name for name, _ in PARTS if not isinstance(certificate[name], list)]
+        assert not missing and isinstance(certificate["reference"], list), missing
     except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
         what = f"{path} is not a certificate: {type(error).__name__} {error}"
         raise ConfigError(what, fix="the .json of one") from None
-    return found
+    return certificate
 
 
 def changes(older: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Returns the differences between a certificate and an older one, a line each."""
-    found = []
+    lines = []
     for part, verdict in PARTS:
-        after = {each["name"]: each[verdict] for each in now[part]}
-        for each in older[part]:
-            said = after.get(each["name"], "left out")
-            if said != each[verdict]:
-                found.append(f"{each['name']}: {each[verdict]} before, {said} now")
-    return [*found, *_trained(older, now)]
+        after = {result["name"]: result[verdict] for result in now[part]}
+        for before in older[part]:
+            name = RENAMED.get(before["name"], before["name"])
+            outcome = after.get(name, "left out")
+            if outcome != before[verdict]:
+                lines.append(f"{name}: {before[verdict]} before, {outcome} now")
+    return [*lines, *_trained(older, now)]
 
 
 def _trained(older: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Returns the figures that one device trains differently, step by step, largest first."""
+    """Returns a line about the first step that one device trains differently, if there is one."""
     for at, (before, after) in enumerate(zip(older["reference"], now["reference"], strict=False)):
         apart = {}
         for name, x in after["norms"].items():

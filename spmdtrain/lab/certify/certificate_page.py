@@ -38,28 +38,29 @@ svg path{vector-effect:non-scaling-stroke;fill:none}
 """
 
 
-def page(found: Certificate, name: str, facts: Sequence[tuple[str, str]]) -> str:
+def page(certificate: Certificate, name: str, facts: Sequence[tuple[str, str]]) -> str:
     """Returns the page. `name`: of the run; `facts`: rows of (what, value), versions and the like.
 
     Every text is escaped, because names come from files.
     """
-    verdict = "certified" if found.is_certified else "refused"
-    kind = "good" if found.is_certified else "bad"
-    figures = sum(len(each.ratios) for each in found.layouts)
+    verdict = "certified" if certificate.is_certified else "refused"
+    kind = "good" if certificate.is_certified else "bad"
+    figures = sum(len(examined.ratios) for examined in certificate.layouts)
     lead = (
-        f"{len(found.layouts)} layouts take {found.steps} steps from the states of one device; "
-        f"{figures:,} figures are compared. A dot right of the line at {MARGIN:g} is more than "
-        f"{MARGIN:g} times as far as rounding moves that figure. In small: {found.shrunk.words}."
+        f"{len(certificate.layouts)} layouts take {certificate.steps} steps from the states of one "
+        f"device; {figures:,} figures are compared. A dot right of the line at {MARGIN:g} is more "
+        f"than {MARGIN:g} times as far as rounding moves that figure. In small: "
+        f"{certificate.shrunk.words}."
     )
-    rows = "".join(_row(each) for each in found.layouts)
+    rows = "".join(_row(examined) for examined in certificate.layouts)
     parts = [
         f'<h1>{_text(name)}: <span class="{kind}">{verdict}</span></h1><p>{_text(lead)}</p>',
         f'<h2>Layouts</h2><div class="scroll"><table><thead><tr><th>layout</th><th>{_axis()}</th>'
         f"<th>verdict, and its worst figure</th></tr></thead><tbody>{rows}</tbody></table></div>",
-        _list("What one device may have wrong too", found.witnesses),
-        _list("Resuming", found.resume),
-        _list("Text and size", found.others),
-        _lost(found),
+        _list("What one device may have wrong too", certificate.witnesses),
+        _list("Resuming", certificate.resume),
+        _list("Text and size", certificate.others),
+        _lost(certificate),
         _facts(facts),
     ]
     return (
@@ -85,16 +86,16 @@ def _axis() -> str:
     return f'<div class="axis dim">{"".join(f"<span>{mark}</span>" for mark in marks)}</div>'
 
 
-def _strip(found: Examined) -> str:
+def _strip(examined: Examined) -> str:
     """Returns the dots of a layout; a dot for more figures is larger."""
-    counts = Counter(round(_place(ratio) / STEP) for ratio in found.ratios)
+    counts = Counter(round(_place(ratio) / STEP) for ratio in examined.ratios)
     dots = "".join(
         f'<path class="dot{" wrong" if at * STEP > _place(MARGIN) else ""}" '
         f'style="stroke-width:{min(3 + math.sqrt(count), 11):.1f}" d="M{at * STEP} 13h0.01"/>'
         for at, count in sorted(counts.items())
     )
-    worst = f"{found.ratios[0]:.2g}" if found.ratios else "none"
-    label = f"{len(found.ratios)} figures, the worst {worst} times what rounding does"
+    worst = f"{examined.ratios[0]:.2g}" if examined.ratios else "none"
+    label = f"{len(examined.ratios)} figures, the worst {worst} times what rounding does"
     return (
         f'<svg viewBox="0 0 {WIDE} 26" preserveAspectRatio="none" role="img" '
         f'aria-label="{_text(label)}"><path class="grid" d="M0 13H{WIDE}"/>'
@@ -102,46 +103,52 @@ def _strip(found: Examined) -> str:
     )
 
 
-def _row(found: Examined) -> str:
-    kind = {"agrees": "good", "differs": "bad", "broken": "bad"}.get(found.verdict, "dim")
-    said = found.said or (str(found.first) if found.first is not None else "")
-    if found.verdict == "differs":
-        said = f"{said}; {found.wrong} of {len(found.ratios)} figures differ"
-    if found.verdict == "agrees":
-        said = f"worst {found.ratios[0]:.1f} × rounding: {said}"
+def _row(examined: Examined) -> str:
+    kind = {"agrees": "good", "differs": "bad", "broken": "bad"}.get(examined.verdict, "dim")
+    text = examined.details or (str(examined.first) if examined.first is not None else "")
+    if examined.verdict == "differs":
+        text = f"{text}; {examined.wrong} of {len(examined.ratios)} figures differ"
+    if examined.verdict == "agrees":
+        text = f"worst {examined.ratios[0]:.1f} × rounding: {text}"
     return (
-        f'<tr><th scope="row">{_text(found.layout.name)}<div class="dim">{found.layout.why}, '
-        f"{_text(found.precision)}</div></th>"
-        f'<td class="strip">{_strip(found)}</td><td><b class="{kind}">{found.verdict}</b>'
-        f'<div class="dim">{_text(said)}</div></td></tr>'
+        f'<tr><th scope="row">{_text(examined.layout.name)}<div class="dim">{examined.layout.why}, '
+        f"{_text(examined.precision)}</div></th>"
+        f'<td class="strip">{_strip(examined)}</td><td><b class="{kind}">{examined.verdict}</b>'
+        f'<div class="dim">{_text(text)}</div></td></tr>'
     )
 
 
-def _list(title: str, found: Sequence[Witness]) -> str:
-    if not found:
+def _list(title: str, witnesses: Sequence[Witness]) -> str:
+    if not witnesses:
         return ""
     words = {True: ("good", "holds"), False: ("bad", "fails"), None: ("dim", "not asked")}
     items = "".join(
-        f'<li><span class="{words[each.holds][0]}">{words[each.holds][1]}</span>: '
-        f'{_text(each.name)} <span class="dim">{_text(each.said)}</span></li>'
-        for each in found
+        f'<li><span class="{words[witness.holds][0]}">{words[witness.holds][1]}</span>: '
+        f'{_text(witness.name)} <span class="dim">{_text(witness.details)}</span></li>'
+        for witness in witnesses
     )
     return f"<h2>{title}</h2><ul>{items}</ul>"
 
 
-def _lost(found: Certificate) -> str:
-    items = "".join(f"<li>{_text(each)}</li>" for each in not_proved(found))
+def _lost(certificate: Certificate) -> str:
+    items = "".join(f"<li>{_text(limit)}</li>" for limit in not_proved(certificate))
     return f"<h2>What this does not prove</h2><ul>{items}</ul>"
 
 
-def not_proved(found: Certificate) -> list[str]:
+def not_proved(certificate: Certificate) -> list[str]:
     """Returns the limits of the certificate, a line each."""
-    width = found.shrunk.config.model.embed
-    missed = [each.layout.name for each in found.layouts if each.verdict == "not reached"]
-    refused = [each.layout.name for each in found.layouts if each.verdict == "refused"]
+    width = certificate.shrunk.config.model.embed
+    missed = [
+        examined.layout.name
+        for examined in certificate.layouts
+        if examined.verdict == "not reached"
+    ]
+    refused = [
+        examined.layout.name for examined in certificate.layouts if examined.verdict == "refused"
+    ]
     lines = [
-        *found.shrunk.lost,
-        *found.unasked_mixing,
+        *certificate.shrunk.lost,
+        *certificate.mixing_remarks,
         *(f"{name}: the budget was used up" for name in missed),
         *(f"{name}: refused by the trainer itself" for name in refused),
         f"Kernels that are chosen by shape or for a GPU: this is width {width} on a CPU. "
@@ -151,7 +158,7 @@ def not_proved(found: Certificate) -> list[str]:
         "Other optimizers, losses and schedules than those of this run.",
         "That the settings train a good model.",
     ]
-    if all(each.precision == "float32" for each in found.layouts):
+    if all(examined.precision == "float32" for examined in certificate.layouts):
         lines.append("Layouts in the run's own precision: --precision asked compares them too.")
     return lines
 

@@ -29,16 +29,17 @@ from spmdtrain.lab.certify.witnesses.witness import Witness, witnesses
 
 Verdict = Literal["agrees", "differs", "broken", "refused", "not reached"]
 Say = Callable[[str], None]
-NAMED = 6  # differences that are kept of a layout, in addition to the first
+NAMED = 6  # differences that a layout records, in addition to the first
 
 
 @dataclass(frozen=True)
 class Examined:
     """A layout compared with the reference.
 
-    `ratios`: those of all figures, in floors, largest first. `first`: what differs first in the
-    order of the step, or else the figure with the largest ratio; `worst` has those with the
-    largest. `said`: why the layout is refused or broken. `precision`: float32, or asked.
+    `ratios` has the distance of every figure in floors, largest first, and `worst` the figures with
+    the largest. `first` is the figure that differs first within the step; if none does, the one
+    with the largest ratio. `details` says why the layout was refused, or how it broke. `precision`
+    is float32, or that of the run.
     """
 
     layout: Layout
@@ -47,7 +48,7 @@ class Examined:
     first: FigureApart | None = None
     worst: tuple[FigureApart, ...] = ()
     wrong: int = 0
-    said: str = ""
+    details: str = ""
     seconds: float = 0.0
     precision: str = "float32"
 
@@ -71,24 +72,24 @@ class Certificate:
 
     @property
     def wrong(self) -> list[str]:
-        """The failures, a line each; empty if the run is certified."""
-        found = [each.layout.name for each in self.layouts if each.is_wrong]
-        kept = (*self.witnesses, *self.resume, *self.others)
-        return found + [each.name for each in kept if each.holds is False]
+        """The names of the layouts and witnesses that fail; empty if the run is certified."""
+        wrong = [examined.layout.name for examined in self.layouts if examined.is_wrong]
+        all_witnesses = (*self.witnesses, *self.resume, *self.others)
+        return wrong + [witness.name for witness in all_witnesses if witness.holds is False]
 
     @property
-    def unasked_mixing(self) -> list[str]:
-        """The remark that the model mixes samples, if no layout here cuts the batch."""
-        kept = (each for each in self.witnesses if each.name == APART)
-        return [each.said for each in kept if each.holds is None]
+    def mixing_remarks(self) -> list[str]:
+        """The remark that the model mixes samples, if no layout cuts the batch."""
+        mixing = (witness for witness in self.witnesses if witness.name == APART)
+        return [witness.details for witness in mixing if witness.holds is None]
 
     @property
     def is_certified(self) -> bool:
         """True if nothing is wrong, and at least one layout was compared."""
-        return not self.wrong and any(each.verdict == "agrees" for each in self.layouts)
+        return not self.wrong and any(examined.verdict == "agrees" for examined in self.layouts)
 
 
-def certify(  # noqa: PLR0913 - what is asked of a certificate
+def certify(  # noqa: PLR0913 - the options of a certificate
     shrunk: Shrunk,
     layouts: Sequence[Layout],
     *,
@@ -101,48 +102,47 @@ def certify(  # noqa: PLR0913 - what is asked of a certificate
 ) -> Certificate:
     """Returns the certificate of a shrunk run on these layouts.
 
-    `budget`: seconds after which no further layout begins. `first`: no further layout begins after
-    one that is wrong. `own`: what replaces settings. `say` gets a line for each part when it is
-    done. Raises UserError if the run does not train on one device, or if there are not enough
-    devices.
+    No layout is started after `budget` seconds, nor, with `first`, after one that is wrong. `own`
+    holds the parts that replace settings. `say` is called with a line as soon as a part is done.
+    Raises UserError if the run does not train on one device, or if there are too few devices.
     """
     start = time.monotonic()
     own = own or Own()
     _check_devices(layouts)
     reference = make_reference(shrunk.config, max(steps, 2), own)
-    least, most = reference.spread()
+    smallest, largest = reference.spread()
     siblings = 4 if reference.mixes_samples else 5
     say(
         f"reference   one device, {len(reference.figures)} steps, {reference.leaves} figures; "
-        f"rounding moves one by {least:.0e} to {most:.0e} of its size ({siblings} siblings)"
+        f"rounding moves one by {smallest:.0e} to {largest:.0e} of its size ({siblings} siblings)"
     )
-    found = Certificate(shrunk, len(reference.figures), reference, [], [])
-    found.witnesses = [samples_apart(reference, layouts), *witnesses(reference, own)]
-    say(told("witnesses", found.witnesses))
-    for line in found.unasked_mixing:
+    certificate = Certificate(shrunk, len(reference.figures), reference, [], [])
+    certificate.witnesses = [samples_apart(reference, layouts), *witnesses(reference, own)]
+    say(summary("witnesses", certificate.witnesses))
+    for line in certificate.mixing_remarks:
         say(f"{'':<11} {line}")
     for number, layout in enumerate(layouts):
-        if time.monotonic() - start > budget or (first and found.wrong):
-            found.layouts.append(Examined(layout, "not reached"))
+        if time.monotonic() - start > budget or (first and certificate.wrong):
+            certificate.layouts.append(Examined(layout, "not reached"))
             continue
-        found.layouts.append(examine(reference, layout, own))
-        say(line_of(number + 1, len(layouts), found.layouts[-1]))
-    resume = resume and not (first and found.wrong)
-    agreed = [each.layout for each in found.layouts if each.verdict == "agrees"]
+        certificate.layouts.append(examine(reference, layout, own))
+        say(line_of(number + 1, len(layouts), certificate.layouts[-1]))
+    resume = resume and not (first and certificate.wrong)
+    agreed = [examined.layout for examined in certificate.layouts if examined.verdict == "agrees"]
     if resume and agreed:
-        found.resume = resumed(shrunk.config, agreed, reference.states[-1], own)
-        say(told("resume", found.resume))
-    found.seconds = time.monotonic() - start
-    return found
+        certificate.resume = resumed(shrunk.config, agreed, reference.states[-1], own)
+        say(summary("resume", certificate.resume))
+    certificate.seconds = time.monotonic() - start
+    return certificate
 
 
 def _check_devices(layouts: Sequence[Layout]) -> None:
-    most = max((layout.devices for layout in layouts), default=DEVICES)
-    if jax.device_count() < most:
+    needed = max((layout.devices for layout in layouts), default=DEVICES)
+    if jax.device_count() < needed:
         raise ConfigError(
-            f"the layouts take {most} devices",
+            f"the layouts take {needed} devices",
             found=f"{jax.device_count()}",
-            fix=f"--simulate-devices {most}",
+            fix=f"--simulate-devices {needed}",
         )
 
 
@@ -150,18 +150,18 @@ def examine(reference: Reference, layout: Layout, own: Own) -> Examined:
     """Compares a layout with the reference, step by step from the reference's own states."""
     start = time.monotonic()
     try:
-        found = _compared(reference, layout, own)
+        compared = _compared(reference, layout, own)
     except UserError as error:
-        return Examined(layout, "refused", said=str(error), seconds=time.monotonic() - start)
-    except Exception as error:  # any error of a broken layout is what we look for
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        return Examined(layout, "broken", said=said, seconds=time.monotonic() - start)
-    wrong = [each for each in found if each.is_wrong]
-    largest = sorted(found, key=lambda each: -each.ratio)
+        return Examined(layout, "refused", details=str(error), seconds=time.monotonic() - start)
+    except Exception as error:  # whatever breaks a layout is a result
+        message = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        return Examined(layout, "broken", details=message, seconds=time.monotonic() - start)
+    wrong = [figure for figure in compared if figure.is_wrong]
+    largest = sorted(compared, key=lambda figure: -figure.ratio)
     return Examined(
         layout,
         "differs" if wrong else "agrees",
-        [each.ratio for each in largest],
+        [figure.ratio for figure in largest],
         first_of(wrong) if wrong else largest[0],
         tuple(largest[:NAMED]),
         len(wrong),
@@ -178,71 +178,79 @@ def _compared(reference: Reference, layout: Layout, own: Own) -> list[FigureApar
         for leaf, x in begun.items()
         if leaf not in want or not np.array_equal(x, want[leaf])
     )
-    found = unequal(0, INITIAL, unlike)
+    figures_apart = unequal(0, INITIAL, unlike)
     with stepper.batches() as ahead:
         for step, figures in enumerate(reference.figures):
             batch = next(ahead)
             if hash_of(stepper.setup, batch) != reference.hashes[step]:
-                found += unequal(step, BATCH, ["samples"])
+                figures_apart += unequal(step, BATCH, ["samples"])
             _, got = stepper.take(reference.states[step], batch)
-            found += differences(step, got, figures, reference.floors[step])
-    return found
+            figures_apart += differences(step, got, figures, reference.floors[step])
+    return figures_apart
 
 
-def line_of(number: int, count: int, found: Examined) -> str:
+def line_of(number: int, count: int, examined: Examined) -> str:
     place = f"{number:>2} of {count}"
-    head = f"{place:<9} {found.layout.name:<58} {found.layout.why:<14}"
-    if found.verdict == "agrees":
-        worst = f"worst {found.ratios[0]:.1f} x rounding"
-        return f"{head} agrees   {len(found.ratios)} figures, {worst}   {found.seconds:.1f} s"
-    if found.first is not None:
-        said = f"{found.first}; {found.wrong} of {len(found.ratios)} figures differ"
-        return f"{head} DIFFERS  {said}"
-    return f"{head} {found.verdict}  {found.said}"
+    head = f"{place:<9} {examined.layout.name:<58} {examined.layout.why:<14}"
+    if examined.verdict == "agrees":
+        worst = f"worst {examined.ratios[0]:.1f} x rounding"
+        return f"{head} agrees   {len(examined.ratios)} figures, {worst}   {examined.seconds:.1f} s"
+    if examined.first is not None:
+        details = f"{examined.first}; {examined.wrong} of {len(examined.ratios)} figures differ"
+        return f"{head} DIFFERS  {details}"
+    return f"{head} {examined.verdict}  {examined.details}"
 
 
-def told(what: str, found: Sequence[Witness]) -> str:
-    """Returns a line about some witnesses, and one more for each that fails."""
-    asked = [each for each in found if each.holds is not None]
-    holding = [each for each in asked if each.holds]
-    skipped = len(found) - len(asked)
+def summary(what: str, witnesses: Sequence[Witness]) -> str:
+    """Returns a line that counts the witnesses that hold, and one more for each that fails."""
+    applying = [witness for witness in witnesses if witness.holds is not None]
+    holding = [witness for witness in applying if witness.holds]
+    skipped = len(witnesses) - len(applying)
     rest = f" ({skipped} do not apply)" if skipped else ""
-    lines = [f"{what:<11} {len(holding)} of {len(asked)} hold{rest}"]
-    lines += [f"{'':<11} FAILS: {each.name}: {each.said}" for each in asked if not each.holds]
+    lines = [f"{what:<11} {len(holding)} of {len(applying)} hold{rest}"]
+    lines += [
+        f"{'':<11} FAILS: {witness.name}: {witness.details}"
+        for witness in applying
+        if not witness.holds
+    ]
     return "\n".join(lines)
 
 
-def values(found: Certificate) -> dict[str, Any]:
+def values(certificate: Certificate) -> dict[str, Any]:
     """Returns the figures of a certificate as plain JSON values."""
     return {
-        "certified": found.is_certified,
-        "wrong": found.wrong,
-        "steps": found.steps,
-        "model": found.shrunk.words,
-        "layouts": [_layout_values(each) for each in found.layouts],
-        "witnesses": [vars(each) for each in found.witnesses],
-        "resume": [vars(each) for each in found.resume],
-        "others": [vars(each) for each in found.others],
-        "reference": reference_values(found.reference),
-        "not_tested": list(found.shrunk.lost),
-        "seconds": round(found.seconds, 1),
+        "certified": certificate.is_certified,
+        "wrong": certificate.wrong,
+        "steps": certificate.steps,
+        "model": certificate.shrunk.words,
+        "layouts": [_layout_values(examined) for examined in certificate.layouts],
+        "witnesses": [_witness_values(witness) for witness in certificate.witnesses],
+        "resume": [_witness_values(witness) for witness in certificate.resume],
+        "others": [_witness_values(witness) for witness in certificate.others],
+        "reference": reference_values(certificate.reference),
+        "not_tested": list(certificate.shrunk.lost),
+        "seconds": round(certificate.seconds, 1),
     }
 
 
-def _layout_values(found: Examined) -> dict[str, Any]:
+def _layout_values(examined: Examined) -> dict[str, Any]:
     return {
-        "name": found.layout.name,
-        "settings": list(found.layout.settings),
-        "why": found.layout.why,
-        "verdict": found.verdict,
-        "precision": found.precision,
-        "figures": len(found.ratios),
-        "worst": _finite(found.ratios[0]) if found.ratios else None,
-        "wrong": found.wrong,
-        "first": str(found.first) if found.first is not None else "",
-        "said": found.said,
-        "seconds": round(found.seconds, 1),
+        "name": examined.layout.name,
+        "settings": list(examined.layout.settings),
+        "why": examined.layout.why,
+        "verdict": examined.verdict,
+        "precision": examined.precision,
+        "figures": len(examined.ratios),
+        "worst": _finite(examined.ratios[0]) if examined.ratios else None,
+        "wrong": examined.wrong,
+        "first": str(examined.first) if examined.first is not None else "",
+        "said": examined.details,
+        "seconds": round(examined.seconds, 1),
     }
+
+
+def _witness_values(witness: Witness) -> dict[str, Any]:
+    return {"name": witness.name, "holds": witness.holds, "said": witness.details}
 
 
 def _finite(ratio: float) -> float:

@@ -1,13 +1,12 @@
-"""Chooses the layouts that a certificate covers: first those that the run asks for, with each axis
-shortened, then some in which every pair of axes meets.
+"""Chooses the layouts of a certificate: those of the run, smaller, and every pair of axes.
 
-A ring of two is its own mirror: data sent round it in the wrong direction arrives in the right
-place. So each axis that is longer in the real run, and each other axis that passes data round a
-ring, occurs once with 4 devices.
+A ring of two devices is its own mirror image: data sent round it the wrong way still arrives in the
+right place. So each axis that is longer in the real run occurs once with 4 devices, and so does
+each other axis that passes data round a ring.
 
-In the schedules that are built here nearly all stages work whenever one does, and little waits. In
-that of uneven.csv activations, cotangents and deferred weight gradients wait, and stages idle
-between their forwards, their backwards and their weight gradients.
+In the built-in schedules nearly all stages work whenever one does, and little has to wait. In that
+of uneven.csv activations, cotangents and deferred weight gradients wait, and stages idle between
+their forwards, their backwards and their weight gradients.
 """
 
 import itertools
@@ -27,14 +26,14 @@ STREAM = "rules.activations.stream_time=context,tensor"
 COLLECTIVE = ("mesh.collective_matmul=true", STREAM)
 UNEVEN = "pipeline.schedule=uneven.csv"  # the file beside this one, wherever it is installed
 WHOLE_HEADS = tuple(
-    f"rules.{each}="
-    for each in ("parameters.kv_heads", "activations.kv_heads", "activations.heads")
+    f"rules.{rule}="
+    for rule in ("parameters.kv_heads", "activations.kv_heads", "activations.heads")
 )
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout by its settings. `why`: as asked, ring of 4, pairs of axes, drawn or given."""
+    """A layout as settings, and why: as configured, ring of 4, pairs of axes, drawn, given."""
 
     settings: tuple[str, ...]
     why: str
@@ -50,8 +49,8 @@ class Layout:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """The settings as this machine can apply them, with the path of the schedule beside this
-        file unless the working directory has one of its name.
+        """The settings as this machine can apply them: uneven.csv is the one installed here, unless
+        the working directory has a file of that name.
         """
         key, _, name = UNEVEN.partition("=")
         here = Path(__file__).with_name(name)
@@ -106,35 +105,35 @@ def _spoken(text: str) -> str:
 
 
 def cover(config: RunConfig, *, only_asked: bool = False) -> list[Layout]:
-    """Returns the layouts of a run, the most telling ones first.
+    """Returns the layouts to try for the real run `config`, the most revealing ones first.
 
-    `config`: the real run. `only_asked`: only the axes that it uses.
+    With `only_asked`, only the axes that it uses.
     """
-    asked = [axis for axis, size in config.mesh.sizes.items() if size != 1]
-    found = [*_as_configured(config, asked), *_rings(config, asked)]
-    if not only_asked or not found:
-        found += list(_pairs(config))
+    axes = [axis for axis, size in config.mesh.sizes.items() if size != 1]
+    layouts = [*_as_configured(config, axes), *_rings(config, axes)]
+    if not only_asked or not layouts:
+        layouts += list(_pairs(config))
     if config.model.multi_token is not None:
-        found = [layout for layout in found if not layout.has_stages]
+        layouts = [layout for layout in layouts if not layout.has_stages]
     if config.precision.scaling == "delayed":
-        found = [each for each in found if not each.has_stages and not each.has_pieces]
-    seen: dict[tuple[str, ...], Layout] = {}
-    for layout in found:
-        seen.setdefault(tuple(sorted(layout.settings)), layout)
-    return list(seen.values())
+        layouts = [layout for layout in layouts if not layout.has_stages and not layout.has_pieces]
+    by_settings: dict[tuple[str, ...], Layout] = {}
+    for layout in layouts:
+        by_settings.setdefault(tuple(sorted(layout.settings)), layout)
+    return list(by_settings.values())
 
 
-def _as_configured(config: RunConfig, asked: list[str]) -> Iterator[Layout]:
-    """Yields the asked axes with 2 devices each; three at a time, so that every pair meets."""
-    most = int(math.log2(DEVICES))
-    groups = [tuple(asked)] if len(asked) <= most else _triples(asked, most)
+def _as_configured(config: RunConfig, axes: list[str]) -> Iterator[Layout]:
+    """Yields the run's axes with 2 devices each, three at a time, so that every pair meets."""
+    group_size = int(math.log2(DEVICES))
+    groups = [tuple(axes)] if len(axes) <= group_size else _triples(axes, group_size)
     for group in groups:
         if group:
             yield Layout(_settings(config, dict.fromkeys(group, 2)), "as configured")
 
 
 def _triples(axes: list[str], size: int) -> list[tuple[str, ...]]:
-    """Returns few groups of axes, chosen greedily, such that every pair is in one."""
+    """Returns a small set of groups of axes, chosen greedily, that together contain every pair."""
     missing = set(itertools.combinations(axes, 2))
     groups = []
     while missing:
@@ -147,43 +146,41 @@ def _triples(axes: list[str], size: int) -> list[tuple[str, ...]]:
     return groups
 
 
-def _rings(config: RunConfig, asked: list[str]) -> Iterator[Layout]:
-    """Yields a layout for each axis of more than 2: 4 devices along it, and 2 along another axis of
-    the run.
-    """
-    for axis in asked:
+def _rings(config: RunConfig, axes: list[str]) -> Iterator[Layout]:
+    """Yields a layout for each axis longer than 2: 4 devices along it, 2 along another axis."""
+    for axis in axes:
         if config.mesh.sizes[axis] in (1, 2):
             continue
-        others = [each for each in asked if each != axis]
+        others = [other for other in axes if other != axis]
         beside = others[-1] if others else ("data" if axis != "data" else "tensor")
-        sizes = {each: {axis: 4, beside: 2}[each] for each in AXES if each in (axis, beside)}
+        sizes = {name: {axis: 4, beside: 2}[name] for name in AXES if name in (axis, beside)}
         yield Layout(_settings(config, sizes), "ring of 4")
 
 
 def _settings(config: RunConfig, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns a layout with this mesh, and the run's own choices that fit it."""
+    """Returns the settings of a layout with this mesh, and those of the run that fit it."""
     stages = sizes.get("pipeline", 1)
     train, pipeline = config.train, config.pipeline
-    found = [f"mesh.{axis}={size}" for axis, size in sizes.items()]
+    settings = [f"mesh.{axis}={size}" for axis, size in sizes.items()]
     shards = batch_shards(dict.fromkeys(AXES, 1) | dict(sizes))
     if train.microbatch or stages > 1:
-        found.append(f"train.microbatch={_microbatch(shards, stages)}")
+        settings.append(f"train.microbatch={_microbatch(shards, stages)}")
     if train.zero:
-        found.append("train.zero=1")
+        settings.append("train.zero=1")
     schedule = "1f1b" if pipeline.is_file else pipeline.schedule
     if stages > 1:
-        found.append(f"pipeline.schedule={schedule}")
+        settings.append(f"pipeline.schedule={schedule}")
         if pipeline.chunks > 1:
-            found.append("pipeline.chunks=2")
+            settings.append("pipeline.chunks=2")
     if train.remat != "none" and not (stages > 1 and schedule == "zero_bubble"):
-        found.append(f"train.remat={train.remat}")
+        settings.append(f"train.remat={train.remat}")
     if config.mesh.collective_matmul and sizes.get("tensor", 1) > 1:
-        found += COLLECTIVE
-    return tuple(found)
+        settings += COLLECTIVE
+    return tuple(settings)
 
 
 def _microbatch(shards: int, stages: int) -> int:
-    """Returns the largest microbatch that leaves several, a multiple of the stages if it can."""
+    """Returns the largest microbatch that makes several; if possible, a multiple of the stages."""
     here = BATCH // shards
     sizes = [size for size in range(here, 0, -1) if here % size == 0 and here // size > 1]
     fitting = [size for size in sizes if here // size % stages == 0]
@@ -191,16 +188,19 @@ def _microbatch(shards: int, stages: int) -> int:
 
 
 def _pairs(config: RunConfig) -> Iterator[Layout]:
-    """Yields a fixed set of layouts in which every pair of axes meets, and every schedule and remat
-    occurs.
+    """Yields a fixed set of layouts with every pair of axes, every schedule and every remat.
 
-    So do all ways of attention over `context`, if the run leaves the choice.
+    If the run leaves the choice, every method of attention over `context` occurs as well.
     """
     is_free = config.model.context_attention == "auto"
-    for found in (*(text.split() for text in _FIXED), [*_UNEVEN.split(), UNEVEN]):
+    for settings in (*(text.split() for text in _FIXED), [*_UNEVEN.split(), UNEVEN]):
         if not is_free:
-            found = [each for each in found if not each.startswith("model.context_attention=")]
-        yield Layout(tuple(found), "pairs of axes")
+            settings = [
+                setting
+                for setting in settings
+                if not setting.startswith("model.context_attention=")
+            ]
+        yield Layout(tuple(settings), "pairs of axes")
 
 
 _FIXED = (
@@ -222,11 +222,11 @@ _UNEVEN = "mesh.pipeline=3 mesh.fsdp=2 train.microbatch=4 pipeline.chunks=2"
 
 
 def fitted(layouts: Sequence[Layout], small: RunConfig) -> list[Layout]:
-    """Returns the layouts with heads left whole if `tensor` does not divide those of the keys.
+    """Returns the layouts, with whole heads wherever `tensor` does not divide the key heads.
 
-    A model that is certified as it is may have fewer of them than the ring has devices. Its other
-    weights are still split over the ring. Layouts with a rule of their own for heads stay.
-    `small`: the run that is certified, on one device.
+    A model certified as it is may have fewer key heads than `tensor` has devices; its other weights
+    are still split. Layouts that set a rule for heads stay as they are. `small` is the certified
+    run, on one device.
     """
 
     def fits(layout: Layout) -> bool:
@@ -240,9 +240,7 @@ def fitted(layouts: Sequence[Layout], small: RunConfig) -> list[Layout]:
     ]
 
 
-def given(lines: Iterable[str]) -> list[Layout]:
-    """Returns the layouts of a file, one per line: settings separated by blanks. # begins a
-    comment.
-    """
+def parse_layouts(lines: Iterable[str]) -> list[Layout]:
+    """Returns the layouts of a file: one per line, settings separated by spaces, # for comments."""
     texts = (line.partition("#")[0].split() for line in lines)
     return [Layout(tuple(text), "given") for text in texts if text]

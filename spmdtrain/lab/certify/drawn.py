@@ -1,6 +1,6 @@
-"""Draws layouts at random: mesh, rules, schedule and microbatch, as far as they fit together.
+"""Draws random layouts, with a mesh, rules, a schedule and a microbatch that fit together.
 
-What fits is not known exactly: the trainer may still refuse a drawn layout in one line.
+The check is not complete: the trainer may still refuse a drawn layout in one line.
 """
 
 import math
@@ -27,14 +27,14 @@ def draw_layouts(small: RunConfig, count: int, seed: int = 0) -> list[Layout]:
 
     `small`: the shrunk run (shrink.py), on one device.
     """
-    found: dict[tuple[str, ...], Layout] = {}
+    layouts: dict[tuple[str, ...], Layout] = {}
     number = 0
-    while len(found) < count:
+    while len(layouts) < count:
         drawn = random.Random(f"layout {seed} {number}")
         number += 1
         (layout,) = fitted([draw_layout(drawn, small)], small)
-        found.setdefault(layout.settings, layout)
-    return list(found.values())
+        layouts.setdefault(layout.settings, layout)
+    return list(layouts.values())
 
 
 def draw_layout(random: random.Random, small: RunConfig) -> Layout:
@@ -72,17 +72,17 @@ def _draw_mesh(random: random.Random, small: RunConfig) -> dict[str, int]:
 
 
 def _draw_turns(random: random.Random, small: RunConfig, mesh: Mapping[str, int]) -> list[str]:
-    """Returns microbatch, remat, schedule and chunks, which only fit together."""
+    """Returns microbatch, remat, schedule and chunks, which have to be drawn together."""
     here = small.train.global_batch // batch_shards(mesh)
     stages = mesh["pipeline"]
     microbatch = random.choice([size for size in range(1, here + 1) if here % size == 0])
-    found = [f"train.microbatch={microbatch}"]
+    settings = [f"train.microbatch={microbatch}"]
     remat = random.choice(REMAT)
     if stages > 1:
         turns = here // microbatch
         even = turns % stages == 0
-        schedule = random.choice([each for each in SCHEDULES if even or each in ONE_CHUNK])
+        schedule = random.choice([name for name in SCHEDULES if even or name in ONE_CHUNK])
         chunks = 1 if schedule in ONE_CHUNK else random.choice((1, 2))
-        found += [f"pipeline.schedule={schedule}", f"pipeline.chunks={chunks}"]
+        settings += [f"pipeline.schedule={schedule}", f"pipeline.chunks={chunks}"]
         remat = "none" if schedule == "zero_bubble" else remat
-    return [*found, f"train.remat={remat}"]
+    return [*settings, f"train.remat={remat}"]

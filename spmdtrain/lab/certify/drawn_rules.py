@@ -38,8 +38,8 @@ def draw_rules(
 ) -> Values:
     """Returns `rules.*` settings for a mesh, at random.
 
-    Names that do not divide by default are kept whole first of all. `unchecked`: dims need not
-    divide, for tests of refusals.
+    Dims that the default rules do not divide become whole first. With `unchecked` dims need not
+    divide: tests of refusals want that.
     """
     sizes = sizes_of(config)
     drawn: Values = {}
@@ -81,7 +81,7 @@ def _one_table(
     mesh: Mapping[str, int],
     unchecked: bool,
 ) -> Table:
-    """Returns overrides of one table. Logical axes that the model lacks are left alone."""
+    """Returns overrides of one table, of the logical axes that the model has."""
     base = {name: axes for name, axes in base.items() if name in sizes}
     whole = {name: () for name in base if not divides(sizes[name], base[name], mesh)}
     whole.pop("batch", None)
@@ -93,18 +93,16 @@ def _one_table(
     drawn = [name for name in base if name not in NEVER_DRAWN and random.random() < share]
     table = {**base, **whole, **dict.fromkeys(drawn, ())}
     for name in random.sample(drawn, len(drawn)):
-        most = random.choice((0, 1, 2, 3, 3))
+        limit = random.choice((0, 1, 2, 3, 3))
         for axis in _axes(random, mesh):
             longer = {**table, name: (*table[name], axis)}
-            if len(longer[name]) <= most and legal(longer, tensors, sizes, mesh):
+            if len(longer[name]) <= limit and legal(longer, tensors, sizes, mesh):
                 table = longer
     return {name: table[name] for name in {**whole, **dict.fromkeys(drawn)}}
 
 
 def _axes(random: random.Random, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the mesh axes that a rule may name, in any order; mostly ones that split
-    something.
-    """
+    """Returns the mesh axes that a rule may name, shuffled; mostly those that split something."""
     named = [axis for axis in mesh if axis not in NEVER]
     if random.random() > 0.1:
         named = [axis for axis in named if mesh[axis] > 1]

@@ -1,14 +1,13 @@
-"""Makes the reference: some steps on one device, and how far rounding alone moves each of their
-figures.
+"""Makes the reference: a few steps on one device, with the rounding error of each of their figures.
 
-Five siblings repeat each step, from the same state except for rounding: three with every weight
-rounded differently, one with the batch in reverse, one with the batch in more microbatches. A
-constant tolerance would not do: leaves differ in how much of them is rounding. The gradient of a
-key's bias, whose exact value is 0, is nothing but rounding.
+Five siblings repeat each step from the same state up to rounding: three with every weight rounded
+differently, one with the batch reversed, one with the batch cut into more microbatches. A constant
+tolerance would not do, because leaves differ in how much of them is rounding: the gradient of a
+key's bias is exactly 0, so whatever is computed for it is rounding alone.
 
-A model that mixes the samples of a microbatch, as by subtracting their mean, trains something else
-in more microbatches. That sibling then lies far outside the other four, and does not count: its
-distance is no rounding, and a floor as wide as that would hide any mistake of a layout.
+A model that couples the samples of a microbatch, say by subtracting their mean, computes something
+else in more microbatches. That sibling is then far from the other four and is left out: its
+distance is not rounding, and so high a floor would hide any error of a layout.
 """
 
 from dataclasses import dataclass
@@ -24,10 +23,10 @@ from spmdtrain.lab.certify.compare import (
     Figures,
     Floors,
     differences,
-    farther,
     first_of,
     is_floating,
     norm,
+    raised_floors,
     rounding_of,
 )
 from spmdtrain.lab.certify.stepper import HostBatch, Own, Stepper, hash_of
@@ -35,8 +34,9 @@ from spmdtrain.train.compared.in_order import WEIGHT, Plain
 
 ROUNDED = (1, 2, 3)  # seeds of the siblings whose weights are rounded differently
 MICROBATCHES = 4  # of the sibling that cuts the batch, if it divides
-# Floors of the other siblings beyond which the one that cuts the batch trains something else;
-# measured: 3 at most for models that do not mix samples, 8e5 for one that subtracts their mean.
+# Distance, in floors of the other siblings, from which the sibling that cuts the batch counts as
+# another model. Measured: at most 3 for models that do not mix samples, 8e5 for one that subtracts
+# their mean.
 MIXED = 8 * MARGIN
 
 
@@ -59,7 +59,7 @@ class Reference:
 
     @property
     def mixes_samples(self) -> bool:
-        """True if a sample has another gradient among other samples of its microbatch."""
+        """True if the gradient of a sample depends on the others in its microbatch."""
         return bool(self.mixed)
 
     @property
@@ -69,7 +69,7 @@ class Reference:
         return len(first.arrays) + len(first.whole) + len(first.numbers)
 
     def spread(self) -> tuple[float, float]:
-        """Returns the least and the largest relative floor of a leaf that is not all zeros."""
+        """Returns the smallest and the largest relative floor of leaves that are not all zeros."""
         shares = [
             floor / norm(figures.arrays[leaf])
             for figures, floors in zip(self.figures, self.floors, strict=True)
@@ -82,7 +82,7 @@ class Reference:
 def make_reference(config: RunConfig, steps: int, own: Own) -> Reference:
     """Returns the reference of a run whose mesh is one device.
 
-    Raises ConfigError if a figure of it is not a number: nothing can be compared with that.
+    Raises ConfigError if one of its figures is not finite: nothing can be compared with that.
     """
     device = jax.devices()[:1]
     stepper = Stepper(config, device, own)
@@ -115,15 +115,15 @@ def _take_one(made: Reference, batch: HostBatch, cutting: Stepper, rounding: flo
     floors = Floors({}, {})
     for seed in ROUNDED:
         _, got = made.stepper.take(rounded_otherwise(before, rounding, seed), batch)
-        floors = farther(floors, got, figures)
+        floors = raised_floors(floors, got, figures)
     _, got = made.stepper.take(before, {name: x[:, ::-1] for name, x in batch.items()})
-    floors = farther(floors, got, figures)
+    floors = raised_floors(floors, got, figures)
     _, got = cutting.take(before, cutting.cut(batch))
     apart = differences(len(made.figures), got, figures, floors)
-    if mixed := [each for each in apart if not each.ratio <= MIXED]:
+    if mixed := [figure for figure in apart if not figure.ratio <= MIXED]:
         made.mixed.append(first_of(mixed))
     else:
-        floors = farther(floors, got, figures)
+        floors = raised_floors(floors, got, figures)
     made.batches.append(batch)
     made.states.append(after)
     made.figures.append(figures)
@@ -132,7 +132,7 @@ def _take_one(made: Reference, batch: HostBatch, cutting: Stepper, rounding: flo
 
 
 def rounded_otherwise(plain: Plain, rounding: float, seed: int) -> Plain:
-    """Returns a state whose weights are slightly larger or smaller, by twice the rounding."""
+    """Returns a state with every weight moved up or down at random by twice its rounding error."""
     random = np.random.default_rng(seed)
 
     def moved(x: np.ndarray) -> np.ndarray:

@@ -1,8 +1,8 @@
 """Shrinks a run for its certificate: the same blocks, rules and loss with small widths.
 
-A pure function of the settings. It keeps what decides which code runs (kinds of blocks, patterns
-over the layers, ratios of heads, biases, tying, packing, dropout, the loss, the optimizer and its
-groups, sharding rules), and shrinks what only decides how long it runs. Whatever shrinking loses is
+A pure function of the settings. Settings that decide which code runs stay (kinds of blocks,
+patterns over the layers, ratios of heads, biases, tying, packing, dropout, the loss, the optimizer
+and its groups, sharding rules); those that only decide how long it runs shrink. What this loses is
 listed, so that a certificate can say what it does not prove.
 """
 
@@ -34,7 +34,7 @@ FLOAT32 = {
 
 @dataclass(frozen=True)
 class Shrunk:
-    """A shrunk run, on one device. `lost`: the parts of the real run that it does not test."""
+    """A shrunk run on one device. `lost` lists the parts of the real run that it does not test."""
 
     config: RunConfig
     lost: tuple[str, ...]
@@ -53,8 +53,8 @@ class Shrunk:
 def shrink(config: RunConfig, *, as_is: bool = False, precision: str = "float32") -> Shrunk:
     """Returns the shrunk run. `as_is` keeps the model and the sequences unchanged.
 
-    `precision`: float32, or asked, which keeps the run's own. Raises ConfigError for what cannot be
-    certified, and if the small settings do not fit together.
+    `precision` is "float32", or "asked" for the run's own. Raises ConfigError for a run that cannot
+    be certified, and if the small settings do not fit together.
     """
     if config.train.learns_pairs:
         raise ConfigError(
@@ -102,7 +102,7 @@ def shrink(config: RunConfig, *, as_is: bool = False, precision: str = "float32"
 
 
 def _train(config: RunConfig) -> dict[str, Any]:
-    """Returns [train] for one device: layouts decide how a batch is cut and what is recomputed."""
+    """Returns [train] for one device; layouts set microbatches, recomputation and ZeRO."""
     return {
         "steps": STEPS,
         "epochs": None,
@@ -134,16 +134,18 @@ def _data(config: RunConfig, lost: list[str]) -> dict[str, Any]:
 
 
 def _own(config: RunConfig, lost: list[str]) -> dict[str, Any]:
-    """Returns [own] without the data, and without sinks and hooks, which compute nothing."""
+    """Returns [own] without data, and without sinks and hooks, which do not affect training."""
     if config.own.data is not None:
         lost.append(f"the data of own.data={config.own.data}: certified on synthetic ones")
-    kept = {name: getattr(config.own, name) for name in ("optimizer", "learning_rate", "loss")}
-    arguments = {part: each for part, each in config.own.arguments.items() if kept.get(part)}
-    return kept | {"arguments": arguments}
+    parts = {name: getattr(config.own, name) for name in ("optimizer", "learning_rate", "loss")}
+    arguments = {
+        part: settings for part, settings in config.own.arguments.items() if parts.get(part)
+    }
+    return parts | {"arguments": arguments}
 
 
 def _model(config: RunConfig, lost: list[str]) -> dict[str, Any]:
-    """Returns the settings of [model] that shrink."""
+    """Returns the settings of [model] that become smaller."""
     model = config.model
     ratio = model.heads // model.kv_heads
     shared = model.kv_heads == 1 and model.heads > 1
@@ -180,16 +182,16 @@ def _model(config: RunConfig, lost: list[str]) -> dict[str, Any]:
 
 
 def _width(config: RunConfig) -> int:
-    """Returns the smallest width of a head in which an even number of channels is rotated."""
+    """Returns the smallest head width that leaves an even number of rotated channels."""
     share = config.model.rope_share
     widths = (WIDTH * n for n in (1, 2, 4, 8))
     return next((w for w in widths if int(w * share) and int(w * share) % 2 == 0), 8 * WIDTH)
 
 
 def _layers(config: RunConfig, lost: list[str]) -> int:
-    """Returns two layers a stage and chunk, one less if the real count does not divide either.
+    """Returns four layers, or three if the real stages and chunks are uneven or one.
 
-    A pattern over the layers is kept whole if it fits.
+    A pattern over the layers stays whole if it fits.
     """
     model = config.model
     places = max(config.mesh.pipeline, 1) * config.pipeline.chunks
@@ -214,11 +216,11 @@ def _ffn(config: RunConfig, embed: int) -> int | None:
 def _experts(config: RunConfig, embed: int, lost: list[str]) -> dict[str, Any]:
     """Returns the shrunk settings of [model.experts]: 8 experts, or 2 in each of 4 groups."""
     experts = config.model.experts
-    assert experts is not None, "the caller has looked"
+    assert experts is not None, "the caller checks"
     groups = min(experts.groups, 4)
-    kept = max(min(experts.groups_kept, groups), 1)
+    groups_kept = max(min(experts.groups_kept, groups), 1)
     if experts.groups_kept < experts.groups:
-        kept = min(kept, groups - 1)
+        groups_kept = min(groups_kept, groups - 1)
     if experts.balance_over != "sequence":
         lost.append("a balance over the microbatch, which is another in each layout: by sequence")
     ffn = max(8, round(experts.ffn / config.model.embed * embed / 8) * 8)
@@ -227,7 +229,7 @@ def _experts(config: RunConfig, embed: int, lost: list[str]) -> dict[str, Any]:
         "chosen": min(experts.chosen, 2),
         "ffn": ffn if experts.is_given("ffn") else None,
         "groups": groups,
-        "groups_kept": kept if experts.is_given("groups_kept") else None,
+        "groups_kept": groups_kept if experts.is_given("groups_kept") else None,
         "first_dense": min(experts.first_dense, 1),
         "every": min(experts.every, 2),
         "balance_over": "sequence",
@@ -235,22 +237,22 @@ def _experts(config: RunConfig, embed: int, lost: list[str]) -> dict[str, Any]:
 
 
 def _latent(config: RunConfig) -> dict[str, Any]:
-    """Returns the shrunk settings of [model.latent]: all of its widths differ."""
+    """Returns the shrunk settings of [model.latent], with a different value for each width."""
     latent = config.model.latent
-    assert latent is not None, "the caller has looked"
+    assert latent is not None, "the caller checks"
     sizes = {"rank": 2 * WIDTH, "plain_dim": WIDTH, "rope_dim": WIDTH // 2, "value_dim": WIDTH - 2}
     return sizes | {"query_rank": 3 * WIDTH if latent.query_rank else None}
 
 
 def _vocab(config: RunConfig) -> int:
-    """Returns a vocabulary that a mesh divides if the real one is divided by its mesh."""
+    """Returns a vocabulary that meshes divide if the real mesh divides the real one."""
     mesh, vocab = config.mesh, config.model.vocab
     ways = abs(mesh.tensor) * abs(mesh.pipeline)
     return WHOLE_VOCAB if vocab and ways > 1 and vocab % ways == 0 else UNEVEN_VOCAB
 
 
 def _windows(config: RunConfig, lost: list[str]) -> tuple[int, ...]:
-    """Returns the windows scaled like the sequences; one that never binds still does not."""
+    """Returns the windows, scaled like the sequences; one as long as a sequence stays so."""
     length = config.train.sequence_length
 
     def small(window: int) -> int:

@@ -1,4 +1,4 @@
-"""Takes steps of a run in one layout, each from a given plain state."""
+"""Takes single steps of a run in one layout, each from a plain state."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ HostBatch = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Own:
-    """The parts that a caller gives in place of the settings, as `shard` takes them."""
+    """The parts that a caller passes instead of settings, as `shard` takes them."""
 
     make: MakeModel | str | None = None
     optimizer: Any = None
@@ -35,7 +35,7 @@ class Own:
     loss: Any = None
 
     def replaces(self, part: Literal["optimizer", "learning_rate"], config: RunConfig) -> bool:
-        """Returns True if the caller, or [own] of the config, gives this part."""
+        """Returns True if the caller or [own] of the config provides this part."""
         return getattr(self, part) is not None or getattr(config.own, part) is not None
 
     def shard(self, config: RunConfig, devices: Sequence[jax.Device]) -> Setup:
@@ -51,7 +51,7 @@ class Own:
 
 
 class Stepper:
-    """A run in one layout, whose watched step is compiled once."""
+    """A run in one layout. Its step, which also returns gradients and updates, is compiled once."""
 
     def __init__(self, config: RunConfig, devices: Sequence[jax.Device], own: Own):
         config, self.data = open_data(config)
@@ -85,24 +85,24 @@ class Stepper:
             yield ({name: np.asarray(x) for name, x in batch.items()} for batch in ahead)
 
     def cut(self, batch: Mapping[str, np.ndarray]) -> HostBatch:
-        """Returns a batch of another layout, cut into microbatches as in this one."""
+        """Returns the batch of another layout, reshaped to the microbatches of this one."""
         return {name: x.reshape(self.setup.batch[name].shape) for name, x in batch.items()}
 
 
 def in_data_order(setup: Setup, batch: HostBatch) -> HostBatch:
-    """Returns a batch with its tokens in the order of the data, as on one device."""
+    """Returns a batch with its tokens in their original order, as on one device."""
     ways = setup.context_method.zigzag
     if ways == 1:
         return batch
     back = np.argsort(zigzag_order(batch["tokens"].shape[-1], ways))
-    kept = dict(batch)
+    without_order = dict(batch)
     if setup.config.data.packing == "stream":
-        del kept["positions"]  # it only describes the order
-    return reordered(kept, back)
+        del without_order["positions"]  # it only describes the order
+    return reordered(without_order, back)
 
 
 def hash_of(setup: Setup, batch: HostBatch) -> str:
-    """Returns a hash of a batch of this setup that does not depend on its layout."""
+    """Returns a hash of a batch that is the same in every layout."""
     rows = in_data_order(setup, batch)
     numbers = rows["sample"].ravel()
     order = np.argsort(numbers, kind="stable")

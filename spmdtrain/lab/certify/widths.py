@@ -1,8 +1,8 @@
 """Runs the coordinate check: does a model learn at the same pace in every width?
 
-A few steps change the logits of some fixed sequences. With muP (arXiv:2203.03466, appendix D.1)
-that change has the same size in all widths; otherwise it grows or shrinks with the width, and the
-best learning rate moves with it.
+A few steps of training change the logits of some fixed sequences. With muP (arXiv:2203.03466,
+appendix D.1) that change is as large in all widths; without it the change grows or shrinks with the
+width, and the best learning rate moves with it.
 """
 
 import math
@@ -34,11 +34,11 @@ SEQUENCES = 16  # sequences whose logits are compared
 
 @dataclass(frozen=True)
 class WidthFigures:
-    """The effect of some steps on a model of one width.
+    """The effect of a few steps on a model of one width.
 
     `change` is the standard deviation of the change of the logits; `by_kind` is that of the part
-    which is lost if the parameters of one kind are reset to their initial values. `loss`: that of
-    the last step.
+    that disappears when the parameters of one kind are reset to their initial values. `loss` is
+    that of the last step.
     """
 
     embed: int
@@ -56,13 +56,13 @@ class CoordinateCheck:
     @property
     def spread(self) -> float:
         """The largest change of the logits over the smallest; infinite if it is not finite."""
-        return _spread([each.change for each in self.widths])
+        return _spread([figures.change for figures in self.widths])
 
     @property
     def spread_by_kind(self) -> dict[str, float]:
         """The same for each kind of parameter alone."""
         return {
-            kind: _spread([each.by_kind[kind] for each in self.widths])
+            kind: _spread([figures.by_kind[kind] for figures in self.widths])
             for kind in self.widths[0].by_kind
         }
 
@@ -70,19 +70,19 @@ class CoordinateCheck:
     def is_good(self) -> bool:
         """True if neither the change of the logits nor that of matrices depends on the width.
 
-        Kinds that contribute little vary by themselves and do not count: vectors, and kinds below
+        Kinds that contribute little are too noisy to be judged: vectors, and kinds below
         LEAST_SHARE.
         """
         kinds = self.spread_by_kind.items()
         judged = [spread for kind, spread in kinds if kind != "vector" and self._counts(kind)]
-        return self.spread <= BOUND and all(each <= BOUND_OF_KIND for each in judged)
+        return self.spread <= BOUND and all(spread <= BOUND_OF_KIND for spread in judged)
 
     def _counts(self, kind: str) -> bool:
-        return all(each.by_kind[kind] >= LEAST_SHARE * each.change for each in self.widths)
+        return all(figures.by_kind[kind] >= LEAST_SHARE * figures.change for figures in self.widths)
 
 
 def _spread(changes: Sequence[float]) -> float:
-    if not all(math.isfinite(each) and each > 0 for each in changes):
+    if not all(math.isfinite(change) and change > 0 for change in changes):
         return math.inf
     return max(changes) / min(changes)
 
@@ -95,25 +95,25 @@ def coordinate_check(
     devices: Sequence[jax.Device],
     say: Callable[[WidthFigures], None] = lambda _: None,
 ) -> CoordinateCheck:
-    """Takes some steps of the run in each width, and compares what they do to the logits.
+    """Takes a few steps of the run in each width, and compares how far the logits move.
 
     Raises ConfigError if a width does not fit the other settings.
     """
     embeds = sorted(set(widths))
     if len(embeds) < 2:
         raise ConfigError("the widths to compare are fewer than two", fix="--widths 64,128,256")
-    found = []
+    by_width = []
     for embed in embeds:
         figures = after_steps(at_width(config, embed, steps), own, devices)
         say(figures)
-        found.append(figures)
-    return CoordinateCheck(tuple(found))
+        by_width.append(figures)
+    return CoordinateCheck(tuple(by_width))
 
 
 def at_width(config: RunConfig, embed: int, steps: int) -> RunConfig:
-    """Returns the run in another width, for some steps at its highest learning rate.
+    """Returns the run in another width, for a few steps at its highest learning rate.
 
-    `ffn` grows with it, as does the number of heads if `head_dim` is set, or else their size.
+    `ffn` scales with it, and so does the number of heads if `head_dim` is set, or else their size.
     """
     values = config.as_given()
     model, times = values["model"], embed / config.model.embed
@@ -133,7 +133,7 @@ def at_width(config: RunConfig, embed: int, steps: int) -> RunConfig:
 
 
 def _grown(name: str, size: int | None, times: float) -> int | None:
-    """Returns a size in another width. Raises ConfigError if it is not whole there."""
+    """Returns a size in another width. Raises ConfigError if it is not an integer there."""
     if size is None:
         return None
     if not (size * times).is_integer():
@@ -144,7 +144,7 @@ def _grown(name: str, size: int | None, times: float) -> int | None:
 
 
 def after_steps(config: RunConfig, own: Own, devices: Sequence[jax.Device]) -> WidthFigures:
-    """Takes the steps of a run, and returns their effect."""
+    """Trains for the steps of a run, and returns their effect."""
     config, data = open_data(config)
     setup = own.shard(config, devices)
     state = init_state(setup)
@@ -170,7 +170,7 @@ def after_steps(config: RunConfig, own: Own, devices: Sequence[jax.Device]) -> W
 
 
 def _of_kind(weights: Mapping[str, np.ndarray], kinds: Mapping[str, Kind], kind: Kind) -> Weights:
-    return {path: weights[path] for path, each in kinds.items() if each == kind}
+    return {path: weights[path] for path, kind_of_path in kinds.items() if kind_of_path == kind}
 
 
 def _change(after: np.ndarray, before: np.ndarray) -> float:
@@ -178,7 +178,7 @@ def _change(after: np.ndarray, before: np.ndarray) -> float:
 
 
 def _make_logits(config: RunConfig, own: Own, data: Data) -> Callable[[Weights], np.ndarray]:
-    """Returns `logits(weights)` on one device, of sequences that follow those of the steps."""
+    """Returns `logits(weights)` on one device, for sequences after those of the steps."""
     one = {"mesh": MeshConfig(), "pipeline": PipelineConfig()}
     train = config.train.model_copy(update={"microbatch": None, "zero": 0})
     alone = own.shard(config.model_copy(update=one | {"train": train}), jax.local_devices()[:1])

@@ -1,1 +1,1 @@
-"""Checks invariants of a run that need no second layout to compare with. Start with witness.py."""
+"""Checks invariants of a run that need no second layout. Start with witness.py."""

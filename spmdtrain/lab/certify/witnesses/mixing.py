@@ -1,7 +1,7 @@
-"""Says whether the samples of a microbatch are trained on independently of each other.
+"""Checks whether the samples of a microbatch are trained on independently of each other.
 
-Layouts decide which samples meet in a microbatch on a device. A model in which they have to do with
-each other, as by a mean over the batch, is another model in each layout that cuts the batch.
+Layouts decide which samples share a microbatch on a device. A model that couples samples, as a mean
+over the batch does, computes something different under each split of the batch.
 """
 
 from collections.abc import Sequence
@@ -10,21 +10,21 @@ from spmdtrain.lab.certify.cover import Layout
 from spmdtrain.lab.certify.noise import Reference
 from spmdtrain.lab.certify.witnesses.witness import Witness
 
-APART = "a sample is the same whatever is beside it in the batch"
+APART = "a sample does not depend on the others in its batch"
 
 
 def samples_apart(reference: Reference, layouts: Sequence[Layout]) -> Witness:
     """Returns the witness that the model does not mix the samples of a batch.
 
-    A model that does is refused if one of these layouts cuts the batch; the others may still
-    agree with one device.
+    A model that does is refused if one of these layouts splits the batch; layouts that do not may
+    still agree with one device.
     """
     if not reference.mixes_samples:
         return Witness(APART, True)
-    said = (
+    details = (
         f"the model mixes the samples of a batch: in {reference.cut} microbatches, "
         f"{reference.mixed[0]}. "
         "Over data, fsdp or expert, and in microbatches, it is another model than on one device"
     )
     cut = any(layout.cuts_batch for layout in layouts)
-    return Witness(APART, False if cut else None, said)
+    return Witness(APART, False if cut else None, details)

@@ -1,11 +1,11 @@
-"""Holds the gradients of a run's own precision against those of float32, leaf by leaf.
+"""Compares the gradients of a run in its own precision with those in float32, leaf by leaf.
 
 Layouts that agree with each other prove nothing about their precision: a sum that loses half of its
-terms in bfloat16 loses them on every layout. So here the narrow run is compared with a wide one, of
+terms in bfloat16 loses them in every layout. So the narrow run is compared with a wide one that has
 the same weights and the same batch.
 
-Narrow numbers go wrong where many of them are added, so the batch is made for that: one token takes
-the place of three in four, and a device has thousands of them in one microbatch.
+Narrow formats fail where many numbers are added. The batch is made to show that: three tokens in
+four are the same one, and a device has thousands of them in one microbatch.
 """
 
 from dataclasses import dataclass
@@ -41,8 +41,8 @@ LOSS_SCALE = 256
 class NarrowLeaf:
     """The gradient of one weight in a narrow precision.
 
-    `off`: its distance from the gradient in float32. `moved`: how far rounding the weights moves
-    that one. Both are relative to its size. `bound`: the largest distance that needs no excuse.
+    `off` is its distance from the gradient in float32, and `moved` how far rounding the weights
+    moves that gradient; both are relative to its norm. Up to `bound` any distance is accepted.
     """
 
     path: str
@@ -52,7 +52,7 @@ class NarrowLeaf:
 
     @property
     def limit(self) -> float:
-        """The largest distance that is rounding."""
+        """The largest distance that counts as rounding."""
         return max(self.bound, MARGIN * self.moved)
 
     @property
@@ -66,10 +66,10 @@ class NarrowLeaf:
 def narrow_gradients(
     wide: RunConfig, narrow: RunConfig, layout: Layout, own: Own, tokens: int = TOKENS
 ) -> Witness:
-    """Returns the witness that gradients in the precision of a run are those of float32.
+    """Returns the witness that gradients in the run's own precision are those of float32.
 
-    `wide`, `narrow`: the run on one device, in float32 and in its own precision. `layout`: where
-    the narrow one runs. `tokens`: those of a device, in one microbatch.
+    `wide` and `narrow` are the run on one device, in float32 and in its own precision; the narrow
+    one runs in `layout`. A device has `tokens` tokens in one microbatch.
     """
     name = f"gradients in {precision_name(narrow.precision)} are those of float32 ({layout.name})"
     in_place = with_settings(narrow, layout.overrides)
@@ -92,7 +92,7 @@ def narrow_gradients(
 
 
 def compared(wide: Stepper, narrow: Stepper) -> list[NarrowLeaf]:
-    """Returns the gradients of the narrow run, held against those of the wide one, worst first.
+    """Compares the gradients of the narrow run with those of the wide one, worst first.
 
     Both take the same first batch of the run, with repeated tokens. A gradient of exactly 0 in
     float32 must be 0 in the narrow run.
@@ -118,7 +118,7 @@ def compared(wide: Stepper, narrow: Stepper) -> list[NarrowLeaf]:
 
 
 def precision_name(precision: PrecisionConfig) -> str:
-    """Returns the narrowest precision in which a run multiplies."""
+    """Returns the narrowest precision of a run's multiplications."""
     return precision.compute if precision.matmul == "compute" else precision.matmul
 
 
@@ -128,9 +128,9 @@ def is_narrow(precision: PrecisionConfig) -> bool:
 
 
 def repeated(batch: HostBatch) -> HostBatch:
-    """Returns the batch with one token in the place of most others.
+    """Returns the batch with most tokens replaced by the same one.
 
-    Which ones depends on the token alone: so the batches of two layouts stay the same.
+    Only the token itself decides whether it is replaced, so two layouts still have the same batch.
     """
 
     def mostly_one(ids: np.ndarray) -> np.ndarray:

@@ -1,8 +1,7 @@
-"""Compiles the real run for GPUs that need not be present, and compares memory and traffic with
-theory.
+"""Compiles the real run for GPUs that need not be present; checks its memory and traffic.
 
-It is compiled in a separate process: XLA's flags for GPUs are not those of the certificate, and XLA
-ends the process if it fails.
+It is compiled in a separate process, because its XLA flags differ from those of the certificate,
+and because XLA ends the whole process when it fails.
 """
 
 import json
@@ -26,9 +25,9 @@ GIGABYTE = 1e9
 
 
 def real_size(config: str, settings: Sequence[str], name: str, devices: int) -> list[Witness]:
-    """Returns the witnesses of the run of the file `config` on `devices` GPUs called `name`.
+    """Returns the witnesses of the run in the file `config` on `devices` GPUs called `name`.
 
-    They do not apply if the compiler is missing, and say so.
+    If the compiler is missing they do not apply, and their details say so.
     """
     arguments = [config, "--hardware", name, "--devices", str(devices), "--compile", "--json"]
     for setting in settings:
@@ -42,22 +41,23 @@ def real_size(config: str, settings: Sequence[str], name: str, devices: int) -> 
         why = lines[0].removeprefix("spmdtrain: ") if lines else f"ended with {done.returncode}"
         holds = None if "cannot compile for" in why else False
         return [Witness(FITS, holds, why[:300])]
-    return judged(json.loads(done.stdout.splitlines()[-1]), hardware(name).memory)
+    return judge(json.loads(done.stdout.splitlines()[-1]), hardware(name).memory)
 
 
-def judged(answer: dict[str, Any], memory: float) -> list[Witness]:
-    """Returns the verdicts on an answer of `spmdtrain estimate --compile --json`, for a GPU with
-    `memory` bytes.
-    """
+def judge(answer: dict[str, Any], memory: float) -> list[Witness]:
+    """Judges the answer of `spmdtrain estimate --compile --json` for a GPU with `memory` bytes."""
     held = memory_in(answer["compiled"]).held
     fits = f"{held / GIGABYTE:.1f} of {memory / GIGABYTE:.0f} GB"
-    found = [Witness(FITS, held <= SAFE_SHARE * memory, fits)]
+    witnesses = [Witness(FITS, held <= SAFE_SHARE * memory, fits)]
     traffic, needed = answer["compiled"]["traffic"], answer["needed_traffic"]
     if traffic is None:
-        return [*found, Witness(SENDS, None, answer["compiled"].get("unread", ""))]
+        return [*witnesses, Witness(SENDS, None, answer["compiled"].get("unread", ""))]
     sent: dict[str, float] = {}
-    for each in traffic:
-        sent[each["axis"]] = sent.get(each["axis"], 0.0) + each["bytes"]
+    for collective in traffic:
+        sent[collective["axis"]] = sent.get(collective["axis"], 0.0) + collective["bytes"]
     shares = {axis: sent.get(axis, 0.0) / bytes_ for axis, bytes_ in needed.items() if bytes_}
-    said = ", ".join(f"{axis} {share:.2f} of it" for axis, share in shares.items())
-    return [*found, Witness(SENDS, all(share <= MOST_SENT for share in shares.values()), said)]
+    details = ", ".join(f"{axis} {share:.2f} of it" for axis, share in shares.items())
+    return [
+        *witnesses,
+        Witness(SENDS, all(share <= MOST_SENT for share in shares.values()), details),
+    ]

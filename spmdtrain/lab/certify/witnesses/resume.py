@@ -1,8 +1,8 @@
-"""Compares a run in three parts with the same run in one, and carries a checkpoint through layouts.
+"""Compares a run in three parts with the same run in one, and moves a checkpoint through layouts.
 
-What is compared does not come from restoring alone, which may lose the same on both sides: what the
-checkpoints of the two runs hold is read by Orbax, and a state that is carried is known before it is
-saved.
+Comparing restored states would not do, since restoring may lose the same on both sides. So Orbax
+reads the checkpoints of the two runs, and the state that moves through layouts is known before it
+is saved.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ EVERY = 2  # steps between checkpoints
 CUTS = (2, 4)  # the steps after which the run is stopped
 SETTINGS = (
     *(f"checkpoint.every={EVERY}", "checkpoint.keep=9", "log.every=1"),
-    *("checkpoint.memory_every=0", "checkpoint.memory_peer=false"),  # no launcher is needed
+    *("checkpoint.memory_every=0", "checkpoint.memory_peer=false"),  # which need a launcher
 )
 PARTS = "a run in three parts is the run in one, to the bit"
 ELSEWHERE = "its checkpoint is the same in other layouts"
@@ -46,8 +46,8 @@ ALONE = Layout((), "one device")
 def resumed(small: RunConfig, layouts: Sequence[Layout], plain: Plain, own: Own) -> list[Witness]:
     """Returns the two witnesses of resuming a run.
 
-    `small`: the run on one device. `layouts`: those that agree with it; one of them is resumed,
-    preferably one with a pipeline. `plain`: a state of the run, which is carried through layouts.
+    `small` is the run on one device, and `layouts` are those that agree with it. One of them is
+    resumed, preferably one with a pipeline. The state `plain` is moved through several.
     """
     if not layouts:
         return []
@@ -56,7 +56,7 @@ def resumed(small: RunConfig, layouts: Sequence[Layout], plain: Plain, own: Own)
         unlike = _parts_unlike(small, chosen, own)
         padded = [layout for layout in _first_padded(small, layouts, own) if layout != chosen]
         places = [ALONE, chosen, *padded, ALONE]
-        lost = carried(small, places, plain, own)
+        lost = move_through(small, places, plain, own)
     return [Witness(PARTS, not unlike, unlike), Witness(ELSEWHERE, not lost, lost)]
 
 
@@ -69,7 +69,7 @@ def with_settings(config: RunConfig, settings: Sequence[str]) -> RunConfig:
 
 
 def _parts_unlike(small: RunConfig, layout: Layout, own: Own) -> str:
-    """Returns what differs in the newest checkpoints of the run in one and of that in three."""
+    """Returns how the newest checkpoints differ, of the run in one part and of that in three."""
     config = with_settings(small, (*layout.overrides, *SETTINGS))
     devices = jax.devices()[: layout.devices]
     with tempfile.TemporaryDirectory() as room:
@@ -99,7 +99,7 @@ def _run(
 
 
 def _held(run: Path) -> dict[str, Any]:
-    """Returns what the newest checkpoint of a run holds, by name: its arrays and its meta."""
+    """Returns the arrays and the meta of the newest checkpoint of a run, by name."""
     with contextlib.closing(SavedSteps(run)) as saved:
         newest = saved.newest()
         assert newest is not None, "the last step is always saved"
@@ -110,10 +110,10 @@ def _held(run: Path) -> dict[str, Any]:
 
 
 def _first_padded(small: RunConfig, layouts: Sequence[Layout], own: Own) -> list[Layout]:
-    """Returns the first layout that pads a dim behind the first one, if there is one.
+    """Returns the first layout that pads a dim other than the first one, if there is one.
 
-    Zeros behind all rows are cut off correctly by nearly any mistake; those behind each row are
-    not.
+    Nearly any wrong code cuts off padding correctly that follows all rows, but not padding that
+    follows each row.
     """
 
     def pads(layout: Layout) -> bool:
@@ -123,10 +123,10 @@ def _first_padded(small: RunConfig, layouts: Sequence[Layout], own: Own) -> list
     return [layout for layout in layouts if pads(layout)][:1]
 
 
-def carried(small: RunConfig, layouts: Sequence[Layout], plain: Plain, own: Own) -> str:
+def move_through(small: RunConfig, layouts: Sequence[Layout], plain: Plain, own: Own) -> str:
     """Saves a state in the first layout, restores it in the next, saves it there, and so on.
 
-    Returns what is not the state then, in which layout; "" if all of it is.
+    Returns the first leaves that change, and in which layout; "" if none does.
     """
     step = int(plain[Leaf(STEP)])
     with tempfile.TemporaryDirectory() as room:
@@ -140,9 +140,9 @@ def carried(small: RunConfig, layouts: Sequence[Layout], plain: Plain, own: Own)
             before = Path(room) / str(number)
             _save(setup, before, state)
             with contextlib.closing(SavedSteps(before)) as saved:
-                there = saved.read_arrays(step)
-            held = {name: x for name, x in _leaves_of(want).items() if name in there}
-            if lost := _unlike(held, there):
+                saved_arrays = saved.read_arrays(step)
+            held = {name: x for name, x in _leaves_of(want).items() if name in saved_arrays}
+            if lost := _unlike(held, saved_arrays):
                 return f"{lost}, saved in {layout.name}"
     return ""
 
@@ -159,13 +159,13 @@ def _save(setup: Setup, run: Path, state: TrainState) -> None:
 
 
 def _leaves_of(state: TrainState) -> dict[str, np.ndarray]:
-    """Returns every leaf of a state at rest, by the name that a checkpoint gives it."""
+    """Returns every leaf of a state at rest, by its name in a checkpoint."""
     trees = {"params": state.params, "state": state.opt_state, **state.items}
     return {name: np.asarray(x) for name, x in named_leaves(trees).items()}
 
 
 def _unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Returns the names of the first things that are not the same, to the bit."""
+    """Returns the first names whose values are not bit-equal."""
 
     def same(name: str) -> bool:
         if name not in one or name not in other:

@@ -1,7 +1,8 @@
-"""Defines witnesses: what must hold of a run on one device, whatever the layout.
+"""Defines witnesses: properties that a run must have on one device.
 
-A comparison with one device cannot see an error that one device shares: in the loss, the masks, the
-seeds, the optimizer, the rate. Each witness here is an invariant that needs no second layout.
+A comparison with one device cannot find an error that one device makes as well: in the loss, the
+masks, the seeds, the optimizer, the learning rate. Each witness is an invariant that needs no
+second layout.
 """
 
 import math
@@ -16,7 +17,7 @@ from spmdtrain.config.schema import AdamW, OptimizerConfig, RunConfig, ScheduleF
 from spmdtrain.lab.certify.compare import GRADIENT, Figures, norm, rounding_of
 from spmdtrain.lab.certify.noise import Reference
 from spmdtrain.lab.certify.stepper import HostBatch, Own, Stepper
-from spmdtrain.lab.certify.witnesses.followed import Adam, ScheduleFree, follow
+from spmdtrain.lab.certify.witnesses.float64_adam import Adam, ScheduleFree, follow
 from spmdtrain.train.compared.in_order import WEIGHT, Leaf, Plain, placed_state
 from spmdtrain.train.corrupt import make_corrupt
 from spmdtrain.train.step import make_eval_step
@@ -29,22 +30,23 @@ AVERAGE = 1e-6
 RATE = 2e-6  # float32 compared with Python's float
 OTHER_SEED = 7  # added to the run's own
 EMA = "ema"
+MASKED = "masked tokens add no loss and no gradient"
 
 
 @dataclass(frozen=True)
 class Witness:
     """An invariant of a run.
 
-    `holds`: None if it does not apply to the run. `said`: figures, or why not.
+    `holds` is None if it does not apply to the run. `details` has the figures, or the reason.
     """
 
     name: str
     holds: bool | None
-    said: str = ""
+    details: str = ""
 
 
 def witnesses(reference: Reference, own: Own) -> list[Witness]:
-    """Returns all witnesses of a run, in the order in which a step computes."""
+    """Returns all witnesses of a run, in the order of the computations of a step."""
     return [
         _initial_weights(reference, own),
         *_noise(reference, own),
@@ -57,7 +59,7 @@ def witnesses(reference: Reference, own: Own) -> list[Witness]:
     ]
 
 
-# The seed, and the noise
+# Seed and noise
 
 
 def _initial_weights(reference: Reference, own: Own) -> Witness:
@@ -104,7 +106,7 @@ def _attention(reference: Reference) -> Iterator[Witness]:
     )
     setup = reference.stepper.setup
     if make_corrupt(setup) is not None:
-        yield from (Witness(name, None, "the model learns from both sides") for name in names)
+        yield from (Witness(name, None, "the model is bidirectional") for name in names)
         return
     loss = _evaluated(reference)
     batch = reference.batches[1]
@@ -142,12 +144,12 @@ def _evaluated(reference: Reference) -> Callable[[HostBatch], float]:
 
 
 def _others(tokens: np.ndarray, config: RunConfig) -> np.ndarray:
-    """Returns another token in each place."""
+    """Replaces each token by another one."""
     return ((tokens + 1) % config.vocab).astype(tokens.dtype)
 
 
 def _two_documents(batch: HostBatch, cut: int) -> HostBatch:
-    """Returns each sequence as two documents of `cut` tokens, with a loss only on the second."""
+    """Splits each sequence into two documents of `cut` tokens, with a loss only on the second."""
     shape = batch["tokens"].shape
     at = np.arange(shape[-1])
     segments = np.broadcast_to((at >= cut).astype(np.int32) + 1, shape)
@@ -167,7 +169,7 @@ def _masked(reference: Reference) -> Witness:
     _, figures = reference.stepper.take(reference.states[0], nothing)
     loss = figures.numbers["loss"]
     wrong = [str(leaf) for leaf, x in _gradients(figures).items() if np.any(x)]
-    return Witness("what is masked costs nothing", loss == 0 and not wrong, ", ".join(wrong[:3]))
+    return Witness(MASKED, loss == 0 and not wrong, ", ".join(wrong[:3]))
 
 
 def _gradients(figures: Figures) -> dict[Leaf, np.ndarray]:
@@ -178,14 +180,14 @@ def _gradients(figures: Figures) -> dict[Leaf, np.ndarray]:
 
 
 def _slope(reference: Reference) -> Witness:
-    """Compares gradients with Richardson's differences of the loss in four directions."""
+    """Compares the gradient with Richardson's finite differences of the loss in four directions."""
     name = "the gradient is the slope of the loss"
     stepper, plain, batch = reference.stepper, reference.states[1], reference.batches[1]
     optimizer = stepper.setup.config.optimizer
     derived = any(rule.gradient_point for rule in stepper.setup.update_rules.values())
     if derived and not isinstance(optimizer, ScheduleFreeAdamW):
         return Witness(name, None, "the gradient is taken at a point that the step derives")
-    # The average is a share of the point at which a schedule-free gradient is taken.
+    # A schedule-free gradient is taken at a point of which the average is a share.
     share = optimizer.beta1 if isinstance(optimizer, ScheduleFreeAdamW) else 1.0
     if stepper.setup.config.precision.compute != "float32":
         return Witness(name, None, "in float32 alone")
@@ -195,14 +197,14 @@ def _slope(reference: Reference) -> Witness:
     for _ in range(4):
         along = {path: _direction(x, random) for path, x in gradients.items()}
         slope = share * sum(float((gradients[path] * x).sum()) for path, x in along.items())
-        found = _difference(stepper, plain, batch, along)
-        worst = max(worst, abs(found - slope) / max(abs(slope), 1e-30))
+        difference = _difference(stepper, plain, batch, along)
+        worst = max(worst, abs(difference - slope) / max(abs(slope), 1e-30))
     return Witness(name, worst < SLOPE, f"off by {worst:.0e} of it")
 
 
 def _direction(gradient: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Returns a random direction that leans towards the gradient: otherwise rounding hides the
-    slope.
+    """Returns a random direction that leans towards the gradient, so that rounding does not hide
+    the slope.
     """
     drawn = random.standard_normal(gradient.shape)
     lean = gradient / max(norm(gradient), 1e-30) * random.uniform(0.5, 1)
@@ -234,7 +236,7 @@ def _rate(reference: Reference, own: Own) -> Witness:
     got = [figures.numbers["learning_rate"] for figures in reference.figures]
     steps = max(config.train.steps, len(got))
     want = [rate_of(config.optimizer, config.train.steps, at) for at in range(steps)]
-    # Those that are compared may all lie in the warm-up: the others are taken from the last state.
+    # The steps of the certificate may all be warm-up: the others are taken from the last state.
     for at in range(len(got), len(want)):
         _, figures = _at_step(reference, at)
         got.append(figures.numbers["learning_rate"])
@@ -247,9 +249,9 @@ def _rate(reference: Reference, own: Own) -> Witness:
 
 
 def _at_step(reference: Reference, number: int) -> tuple[Plain, Figures]:
-    """Returns the last state as that before the 0-based step `number`, and the figures of it.
+    """Takes the 0-based step `number` from the last state, on the first batch.
 
-    It is a step on the first batch, at the rate of this number.
+    Returns that state with this number, and the figures of the step.
     """
     step = Leaf("step")
     before = reference.states[-1]
@@ -274,9 +276,7 @@ def rate_of(optimizer: OptimizerConfig, steps: int, step: int) -> float:
 
 
 def _update(reference: Reference, own: Own) -> Witness:
-    """Compares the movement of weights with the optimizer in float64, from the recorded
-    gradients.
-    """
+    """Compares how weights move with the optimizer in float64, fed the recorded gradients."""
     name = "weights move as the optimizer says, from these gradients"
     setup = reference.stepper.setup
     optimizer = setup.config.optimizer
@@ -287,7 +287,7 @@ def _update(reference: Reference, own: Own) -> Witness:
         return Witness(name, None, "in float32 alone")
     worst, where = 0.0, ""
     followed: dict[Leaf, Adam | ScheduleFree] = {}
-    # The rate of the first step comes after that of the last, so that it falls if it has risen.
+    # After the last step the rate of the first one follows, so that a rate that rose also falls.
     steps = [*zip(reference.states, reference.figures, strict=False), _at_step(reference, 0)]
     for at, (before, figures) in enumerate(steps):
         clipped, sound = _clipped(setup.config, figures)
@@ -312,7 +312,7 @@ def _update(reference: Reference, own: Own) -> Witness:
 
 
 def _clipped(config: RunConfig, figures: Figures) -> tuple[dict[Leaf, np.ndarray], bool]:
-    """Returns clipped gradients, and whether the reported norm is that before clipping."""
+    """Returns clipped gradients, and True if the reported norm is that before clipping."""
     gradients = _gradients(figures)
     whole = math.sqrt(sum(norm(x) ** 2 for x in gradients.values()))
     sound = abs(whole - figures.numbers["grad_norm"]) <= 1e-5 * whole

@@ -1,6 +1,6 @@
-"""Computes AdamW and its schedule-free form in float64, as their papers write them.
+"""Computes AdamW and its schedule-free form in float64, as their papers define them.
 
-They know nothing of optax, layouts or the training step: they say how far a weight must move.
+They are independent of optax, layouts and the training step, and say how far a weight must move.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Adam:
         return -rate * self.direction(gradient, weight)
 
     def direction(self, gradient: np.ndarray, weight: np.ndarray) -> np.ndarray:
-        """Returns what is multiplied by the rate and subtracted, and counts a step."""
+        """Counts a step, and returns its change of the weight over minus the learning rate."""
         self.count += 1
         self.first = self.beta1 * self.first + (1 - self.beta1) * gradient
         self.second = self.beta2 * self.second + (1 - self.beta2) * gradient**2
@@ -59,7 +59,7 @@ class ScheduleFree:
 def follow(
     optimizer: AdamW | ScheduleFreeAdamW, weight: np.ndarray, decays: bool
 ) -> Adam | ScheduleFree:
-    """Returns the optimizer of a weight before its first step."""
+    """Returns the optimizer of one weight, before its first step."""
     decay = optimizer.weight_decay if decays else 0.0
     if isinstance(optimizer, AdamW):
         return Adam(optimizer.beta1, optimizer.beta2, optimizer.epsilon, decay)

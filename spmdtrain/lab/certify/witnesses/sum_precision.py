@@ -1,7 +1,7 @@
-"""Checks whether gradients are summed over devices in the precision that was asked for.
+"""Checks whether gradients are summed over devices in the configured precision.
 
-This is read off the text that XLA's partitioner leaves, before the CPU backend widens narrow types:
-no comparison on a CPU could see it.
+This is read off the program that XLA's partitioner emits, before the CPU backend widens narrow
+types: no comparison of results on a CPU could find it.
 """
 
 import tempfile
@@ -25,9 +25,9 @@ NARROW = {"bf16", "f16"}
 
 
 def narrow_sums(small: RunConfig, layout: Layout, own: Own) -> Witness:
-    """Returns True if each sum over axes of the batch is as wide as `precision.accumulate`.
+    """Checks that each sum over axes of the batch is as wide as `precision.accumulate`.
 
-    `small`: the run on one device, in its own precision.
+    `small` is the run on one device, in its own precision.
     """
     name = f"gradients cross devices in {small.precision.accumulate} ({layout.name})"
     if small.precision.accumulate != "float32":
@@ -35,22 +35,21 @@ def narrow_sums(small: RunConfig, layout: Layout, own: Own) -> Witness:
     config = open_data(with_settings(small, layout.overrides))[0]
     setup = own.shard(config, jax.devices()[: layout.devices])
     sums = [
-        each
-        for each in hlo.instructions(partitioned_text(setup), dict(setup.mesh.shape))
-        if each.kind in SUMS and set(each.axis.split("+")) & set(BATCH_AXES)
+        instruction
+        for instruction in hlo.instructions(partitioned_text(setup), dict(setup.mesh.shape))
+        if instruction.kind in SUMS and set(instruction.axis.split("+")) & set(BATCH_AXES)
     ]
     if not sums:
         return Witness(name, None, "no axis of the batch is split")
-    narrow = [each.name for each in sums if NARROW & each.bytes_by_dtype.keys()]
-    said = f"{len(narrow)} of {len(sums)} sums have 16 bits"
-    return Witness(name, not narrow, f"{said}: {', '.join(narrow[:3])}" if narrow else said)
+    narrow = [
+        instruction.name for instruction in sums if NARROW & instruction.bytes_by_dtype.keys()
+    ]
+    count = f"{len(narrow)} of {len(sums)} sums have 16 bits"
+    return Witness(name, not narrow, f"{count}: {', '.join(narrow[:3])}" if narrow else count)
 
 
 def partitioned_text(setup: Setup) -> str:
-    """Returns the text of the step as XLA's partitioner leaves it.
-
-    It is compiled for that, never cached.
-    """
+    """Returns the text of the step as XLA's partitioner emits it, compiled without a cache."""
     with tempfile.TemporaryDirectory() as directory:
         dump = {"xla_dump_to": directory, "xla_dump_hlo_pass_re": "spmd-partitioning"}
         make_step(setup).lower(setup.state, setup.batch).compile(compiler_options=dump)
