@@ -60,7 +60,7 @@ FEATURES = {
             "running/distillation",
             "train/distillation",
         ),
-        30,
+        29,
     ),
     "ema": Feature(r"\bema\b", ("train/items/ema.py",), 22),
     "experts": Feature(
@@ -71,17 +71,17 @@ FEATURES = {
             "parallel/experts",
             "planner/cost/experts.py",
         ),
-        75,
+        74,
     ),
     "float8": Feature(r"float8|mxfp8|\bfp8", ("parallel/matmuls",), 19),
-    "guards": Feature(r"guard", ("config/schema/guard.py", "running/guards"), 36),
+    "guards": Feature(r"guard", ("config/schema/guard.py", "running/guards"), 35),
     "islands": Feature(
         r"island", ("config/schema/islands.py", "running/islands", "train/islands"), 9
     ),
     "latent attention": Feature(
         r"latent", ("config/schema/model/latent.py", "models/layers/attention/latent.py"), 24
     ),
-    "loss scale": Feature(r"loss_?scale", ("train/items/loss_scale.py",), 7),
+    "loss scale": Feature(r"loss_?scale", ("train/items/loss_scale.py",), 6),
     "multi token": Feature(
         r"multi_?token",
         (
@@ -94,7 +94,7 @@ FEATURES = {
     "muP": Feature(r"\bmup|width_rule", ("config/schema/model/mup.py",), 15),
     "page": Feature(r"spmdtrain\.lab\.page", ("lab/page",), 4),
     "preference": Feature(
-        r"preference|pair_loss|learns_pairs|\bdpo\b", ("train/gradients/pair_loss.py",), 12
+        r"preference|pair_loss|learns_pairs|\bdpo\b", ("train/gradients/pair_loss.py",), 11
     ),
     "profile": Feature(r"spmdtrain\.lab\.profile", ("lab/profile",), 1),
     "record": Feature(
@@ -113,7 +113,7 @@ FEATURES = {
         ("config/schema/sparsity.py", "train/sparsity"),
         10,
     ),
-    "spikes": Feature(r"spike", ("train/items/spikes.py",), 9),
+    "spikes": Feature(r"spike", ("train/items/spikes.py",), 8),
     "stages": Feature(
         r"train\.stages|BatchStage|TimedStage|in_stage|stage_of|frozen_layers",
         ("config/stage_timetable.py", "train/stages.py"),
@@ -171,7 +171,7 @@ TOUR = {
     "config/load.py": {"adapters", "experts", "latent attention"},
     "running/loop.py": {"distillation"},
     "train/shard.py": set(),
-    "train/step.py": {"distillation", "experts", "loss scale", "preference", "spikes"},
+    "train/step.py": {"spikes"},
     "train/gradients/grad_accumulation.py": set(),
     "parallel/reduce.py": {"compression", "experts", "float8"},
     "train/updates/optimizers.py": {"experts"},

@@ -280,7 +280,6 @@ SMALL_FOLDERS = {
     "spmdtrain/running/distillation": "the running half of [distill]",
     "spmdtrain/train/compared": "compares runs, and no step imports it",
     "spmdtrain/train/scaling": "the training half of delayed scaling",
-    "spmdtrain/train/updating": "the part of an update that knows where moments rest",
 }
 
 

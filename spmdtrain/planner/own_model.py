@@ -77,8 +77,7 @@ class OwnModel:
 
         from spmdtrain.parallel.mesh import AXES
         from spmdtrain.train.all_parts import all_items
-        from spmdtrain.train.resting import lay_to_rest
-        from spmdtrain.train.state import bytes_per_device, resting_bytes
+        from spmdtrain.train.state import bytes_per_device, lay_to_rest, resting_bytes
 
         mesh: Any = jax.sharding.AbstractMesh(tuple(mesh_shape.sizes[axis] for axis in AXES), AXES)
         model, update_rules, shapes = self._built(mesh_shape.pipeline, chunks)

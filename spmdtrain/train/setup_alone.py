@@ -18,8 +18,8 @@ from spmdtrain.train.exchange import (
     reductions_of,
 )
 from spmdtrain.train.items.items import Items
-from spmdtrain.train.resting import lay_to_rest
 from spmdtrain.train.setup import Setup
+from spmdtrain.train.state import lay_to_rest
 from spmdtrain.train.token_loss import TokenLoss
 from spmdtrain.train.updates import optimizers
 from spmdtrain.train.updates.chosen_rules import check_frozen

@@ -21,11 +21,13 @@ from spmdtrain.train.gradients.inputs import FindGradients, StepInputs
 from spmdtrain.train.gradients.sums import means, number_of
 from spmdtrain.train.items.item import Metrics, Moved, Taken
 from spmdtrain.train.items.items import unless_skipped
+from spmdtrain.train.items.spikes import ITEM as JUDGED
+from spmdtrain.train.items.spikes import judge
 from spmdtrain.train.part import Graded
 from spmdtrain.train.setup import Setup, check_setup
 from spmdtrain.train.state import TrainState
 from spmdtrain.train.updates import optimizers
-from spmdtrain.train.updating.update import judge, update
+from spmdtrain.train.updates.update_parameters import update_parameters
 
 # Gets (gradients, updates) of a step that is being traced.
 See = Callable[[dict[str, jax.Array], dict[str, jax.Array]], None]
@@ -35,14 +37,10 @@ def make_step(setup: Setup) -> Checked:
     """Returns `step(state, batch) -> (state, metrics)`, jitted, state donated.
 
     Metrics, float32 scalars: loss (mean over the unmasked tokens of the whole batch), grad_norm
-    (before clipping), learning_rate, tokens (unmasked); for pairs of answers also pairs, which the
-    loss is then a mean over, and pair_loss.FIGURES; for a mixture loss/SOURCE and tokens/SOURCE;
-    with a teacher distill_loss, see taught.py; a loss over no tokens is 0, and `tokens` shows it;
-    side_loss if blocks have one; skipped (0 or 1)
-    if a bad step does not change the state, and loss_limit and grad_norm_limit if it is judged by
-    earlier steps (spikes.py). With float16 loss_scale, and overflow (0 or 1) if the scale was too
-    large, in which case the state does not change either. With experts router_entropy, and the
-    figures of router_load.py. Items of the state have figures of their own (items/).
+    (before clipping), learning_rate, tokens (unmasked); for a mixture loss/SOURCE and
+    tokens/SOURCE; side_loss if blocks have one; skipped (0 or 1) if a bad step does not change the
+    state. A loss over no tokens is 0, and `tokens` shows it. Parts have figures of their own: where
+    their losses and items are defined.
 
     Raises ConfigError if state or batch does not fit this setup; the state then still exists.
     """
@@ -75,8 +73,10 @@ def traced_step(setup: Setup, see: See | None = None) -> Callable[..., Any]:
         figures = means(setup, found.sums, gradients)
         number = number_of(figures)
         loss = figures["loss"]
-        limits, good = judge(config, state, loss, norm) if config.judges_steps else (None, None)
-        updates, opt_state = update(setup, gradients, state, rate, good)
+        made, good = dict(found.made), None
+        if config.judges_steps:
+            made[JUDGED.name], good = judge(config, state.items, loss, norm)
+        updates, opt_state = update_parameters(setup, gradients, state, rate, good)
         if see:
             see(unclipped, updates)
         key = optimizers.rounding_key(config, state.step)
@@ -84,8 +84,8 @@ def traced_step(setup: Setup, see: See | None = None) -> Callable[..., Any]:
         moved = Moved(config, setup.model, setup.padding, state.step + 1, params)
         params, projected = setup.items.project(state.items, moved)
         figures |= {"grad_norm": norm, "learning_rate": rate}
-        judged = (limits, good, projected, found.made)
-        taken = Taken(config, params, gradients, batch, loss, norm, number, *judged)
+        made |= projected
+        taken = Taken(config, params, gradients, batch, loss, norm, number, good, made)
         if good is not None:
             figures["skipped"] = 1.0 - good.astype(jnp.float32)
             params = unless_skipped(good, params, state.params)

@@ -474,7 +474,7 @@ BREAKAGES = [
     ),
     Breakage(
         "ZeRO-1 splits nothing",
-        "train/resting.py",
+        "train/state.py",
         "if zero and data > 1:",
         "if zero and data > 99:",
         f"{LAYOUTS} -k zero_halves",

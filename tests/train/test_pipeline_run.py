@@ -32,8 +32,8 @@ from spmdtrain.models.transformer import Block, Transformer
 from spmdtrain.running import loop
 from spmdtrain.running.compile_step import lower_step
 from spmdtrain.train.fresh import init_state
-from spmdtrain.train.resting import parameter_specs
 from spmdtrain.train.shard import shard
+from spmdtrain.train.state import parameter_specs
 from spmdtrain.train.step import make_step
 
 pytestmark = pytest.mark.long

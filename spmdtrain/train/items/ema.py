@@ -49,9 +49,9 @@ def _update(ema: Ema, taken: Taken) -> Ema:
     decay = taken.config.optimizer.ema
     assert decay is not None, "a state has an average where the settings ask for one"
     moved = update(ema, decay, taken.params)
-    if masks.ITEM.name not in taken.projected:
+    if masks.ITEM.name not in taken.made:
         return moved
-    stay = taken.projected[masks.ITEM.name].value
+    stay = taken.made[masks.ITEM.name].value
     return moved | {path: masks.masked(moved[path], mask) for path, mask in stay.items()}
 
 

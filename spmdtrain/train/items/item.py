@@ -73,10 +73,9 @@ class Taken:
 
     `params`: the weights that it made, at rest. `gradients`: those of the mean loss over the batch,
     clipped. `loss`, `grad_norm` (before clipping) and `number` (of what the loss is a mean over):
-    float32 scalars. `limits`: the largest loss and gradient norm of a good step, float32 [2].
-    `good`: a bool; if it is false, the step did not change the weights. Both are None if nothing
-    judges steps. `projected`: what items made of weights that had been moved, by the item's name.
-    `made`: what the search for gradients made for items, by the item's name.
+    float32 scalars. `good`: a bool; if it is false, the step did not change the weights; None:
+    nothing judges steps. `made`: what the step has made for items, by the item's name: while it
+    computed gradients, projected weights (`Projected`) or judged itself.
     """
 
     config: RunConfig
@@ -86,9 +85,7 @@ class Taken:
     loss: jax.Array
     grad_norm: jax.Array
     number: jax.Array
-    limits: jax.Array | None = None
     good: jax.Array | None = None
-    projected: Mapping[str, Projected] = field(default_factory=dict)
     made: Mapping[str, Value] = field(default_factory=dict)
 
 

@@ -6,14 +6,15 @@ the step decides on the devices, and a resumed run decides as if it had never st
 and Levanter judge spikes in the same way (`skip_step`).
 """
 
+from collections.abc import Mapping
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmdtrain.config.schema import GuardConfig
-from spmdtrain.train.items.item import Item, Note, Start, Taken, whole
+from spmdtrain.config.schema import GuardConfig, RunConfig
+from spmdtrain.train.items.item import Item, Note, Start, Taken, Value, whole
 from spmdtrain.train.part import Part
 
 
@@ -57,6 +58,17 @@ def remember(recent: jax.Array, figures: jax.Array, good: jax.Array) -> jax.Arra
     return jnp.where(good, jnp.concatenate([recent[1:], figures[None]]), recent)
 
 
+def judge(
+    config: RunConfig, items: Mapping[str, Value], loss: jax.Array, grad_norm: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the largest loss and gradient norm of a good step, [2], and whether this is one.
+
+    `items`: of the state before the step.
+    """
+    largest = limits(config.guard, items.get(ITEM.name))
+    return largest, is_good(jnp.stack([loss, grad_norm]), largest)
+
+
 def _begin(start: Start) -> jax.Array | None:
     figures = no_figures(start.config.guard)
     return None if figures is None else jnp.array(figures)
@@ -70,8 +82,7 @@ def _update(recent: jax.Array, taken: Taken) -> jax.Array:
 
 
 def _limit(index: int, recent: jax.Array, taken: Taken) -> jax.Array:  # noqa: ARG001
-    assert taken.limits is not None, "where steps are judged by those before them, they are judged"
-    return taken.limits[index]
+    return taken.made[ITEM.name][index]
 
 
 def rows_of(recent: jax.Array) -> list[list[float]]:

@@ -115,11 +115,11 @@ def _size(parameter: Parameter) -> int:
 
 
 def _update(masks: Masks, taken: Taken) -> Masks:  # noqa: ARG001
-    return taken.projected[NAME].value
+    return taken.made[NAME].value
 
 
 def _zeros(masks: Masks, taken: Taken) -> jax.Array:  # noqa: ARG001
-    return taken.projected[NAME].figures[ZEROS]
+    return taken.made[NAME].figures[ZEROS]
 
 
 ITEM = Item(

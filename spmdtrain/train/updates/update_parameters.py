@@ -1,19 +1,17 @@
-"""Judges a step, and updates all parameters by its gradients."""
+"""Updates all parameters by the gradients of a step."""
 
 import jax
 import jax.numpy as jnp
 
-from spmdtrain.config.schema import RunConfig
-from spmdtrain.train.items import spikes
 from spmdtrain.train.items.items import unless_skipped
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
 from spmdtrain.train.updates import optimizers
+from spmdtrain.train.updates.host_updates import streamed_updates
 from spmdtrain.train.updates.optimizers import OptimizerState
-from spmdtrain.train.updating.streamed import streamed_updates
 
 
-def update(
+def update_parameters(
     setup: Setup,
     gradients: dict[str, jax.Array],
     state: TrainState,
@@ -26,8 +24,8 @@ def update(
     the state is the old one.
     """
     padding = setup.padding
-    there, after_there = streamed_updates(setup, gradients, state.opt_state, state.params, good)
-    rules = {path: rule for path, rule in setup.update_rules.items() if path not in there}
+    of_host, host_state = streamed_updates(setup, gradients, state.opt_state, state.params, good)
+    rules = {path: rule for path, rule in setup.update_rules.items() if path not in of_host}
     before = {path: state.opt_state[path] for path in rules}
     updates, opt_state = optimizers.updates(
         rules,
@@ -37,17 +35,17 @@ def update(
         {path: padding.from_rest(path, x) for path, x in state.params.items()},
         rate,
     )
-    updates = {path: padding.to_rest(path, x) for path, x in updates.items()} | there
+    updates = {path: padding.to_rest(path, x) for path, x in updates.items()} | of_host
     after = {path: padding.tree_to_rest(path, tree) for path, tree in opt_state.items()}
     if good is not None:
         after = unless_skipped(good, after, before)
-    after |= after_there
+    after |= host_state
     if setup.frozen:
-        updates = _above(setup, updates)
+        updates = _zero_frozen(setup, updates)
     return updates, {path: after[path] for path in setup.update_rules}
 
 
-def _above(setup: Setup, updates: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def _zero_frozen(setup: Setup, updates: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Returns the updates without those of the frozen layers, and of what only embeds tokens.
 
     These have no gradient, but a rule's weight decay and its momentum of an earlier stage would
@@ -61,11 +59,3 @@ def _above(setup: Setup, updates: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
     cut = {path: above(x) if setup.model.in_stack(path) else x for path, x in updates.items()}
     return cut | {path: jnp.zeros_like(cut[path]) for path in below & cut.keys()}
-
-
-def judge(
-    config: RunConfig, before: TrainState, loss: jax.Array, grad_norm: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the largest loss and gradient norm of a good step, [2], and whether this is one."""
-    most = spikes.limits(config.guard, before.items.get(spikes.ITEM.name))
-    return most, spikes.is_good(jnp.stack([loss, grad_norm]), most)
