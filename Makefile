@@ -37,7 +37,7 @@ build/tinyshakespeare.txt:
 	echo "$(SHAKESPEARE_SHA256)  $@.part" | sha256sum --check --quiet
 	mv $@.part $@
 
-test: $(VENV)/installed-dev  ## every room, on CPU: of a test that compiles for seconds one case; a quarter of an hour
+test: $(VENV)/installed-dev  ## every room, on CPU: of a test that takes seconds its first case; a quarter of an hour
 	$(PYTEST) --share first $(PYTEST_ARGS)
 
 test-all: $(VENV)/installed-dev  ## every test, on CPU: make test-all PYTEST_ARGS="-k mesh"; without PYTEST_ARGS an hour

@@ -95,7 +95,7 @@ def pytest_addoption(parser):
         "--turn",
         type=int,
         choices=sorted(shares.TURNS),
-        help="leave out, of the rest, what CI runs in its two other turns",
+        help="leave out, of what is dealt out, what CI runs in its two other turns",
     )
 
 
@@ -114,9 +114,8 @@ def pytest_collection_modifyitems(config, items):
     candidates = [item for item in items if item not in left_out]
     cases = shares.cases_of((item.nodeid, marks_of(item)) for item in candidates)
     share, turn = config.option.share, config.option.turn
-    for item, case in zip(candidates, cases, strict=True):
-        if share not in {None, *case.shares} or turn not in {None, *case.turns}:
-            left_out.add(item)
+    runs = [case.runs(share, turn) for case in cases]
+    left_out |= {item for item, does in zip(candidates, runs, strict=True) if not does}
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]

@@ -1,16 +1,17 @@
 """Which tests `make test` runs, which are the rest, and which run once more on CI's newer Python.
 
-`--share first` is `make test`: of each test all cases, but of a `long` one the first alone, and
+`--share first` is `make test`: every test, but of one that takes seconds the first case alone, and
 nothing that is marked `rest`. What is `core` always runs: a property or an oracle of each room.
 
-`--share second` is what CI runs on a newer Python meanwhile: the rest; and once more what may
-depend on the version of Python or jax, which is the core, what one of the two may skip, the first
-case of each quick test, and that of each other test in the rooms next to jax.
+`--share second` is what CI runs on a newer Python beside it: the rest; and once more what may
+depend on the version of Python or jax, which is the core, what one of the two may skip, and the
+first case of each quick test and of each test in the rooms next to jax.
 
 Without the option all tests run: `make test-all`.
 
-`--turn N` leaves out, of the rest, what runs in the two other turns. CI takes the turn that follows
-from the number of commits, so that three commits run all tests, and one commit always the same.
+`--turn N` leaves out, of the rest and of what takes seconds once more, what runs in the two other
+turns. CI takes the turn that follows from the number of commits, so that three commits run all
+tests, and one commit always the same.
 """
 
 import zlib
@@ -35,36 +36,42 @@ class Case:
     is_first: bool = True  # of the cases of its test
 
     @property
+    def is_quick(self) -> bool:
+        return self.marks.isdisjoint({"long", "seconds"})
+
+    @property
     def is_near_jax(self) -> bool:
         return not NEAR_JAX.isdisjoint(self.name.partition("::")[0].split("/"))
 
     @property
     def is_rest(self) -> bool:
         """True for what `make test` leaves out."""
-        stands_back = "long" in self.marks and not self.is_first
+        stands_back = not (self.is_quick or self.is_first)
         return "core" not in self.marks and (stands_back or "rest" in self.marks)
 
     @property
     def runs_again(self) -> bool:
-        """True if a version of Python or jax may decide what comes out."""
-        is_quick = self.marks.isdisjoint({"long", "seconds"})
-        if self.marks.isdisjoint({"core", "skipif"}):
-            return self.is_first and (is_quick or self.is_near_jax)
-        return True
+        """True if the version of Python or jax may decide what comes out."""
+        depends = self.is_first and (self.is_quick or self.is_near_jax)
+        return depends or not self.marks.isdisjoint({"core", "skipif"})
 
     @property
-    def shares(self) -> frozenset[str]:
-        if self.is_rest:
-            return frozenset({SECOND})
-        return frozenset(SHARES) if self.runs_again else frozenset({FIRST})
-
-    @property
-    def turns(self) -> frozenset[int]:
-        """The turns in which it runs. A hash of its name deals, not its place: the two Pythons may
-        collect different cases.
+    def turn(self) -> int:
+        """The turn in which it runs if it is dealt out. A hash of its name deals, not its place:
+        the two Pythons may collect different cases.
         """
-        turn = zlib.crc32(self.name.encode()) % len(TURNS)
-        return frozenset({turn}) if self.is_rest else TURNS
+        return zlib.crc32(self.name.encode()) % len(TURNS)
+
+    def runs(self, share: str | None = None, turn: int | None = None) -> bool:
+        """Returns True if it runs in this share and turn; None stands for all of them."""
+        is_dealt = self.is_rest
+        if share == SECOND:
+            if not (self.is_rest or self.runs_again):
+                return False
+            is_dealt = is_dealt or not (self.is_quick or self.marks & {"core", "skipif"})
+        elif share == FIRST and self.is_rest:
+            return False
+        return not is_dealt or turn in {None, self.turn}
 
 
 def cases_of(tests: Iterable[tuple[str, frozenset[str]]]) -> list[Case]:

@@ -715,7 +715,6 @@ TABLE = {
 
 
 @pytest.mark.parametrize("name", TABLE)
-@pytest.mark.seconds
 def test_a_mistake_costs_one_line_that_says_what_and_the_documented_exit_code(capsys, name):
     code, words, arguments = TABLE[name]
     line = refusal(capsys, code, arguments)

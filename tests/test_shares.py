@@ -7,13 +7,11 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from shares import NEAR_JAX, SHARES, TURNS, Case, cases_of, core, rest
+from shares import FIRST, NEAR_JAX, SECOND, SHARES, TURNS, Case, cases_of, core, rest
 from test_house import FLOORS
 
 ROOT = Path(__file__).parent.parent
 TESTS = ROOT / "tests"
-FIRST, SECOND = ({name} for name in SHARES)
-BOTH = FIRST | SECOND
 MARKS = ("core", "long", "rest", "seconds", "skipif")
 ANY_MARKS = [
     frozenset(mark for mark, has in zip(MARKS, chosen, strict=True) if has)
@@ -25,43 +23,59 @@ def grid(*marks: str, file: str = "train/test_layouts.py") -> list[Case]:
     return cases_of((f"tests/{file}::test_it[{mesh}]", frozenset(marks)) for mesh in "abcdefgh")
 
 
+def shares_of(case: Case) -> set[str]:
+    return {share for share in SHARES if case.runs(share)}
+
+
+def turns_of(case: Case, share: str | None) -> set[int]:
+    return {turn for turn in TURNS if case.runs(share, turn)}
+
+
 # --- nothing is lost ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("marks", ANY_MARKS, ids=lambda marks: " ".join(sorted(marks)) or "none")
-def test_whatever_its_marks_a_case_is_in_a_share_and_in_a_turn(marks, is_first):
+def test_whatever_its_marks_a_case_runs_in_a_share_and_in_a_turn_of_it(marks, is_first):
     case = Case("tests/kernels/test_norms.py::test_it[a]", marks, is_first)
-    assert case.shares and case.shares <= BOTH
-    assert case.turns and case.turns <= TURNS
+    assert case.runs() and turns_of(case, None)
+    assert shares_of(case)
+    assert all(turns_of(case, share) for share in shares_of(case))
+    if FIRST in shares_of(case):
+        assert turns_of(case, FIRST) == turns_of(case, None) == TURNS
     if "core" in marks:
-        assert case.shares == BOTH and case.turns == TURNS
+        assert shares_of(case) == set(SHARES)
+        assert turns_of(case, SECOND) == TURNS
 
 
-def test_make_test_runs_all_cases_of_a_test_but_of_a_long_one_the_first():
-    assert all(case.shares >= FIRST for case in grid("seconds"))
-    first, *further = grid("long")
-    assert first.shares == FIRST
-    assert all(case.shares == SECOND for case in further)
+@pytest.mark.parametrize("marks", [("long",), ("seconds",)])
+def test_of_a_test_that_takes_seconds_make_test_runs_the_first_case(marks):
+    first, *further = grid(*marks)
+    assert shares_of(first) == {FIRST}
+    assert all(shares_of(case) == {SECOND} for case in further)
+    assert all(case.runs(FIRST) for case in grid())
 
 
 def test_what_is_marked_rest_runs_in_the_second_share_alone():
-    assert all(case.shares == SECOND for case in grid("rest"))
+    assert all(shares_of(case) == {SECOND} for case in grid("rest"))
 
 
-def test_three_turns_run_all_of_the_rest_and_each_what_make_test_runs():
-    first, *further = grid("long")
-    assert first.turns == TURNS
-    for rest_of_it in (further, grid("rest")):
-        assert all(len(case.turns) == 1 for case in rest_of_it)
-        assert frozenset().union(*(case.turns for case in rest_of_it)) == TURNS
+def test_three_turns_run_all_of_the_rest_and_one_a_part():
+    _, *further = grid("long")
+    for cases in (further, grid("rest")):
+        for share in (None, SECOND):
+            turns = [turns_of(case, share) for case in cases]
+            assert all(len(each) == 1 for each in turns)
+            assert set.union(*turns) == TURNS
 
 
-def test_the_first_case_of_a_quick_test_runs_again_and_near_jax_that_of_a_long_one():
+def test_the_first_case_of_a_quick_test_runs_again_and_near_jax_that_of_any():
     first, *further = grid()
-    assert first.shares == BOTH and {case.shares for case in further} == {frozenset(FIRST)}
+    assert shares_of(first) == set(SHARES) and turns_of(first, SECOND) == TURNS
+    assert all(shares_of(case) == {FIRST} for case in further)
     for room in NEAR_JAX:
-        assert grid("long", file=f"{room}/test_it.py")[0].shares == BOTH
+        first = grid("long", file=f"{room}/test_it.py")[0]
+        assert shares_of(first) == set(SHARES) and turns_of(first, SECOND) == {first.turn}
 
 
 def test_where_a_case_runs_does_not_depend_on_the_cases_before_it():
