@@ -206,7 +206,7 @@ def refuse_other_settings(
 
 
 def as_setting(name: str, value: Any) -> str:
-    """Returns the option that sets `name` to `value`, or says where it is written."""
+    """Returns the option that sets `name` to `value`; of a table, the section to copy."""
     if isinstance(value, Mapping):
         return f"the [{name}] of that run"
     return f"--set {shlex.quote(f'{name}={_shown(value)}')}"

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 FORMAT = 2
-# The objects that every meta has: what is saved, and the identity of the run.
+# The objects that every meta has: the description of its arrays, and the identity of the run.
 PARTS = (
     *("leaves", "unpadded", "layout", "fingerprints"),
     *("stream", "model", "model_code", "settings"),

@@ -135,7 +135,7 @@ def take_code(saved: dict[str, Any], own: Sequence[str] = ()) -> NamedCode:
 def refuse_own_code(run: Path, saved: dict[str, Any], named: NamedCode) -> None:
     """Raises ConfigError if a run's model is a custom one and the caller has not named it.
 
-    `saved` and `named` are what `read_document` returns.
+    `saved` and `named` are the results of `read_document`.
     """
     own = saved.get("model_code", {}).get("class", SHIPPED)
     if named.make or own != SHIPPED:

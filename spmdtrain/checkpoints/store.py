@@ -60,8 +60,8 @@ warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarni
 class Store:
     """The steps of one run directory. `keep` decides which are kept; None opens them read-only.
 
-    A save copies the arrays to the host, so that training goes on. One `by_layer` never holds more
-    than a few layers there, but the arrays must stay until it has ended; it is not compressed.
+    A save copies the arrays to the host, so that training continues. A save `by_layer` never holds
+    more than a few layers there, but the arrays must stay until it has ended; it is not compressed.
     """
 
     def __init__(self, run: Path, keep: Retention | None, *, by_layer: bool = False):
@@ -196,7 +196,7 @@ class Store:
     def _guarded(self, action):
         """Runs an action that writes. tensorstore reports a full disk as a ValueError.
 
-        Removes what the action leaves unfinished: on a full disk that space is needed.
+        Removes unfinished saves of the action: a full disk needs the space.
         """
         try:
             return action()
@@ -288,7 +288,7 @@ class _ByLayer(ocp.PyTreeCheckpointHandler):
         super().__init__(type_handler_registry=registry, use_compression=False)
 
     async def async_save(self, directory, item=None, save_args=None, args=None):
-        """Returns what Orbax waits for: its own files, and then the arrays."""
+        """Returns the futures that Orbax waits for: of its own files, and of the arrays."""
         begun = await super().async_save(directory, item, save_args, args)
         return [*(begun or []), _WritesByLayer(directory, args)]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from spmdtrain.config.given import refuse_address
 
-# Arguments that are texts, names, settings (which have a check of their own) or other commands.
+# Arguments that are texts, names, settings (which are checked elsewhere) or other commands.
 NO_PATHS = frozenset(
     {
         *("set", "chat_set", "command_line"),

@@ -102,7 +102,7 @@ def make_parser(command: str | None = None) -> argparse.ArgumentParser:
 
 
 def _importing(name: str) -> Callable[[Any], None]:
-    """Returns what adds a command or a group of commands; imports the files of no other."""
+    """Returns the function that adds a command or a group of them; imports only their files."""
     match name:
         case "train":
             from spmdtrain.cli.run.train import add_train
@@ -216,6 +216,6 @@ def _add_tokenizer(commands) -> None:
 
 
 def _add_group(commands, name: str, text: str):
-    """Adds a group of commands, such as `data`, and returns what its commands are added to."""
+    """Adds a group of commands, such as `data`, and returns the object that takes its commands."""
     group = commands.add_parser(name, help=text)
     return group.add_subparsers(title="commands", required=True, metavar="COMMAND")

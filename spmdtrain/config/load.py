@@ -4,7 +4,7 @@ Terms. A *source* is one file, or all `--set` strings; a later source wins over 
 *table* is a TOML table: a dict whose values may be dicts. A *path* is a key as a tuple, e.g.
 `("train", "steps")`; the same as a dotted key is "train.steps". The *origin* of a dotted key is the
 file that it came from, or `--set`. A key without one has its default, or is *derived*: it follows
-from other settings, and a reader of the written config derives it anew.
+from other settings, and a reader of the written config derives it again.
 """
 
 import difflib
@@ -37,7 +37,7 @@ COMMAND_LINE = "--set"
 DEFAULT = "default"
 # TOML has no null. If a field may be None, this string means None, in files and in `--set`.
 NONE = "none"
-# A key of [model] that is not a setting: it stands for the settings of an existing model.
+# A key of [model] that is not a setting: it brings in the settings of an existing model.
 FROM = "from"
 OWN = "own"  # the section of a person's code: a setting of the same name elsewhere is meant first
 MOST_NAMED = 24  # settings of a section listed in a refusal
@@ -394,7 +394,7 @@ def _parse_free(text: str) -> Any:
         raise ConfigError(f"--set with {text[:40]}... cannot be read: {error}") from None
 
 
-# --- what the schema knows --------------------------------------------------------------------
+# --- lookups in the schema --------------------------------------------------------------------
 
 
 def _default_name(section: str) -> str | None:

@@ -60,7 +60,7 @@ def _without(
 class RunFiles:
     """The files of the run in `directory`, each read when it is needed.
 
-    Raises CheckpointError if one is missing or is not what a run writes.
+    Raises CheckpointError if one is missing, or was not written by a run.
     """
 
     def __init__(self, directory: str | Path):

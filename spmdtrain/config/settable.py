@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from spmdtrain.config.errors import ConfigError
 
 ALL = ("",)
-# Those that belong to the devices, not to the run.
+# Settings of the devices, not of the run.
 OF_DEVICES = ("mesh.", "rules.", "model.attention")
 OF_EVALUATION = (
     *OF_DEVICES,

@@ -37,7 +37,7 @@ def _in_a_folder(value: str) -> str:
     return value
 
 
-# A file or folder. What may be an address as well is a `str`, and says who reads it.
+# A file or folder. A setting that also takes addresses is a `str`, and names its readers.
 LocalPath = Annotated[str, AfterValidator(_in_a_folder)]
 Positive = Annotated[PositiveFloat, AfterValidator(_in_float32)]
 NonNegative = Annotated[NonNegativeFloat, AfterValidator(_in_float32)]
@@ -45,7 +45,7 @@ Decay = Annotated[float, Field(gt=0, lt=1), AfterValidator(_in_float32)]
 # Devices count in int32, both steps and elements of a dim.
 Count = Annotated[int, Field(gt=0, lt=2**31)]
 CountOrZero = Annotated[int, Field(ge=0, lt=2**31)]
-# What a run reads in all is counted on the host, and exceeds int32 within hours on many devices.
+# The tokens of a whole run are counted on the host: on many devices they exceed int32 within hours.
 Tokens = Annotated[int, Field(gt=0, lt=2**62)]
 # TOML has only lists, so this is not strict about the container; its elements stay strict.
 Strings = Annotated[tuple[str, ...], Field(strict=False)]
@@ -56,11 +56,11 @@ if TYPE_CHECKING:
     Derived = Annotated[T | Any, "resolved"]  # Any: None until it is resolved
     DerivedOrNone = T | None
 else:
-    # A setting that may be left out, and then follows from others: `Settings.derived` says how. It
-    # is None in a file and in the schema, and never where code reads it.
+    # A setting that may be left out, and then follows from others, by `Settings.derived`. It is
+    # None in a file and in the schema, but never when code reads it.
     Derived = Optional
-    # One that belongs to some choices of another setting, e.g. to float16. It stays None under the
-    # others, where nobody may choose it.
+    # A setting that applies to some choices of another, e.g. to float16. Under the others it stays
+    # None, and cannot be set.
     DerivedOrNone = Optional
 
 

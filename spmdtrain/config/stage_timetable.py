@@ -1,5 +1,4 @@
-"""The timetable of `train.stages`: how many samples, of which length, a step reads, and how many
-layers it freezes.
+"""The timetable of `train.stages`: number and length of a step's samples, and its frozen layers.
 
 A *sample* is a window of `train.sequence_length` tokens. A stage of shorter sequences cuts each
 sample into pieces, so that the order of samples does not depend on the stages: a step reads the

@@ -1,6 +1,5 @@
-"""Reads other people's weights, in Hugging Face directories, into our parameters, and writes them
-back.
+"""Reads published weights, in Hugging Face directories, into our parameters, and writes them back.
 
-`files` opens safetensors, `names` maps their tensors to our parameters, `pieces` says how a
-parameter is composed of tensors, `weights` reads a directory, and `writer` writes one.
+`safetensors_files` opens files, `names` maps their tensors to our parameters, `pieces` composes a
+parameter of tensors, `published_weights` reads a directory, and `writer` writes one.
 """

@@ -89,7 +89,7 @@ def keys_and_values(sizes: Sizes, shape: Shape) -> Mapped:
 
 
 def joined(sizes: Sizes, shape: Shape) -> Mapped:
-    """Takes [E, 2 E] of a further token, whose columns belong to the token and to the stream."""
+    """Takes [E, 2 E] of a further token; the columns are those of the token and of the stream."""
     _, embed, _ = shape
     as_matrix = transpose(sizes, (2 * embed, embed))
     return Mapped(shape, as_matrix.view, as_matrix.shapes, as_matrix.pieces)

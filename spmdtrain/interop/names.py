@@ -216,7 +216,7 @@ FURTHER_TOKEN = {
     "join_2ee": _entry(latent_attention.joined, "eh_proj.weight"),
     "norm.scale_e": _entry(pieces.copy, "shared_head.norm.weight"),
 }
-# Copies in a further token's layer of what it shares with the model.
+# Copies, in a further token's layer, of tensors that it shares with the model.
 SHARED_COPIES = {EMBED: "embed_tokens.weight", HEAD: "shared_head.head.weight"}
 PREFIX = "model.layers.{}."
 
@@ -297,7 +297,7 @@ SAY_NOTHING = re.compile(
     r"|.*\.rotary_emb\.inv_freq"
     r"|(model\.)?(vision_tower|multi_modal_projector)\..*"
 )
-# Other spellings of the same names: (what we write, what other files have instead).
+# Other spellings of the same names: (our prefix, the prefix in other files).
 SPELLINGS: Sequence[tuple[str, str]] = (
     ("", ""),
     ("transformer.", ""),

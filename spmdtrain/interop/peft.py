@@ -82,7 +82,7 @@ def write_adapters(
 
 
 def _refuse_layers_apart(config: RunConfig) -> None:
-    """Refuses a model with dense layers before its stack, whose adapters are outside the stack."""
+    """Refuses a model with dense layers before its stack: their adapters are outside the stack."""
     model = config.model
     if model.stack_layers < model.layers:
         raise ConfigError(

@@ -65,7 +65,7 @@ class Tensor:
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
     def map(self) -> np.ndarray:
-        """Returns the tensor as an array whose pages are read when they are used."""
+        """Returns the tensor as an array whose pages are read on first use."""
         return np.memmap(self.path, self.dtype, "r", self.offset, self.shape)
 
 

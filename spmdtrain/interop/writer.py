@@ -47,8 +47,8 @@ class TensorWriter:
     """A writer of files for tensors of these shapes, in one dtype and in parts of at most `part`
     bytes.
 
-    Each of several processes writes the tensors of its own files, after one of them has created all
-    files.
+    Of several processes, one creates all files, and then each writes the tensors of its share of
+    them.
     """
 
     def __init__(  # noqa: PLR0913 - what the files hold, and who writes them

@@ -288,7 +288,7 @@ class Launcher:
 
 
 def _failed(rank: Rank) -> bool:
-    """Returns True if this process failed by itself, not because another one did."""
+    """Returns True if this process failed, and not only because another one did."""
     if rank.code == DONE:
         return not rank.done
     return rank.code not in (PREEMPTED, PeerLostError.exit_code)
@@ -311,6 +311,6 @@ def _describe(rank: Rank) -> str:
 
 
 def say(text: str) -> None:
-    """Prints a line for the person at the terminal, between those of the processes."""
+    """Prints a line of the launcher, among the lines of the processes."""
     with closed_outputs.outlived():
         print(f"spmdtrain launch: {text}", file=sys.stderr, flush=True)

@@ -109,7 +109,7 @@ class Ranks:
         time.sleep(STACKS_SECONDS)
 
     def end(self) -> None:
-        """Sends SIGTERM, and SIGKILL to those that are still running TERM_SECONDS later."""
+        """Sends SIGTERM, and SIGKILL to processes that still run TERM_SECONDS later."""
         if not self.running():
             return
         self.signal(signal.SIGCONT)  # a stopped process receives nothing else

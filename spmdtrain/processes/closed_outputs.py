@@ -1,4 +1,4 @@
-"""Handles standard streams that are missing at the start, or that nobody reads any more.
+"""Handles standard streams that are missing at the start, or that have lost their reader.
 
 A run continues when its output loses its reader: `| head`, or a closed terminal.
 """

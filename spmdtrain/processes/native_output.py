@@ -1,8 +1,8 @@
 """Keeps remarks of native libraries out of a command's output.
 
 Gloo, which joins processes on CPUs, prints a line to standard output for each group of devices
-that it connects, at any time, and has no setting against it. Such a line would stand in a log, or
-in the JSON that a command prints. What other libraries print (NCCL_DEBUG) goes through.
+that it connects, at any time, and no setting prevents it. Such a line would end up in a log, or in
+the JSON that a command prints. The output of other libraries (NCCL_DEBUG) passes.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ REMARKS = re.compile(rb"\[Gloo\] Rank |connected peer ranks is")
 
 
 def drop_remarks() -> None:
-    """Filters what native code prints from here on; what Python prints takes the direct way."""
+    """Filters the output of native code from here on. Python's output bypasses the filter."""
     sys.stdout.flush()
     direct = os.dup(STANDARD_OUTPUT)
     printed, into = os.pipe()

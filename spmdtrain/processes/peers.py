@@ -32,7 +32,7 @@ SILENT_SECONDS = 10  # of waiting, before a line names the missing processes
 # How long a process may continue after news of another. Often all make the same mistake, and this
 # lets each report it itself.
 GRACE_SECONDS = 2
-# What a collective raises when the other side is gone: in gloo, in NCCL, in jax's own barriers.
+# The error of a collective whose other side is gone: in gloo, in NCCL, in jax's own barriers.
 BROKEN = re.compile("gloo .* failed|by peer|remote process|coordination service|barrier", re.I)
 
 _connection: socket.socket | None = None  # to the coordinator; None: a lone process, or done
@@ -130,7 +130,7 @@ def _hold(connection: socket.socket, token: str, process: int) -> None:
 
 
 class _Coordinator:
-    """The coordinator as jax's service: what its start function returns to jax."""
+    """The coordinator, with the interface of jax's service: jax's start function returns it."""
 
     def __init__(self, *arguments, **named):
         self.token = secrets.token_hex(16)
@@ -173,7 +173,7 @@ def _listen(connection: socket.socket) -> None:
 
 
 def _describe_news(news: str) -> str:
-    """Puts "INDEX failed WHY" or "INDEX lost" in words; "" if the coordinator itself is gone."""
+    """Describes "INDEX failed WHY" or "INDEX lost", or "" if the coordinator itself is gone."""
     process, _, last_word = news.partition(" ")
     if last_word.startswith("failed "):
         return f"process {process} failed: {last_word.removeprefix('failed ')}"

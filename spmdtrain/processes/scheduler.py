@@ -32,7 +32,7 @@ def arguments_for_jax(environment: Mapping[str, str]) -> dict | None:
 
 
 def starts_every_process(environment: Mapping[str, str]) -> bool:
-    """Returns True if a scheduler has started several processes, of which this is one."""
+    """Returns True if this is one of several processes that a scheduler has started."""
     in_slurm = (
         "SLURM_PROCID" in environment and (number(environment, "SLURM_STEP_NUM_TASKS") or 1) > 1
     )
@@ -107,7 +107,7 @@ def _of_open_mpi(environment: Mapping[str, str]) -> dict:
 
 
 def _open_mpi_method(environment: Mapping[str, str]) -> str:
-    """Returns which of jax's detections works: only Open MPI before 5 says where rank 0 is."""
+    """Returns the detection of jax that works: only Open MPI before 5 says where rank 0 is."""
     uri = environment.get("OMPI_MCA_orte_hnp_uri", "")
     if ORTE_URI.match(uri):
         return "ompi"

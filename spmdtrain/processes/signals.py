@@ -107,7 +107,7 @@ def launched() -> None:
 
 
 class Requests:
-    """The requests to end, of which a second one counts more than the first.
+    """The requests to end. The second one is more urgent than the first.
 
     A scheduler signals all processes of a job, launchers included, and a launcher forwards the
     signal: whatever reaches a launched process within HANDED_ON_SECONDS is one request.

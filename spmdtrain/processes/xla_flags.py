@@ -1,9 +1,9 @@
 """Sets the XLA compiler flags for runs on GPUs, and jax's share of a GPU's memory.
 
-Each flag comes with its purpose and what it changed. `set_xla_flags` puts them into the environment
-before jax starts, if the run or the compile is for GPUs; the command line calls it. What the user
-put in XLA_FLAGS wins. (Passed as `compiler_options` of a compile, the first flag is accepted
-without effect: jax 0.12.)
+Each flag comes with its purpose and its measured effect. `set_xla_flags` puts them into the
+environment before jax starts, if the run or the compile is for GPUs; the command line calls it. The
+user's XLA_FLAGS win. (Passed as `compiler_options` of a compile, the first flag is accepted without
+effect: jax 0.12.)
 
 A flag that XLA does not know ends the process. Those below are known to every jaxlib from 0.10 to
 0.12 (looked up in the libraries of 0.10.0, 0.10.2, 0.11.0, 0.11.2, 0.12.0 and 0.12.0.1); with any

@@ -1,1 +1,1 @@
-"""The files below RUN/checkpoints: what may be in them, and names that libraries read."""
+"""The files below RUN/checkpoints: which contents are safe, and names that libraries can read."""

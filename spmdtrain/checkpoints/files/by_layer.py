@@ -1,7 +1,7 @@
 """Writes arrays into an item that Orbax has begun, one layer of one device's part at a time.
 
 Orbax alone would hold a copy of everything until it is on disk: compressed, or copied from a
-device, or because TensorStore copies what lies in chunks of one layer.
+device, or because TensorStore copies arrays whose chunks are single layers.
 """
 
 import itertools

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from spmdtrain.config.errors import StorageError
 
-# Paths made only of these characters are passed on as they are.
+# Paths made only of these characters are passed on unchanged.
 PLAIN = re.compile(r"[A-Za-z0-9_./=+,@ -]*")
 OPEN_FOLDERS = Path("/proc/self/fd")
 

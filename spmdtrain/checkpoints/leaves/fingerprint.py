@@ -41,7 +41,7 @@ FACTORS = (
 )
 CHUNK = 1 << 16  # elements that numpy mixes per pass: they stay in the cache of a core
 BLOCK = 1 << 20  # elements that a device mixes at once: 4 MiB of words
-# Elements of an array that is copied, to the host or to stand beside others of its kind.
+# Elements of an array that is copied: to the host, or to be stacked with others of its kind.
 SMALL = 1 << 16
 
 

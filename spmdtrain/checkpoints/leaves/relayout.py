@@ -21,7 +21,7 @@ from spmdtrain.train.setup import Setup
 def without_padding(setup: Setup, path: str, shape: Shape) -> Shape:
     """Returns the shape of a leaf of the parameter at `path` without its zero padding.
 
-    A leaf of the optimizer whose shape differs from the parameter's has no padding.
+    A leaf of the optimizer has no padding if its shape differs from the parameter's.
     """
     padding = setup.padding
     return padding.of_model[path] if shape == padding.at_rest[path] else shape

@@ -1,4 +1,4 @@
-"""`spmdtrain data teach`: saves what a teacher says of the training tokens of a run."""
+"""`spmdtrain data teach`: saves a teacher's predictions at the training tokens of a run."""
 
 import argparse
 
@@ -31,7 +31,7 @@ def add_teach(commands) -> None:
 
 
 def run_teach(parsed: argparse.Namespace) -> int:
-    """Writes the folder, and says what it holds."""
+    """Writes the folder, and prints a line about its contents."""
     of_teacher = ["distill.logits=none", f"distill.teacher={parsed.teacher}"]
     config = load(parsed.config, [*parsed.set, *of_teacher])
     start_jax(parsed)

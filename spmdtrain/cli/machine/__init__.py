@@ -1,1 +1,1 @@
-"""The commands on this machine, a file for each: its arguments, then what it runs."""
+"""The commands on this machine, a file for each: its arguments, then its action."""

@@ -145,7 +145,7 @@ def _cuda_wheels() -> dict[str, str]:
 
 
 def describe(facts: Facts) -> str:
-    """Returns the facts in words, one line each."""
+    """Describes the facts, one line each."""
     from pallas_kernels import gpus
     from spmdtrain.processes import xla_flags
 

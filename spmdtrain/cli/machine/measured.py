@@ -1,4 +1,4 @@
-"""Compares this machine's speeds with what they should be: `spmdtrain doctor --measure`.
+"""Compares this machine's speeds with the expected ones: `spmdtrain doctor --measure`.
 
 Each device multiplies, copies, and exchanges with the host and with each other device; all devices
 form a ring; the disk writes and reads. Figures are FLOP/s and bytes/s. A small model's gradients in

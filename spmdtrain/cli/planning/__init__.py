@@ -1,1 +1,1 @@
-"""The commands of the planner, a file for each: its arguments, then what it runs."""
+"""The commands of the planner, a file for each: its arguments, then its action."""

@@ -16,7 +16,7 @@ from spmdtrain.config.near import did_you_mean
 if TYPE_CHECKING:
     from spmdtrain.pipeline.schedule import Table
 
-# Ticks x stages. This many take seconds to print, and nobody reads more.
+# Ticks x stages. This many take seconds to print, and more are unreadable.
 LARGEST_SCHEDULE = 1_000_000
 
 

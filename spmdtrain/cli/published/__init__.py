@@ -1,1 +1,1 @@
-"""The commands on published models, a file for each: its arguments, then what it runs."""
+"""The commands on published models, a file for each: its arguments, then its action."""

@@ -1,1 +1,1 @@
-"""Commands that examine what a run has recorded: is it correct, why is it odd, what has changed."""
+"""Commands that examine a run's records: is it correct, why is a step odd, what has changed."""

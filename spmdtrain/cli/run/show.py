@@ -25,7 +25,7 @@ def add_show(commands) -> None:
 
 
 def run_show(parsed: argparse.Namespace) -> int:
-    """Prints the config, the mesh and every parameter; --svg draws which devices hold what."""
+    """Prints the config, the mesh and every parameter; --svg draws what each device holds."""
     config = load(parsed.config, parsed.set)
     start_jax(parsed, alone=True)
     from spmdtrain.show import sharding_svg

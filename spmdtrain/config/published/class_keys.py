@@ -1,4 +1,4 @@
-"""The keys of config.json by which the classes of transformers choose what they compute.
+"""The keys of config.json that change what the classes of transformers compute.
 
 Found by running each class of 4.57 and 5.24 with another value of each key: it counts as read if
 both then compute something else. `tests/interop/test_class_keys.py` measures the table again.
@@ -121,8 +121,8 @@ def unread_by_class(family: str) -> frozenset[str]:
 
 
 def check_share(family: str, share: Any, where: str) -> None:
-    """Raises ConfigError if a file says that a share of a head's channels turns, in a family whose
-    class turns all of them: transformers 5 then ignores the key, and transformers 4 stops.
+    """Raises ConfigError if a file rotates only a share of a head's channels, but the class of its
+    family rotates all: transformers 5 then ignores the key, and transformers 4 stops.
     """
     if share in (None, 1) or SHARE in READ[family]:
         return

@@ -1,4 +1,4 @@
-"""The families of published models: what each computes, and the keys that only it has.
+"""The families of published models: the function of each, and the keys peculiar to it.
 
 A family has the defaults for absent keys (those of its class in transformers, not ours), the
 settings shared by all of its models, and two functions that read and write its own keys.
@@ -332,7 +332,7 @@ def _write_qwen3_moe(model: TransformerConfig) -> dict[str, Any]:
 
 def _gpt_oss(keys: Keys) -> ModelSettings:
     keys.take("quantization_config")  # read with the weights
-    keys.take("initial_context_length")  # another word for that of the rotary positions
+    keys.take("initial_context_length")  # another key for the theta of the rotary positions
     keys.must_be("swiglu_limit", 7.0)
     keys.must_be("swiglu_alpha", 1.702)
     keys.pass_over("hidden_act")  # its class has one activation

@@ -28,8 +28,8 @@ HARMLESS = re.compile(
 )
 
 
-# The largest whole number of a key, and the largest of those that are counted one by one. Published
-# models have up to 126 layers and 512 experts in each.
+# The largest whole number of a key, and of the keys whose number of things is listed one by one.
+# Published models have up to 126 layers and 512 experts in each.
 LARGEST = 2**31 - 1
 LARGEST_FLOAT = 3e38  # of 32 bits
 LARGEST_OF = {

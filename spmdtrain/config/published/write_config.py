@@ -40,7 +40,7 @@ def write_config(
         family = FAMILIES[base.family]
         made = _written(family, base.family, model)
         rope = {name: made[name] for name in OF_ROPE if imported.get(name) is None and name in made}
-        # Unchanged but for the other form of the rotary keys; else with all keys rewritten.
+        # First unchanged, but with both forms of the rotary keys; then with all keys rewritten.
         for keys in (imported | rope, imported | made):
             keys = keys | dtypes | {"architectures": [family.architecture]}
             if _reads_as(keys, model) == wanted:

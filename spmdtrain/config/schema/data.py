@@ -176,7 +176,7 @@ class DataConfig(Settings):
         return self
 
     def _check_stream(self):
-        """Refuses settings that streams do not have, and those that only streams have."""
+        """Refuses settings that do not apply to streams, or that apply only to streams."""
         if not self.is_streamed:
             for name in OF_STREAMS:
                 if getattr(self, name) != type(self).model_fields[name].default:

@@ -1,4 +1,4 @@
-"""[distill]: the teacher from whose predictions a run learns."""
+"""[distill]: the teacher whose predictions a run learns."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +9,7 @@ from spmdtrain.config.settings import DerivedOrNone, LocalPath, Positive, Settin
 
 
 class DistillConfig(Settings):
-    """A second, frozen model from whose predictions this one learns (arXiv:1503.02531).
+    """A second, frozen model whose predictions this one learns (arXiv:1503.02531).
 
     The loss is (1 - share) x cross-entropy + share x temperature^2 x KL(teacher || student), the
     divergence of the softmax of both models' logits over the temperature (docs/distillation.md).

@@ -84,7 +84,7 @@ class FinetuneConfig(Settings):
 
 
 def frozen_by_setting(run: Any) -> dict[str, int]:
-    """Returns the numbers of frozen layers that are asked for, except 0, by setting."""
+    """Returns setting -> number of frozen layers, without those of 0."""
     numbers: dict[str, int | None] = {
         f"train.stages[{number}].frozen_layers": stage.frozen_layers
         for number, stage in enumerate(run.train.stages)

@@ -1,4 +1,4 @@
-"""[rules]: what is split over which mesh axes."""
+"""[rules]: the mesh axes over which each logical axis is split."""
 
 from spmdtrain.config.settings import Settings, Strings
 

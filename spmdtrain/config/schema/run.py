@@ -50,7 +50,7 @@ from spmdtrain.config.schema.train import TrainConfig
 from spmdtrain.config.settings import Settings
 from spmdtrain.config.stage_timetable import TimedStage
 
-# Yields the texts of what a section does not go with. The run is `Any`: its class is made of the
+# Yields the refusals of a section, as texts. The run is `Any`: its class is made of the
 # sections, which cannot import it.
 Refusals = Callable[[Any], Iterator[str]]
 # Those that need the number of steps, which is not known while `train.epochs` counts them.

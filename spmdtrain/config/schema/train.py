@@ -1,4 +1,4 @@
-"""[train]: the length of training, the batch, the loss, and what saves memory."""
+"""[train]: the length of training, the batch, the loss, and the savings of memory."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -69,7 +69,7 @@ Stages = Annotated[tuple[BatchStage, ...], Field(strict=False)]
 
 
 class TrainConfig(Settings):
-    """The length of training, the size of a batch, the loss, and what saves memory."""
+    """The length of training, the size of a batch, the loss, and the savings of memory."""
 
     steps: Count = Field(
         default=1000, description="optimizer steps in total; raise it and resume to train further"

@@ -43,7 +43,7 @@ class Template(Protocol):
         ...
 
     def write(self, conversation: Conversation, tokenizer: Tokenizer, where: str) -> Written:
-        """Returns a conversation as text. Raises DataError for what cannot be written."""
+        """Returns a conversation as text. Raises DataError if it cannot be written."""
         ...
 
     def ask(self, conversation: Conversation, tokenizer: Tokenizer, where: str) -> list[str]:

@@ -1,6 +1,6 @@
 """Renders the Jinja templates of published models, in a separate process.
 
-A template is somebody else's code. It runs in Jinja's sandbox, which denies it attributes and
+A template is foreign code. It runs in Jinja's sandbox, which denies it attributes and
 changes to its input, and the process has limited memory, and limited time for each conversation.
 The process reads a line of JSON and writes one, until its input ends.
 

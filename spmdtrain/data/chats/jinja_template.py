@@ -27,7 +27,7 @@ from spmdtrain.data.chats.tool_calls import PARSE_ARGUMENTS, with_parsed_argumen
 from spmdtrain.data.tokenizers.tokenizer import Tokenizer
 
 SECONDS = 5  # of computing that a template may take for a conversation
-FIRST_PRIVATE = 0xF0000  # characters from here on have no meaning of their own
+FIRST_PRIVATE = 0xF0000  # characters from here on are for private use
 START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from spmdtrain.data.chats.jinja_program import main; main()"
@@ -101,7 +101,7 @@ class JinjaTemplate:
         return Frame(self._tried["opening"], self._tried["lead"], self._tried["closing"])
 
     def write(self, conversation: Conversation, tokenizer: Tokenizer, where: str) -> Written:
-        """Returns a conversation as text. Raises DataError for what cannot be written."""
+        """Returns a conversation as text. Raises DataError if it cannot be written."""
         return self._written(conversation, tokenizer, where, list(conversation.learned))
 
     def ask(self, conversation: Conversation, tokenizer: Tokenizer, where: str) -> list[str]:

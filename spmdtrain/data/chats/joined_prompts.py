@@ -51,7 +51,7 @@ def seam(prompt: list[Message], answer: list[Message], where: str) -> Seam:
 
 
 def echoes(prompt: Any, answer: Any) -> bool:
-    """Returns True if an answer that is a text begins with the text of the prompt and goes on."""
+    """Returns True if prompt and answer are texts, and the answer begins with the prompt."""
     if not isinstance(prompt, str) or not isinstance(answer, str) or not prompt.strip():
         return False
     if not answer.startswith(prompt) or not answer[len(prompt) :].strip():

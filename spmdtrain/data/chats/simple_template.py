@@ -98,7 +98,7 @@ class SimpleTemplate:
         return list(dict.fromkeys(markers))
 
     def write(self, conversation: Conversation, tokenizer: Tokenizer, where: str) -> Written:
-        """Returns a conversation as text. Raises DataError for what cannot be written."""
+        """Returns a conversation as text. Raises DataError if it cannot be written."""
         frames, contents = self._pieces(conversation, tokenizer, where)
         pieces: list[tuple[str, bool]] = [("", False)]  # (text, is it part of an answer?)
         learned = conversation.learned

@@ -16,7 +16,7 @@ FIRST_LABEL = 74120000  # digits: no filter of a template changes them
 
 
 class Trial(NamedTuple):
-    """A copy of the messages with labels; those of each message, in the order of its fields."""
+    """A copy of the messages with labels, and each message's labels in the order of its fields."""
 
     messages: list[dict[str, Any]]
     labels: list[list[str]]

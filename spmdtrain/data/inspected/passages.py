@@ -17,7 +17,7 @@ from spmdtrain.data.tokenizers.tokenizer import from_spec
 Kind = Literal["counts", "masked", "padding"]
 Decode = Callable[[np.ndarray], str]
 END_OF_TEXT = "\u2403"  # how the token that ends a document is shown: SYMBOL FOR END OF TEXT
-KEPT = "\n\t"  # characters that are shown as they are, although they are not printable
+SHOWN = "\n\t"  # characters that are printed unescaped, although they are not printable
 
 
 @dataclass(frozen=True)
@@ -115,12 +115,13 @@ def _passages(row: _Row, number: int, decode: Decode, end: int | None) -> Iterat
 
 
 def _numbers(ids: np.ndarray) -> str:
-    """Returns the ids as numbers, each followed by a space: they stand for no text."""
+    """Returns the ids as numbers, each followed by a space: there is no text to show."""
     return "".join(f"{token} " for token in ids.tolist())
 
 
 def harmless(text: str) -> str:
     """Returns a text in which no character moves the cursor or colours of a terminal."""
     return "".join(
-        letter if letter.isprintable() or letter in KEPT else ascii(letter)[1:-1] for letter in text
+        letter if letter.isprintable() or letter in SHOWN else ascii(letter)[1:-1]
+        for letter in text
     )

@@ -27,8 +27,7 @@ class ChosenTemplate(NamedTuple):
 def choose_template(
     simple: str | None, file: str | None, tokenizer: str, variables: Iterable[str]
 ) -> ChosenTemplate:
-    """Returns the template of a job: the one that it names, that of its tokenizer's folder, or
-    ChatML.
+    """Returns the template of a job: the named one, that of the tokenizer's folder, or ChatML.
 
     `variables` are NAME=VALUE, where a value is JSON or text. Raises UserError if it cannot be
     read.

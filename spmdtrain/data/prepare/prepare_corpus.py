@@ -221,7 +221,7 @@ def _report(
     origin: str,
     marker_faults: bool,
 ) -> str:
-    """Returns the lines that summarise what was written."""
+    """Returns the lines that summarise the output."""
     first = summaries[0]
     name = first.path
     if len(summaries) > 1:

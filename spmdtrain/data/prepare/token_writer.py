@@ -183,7 +183,7 @@ class TokenWriter:
         self.close()
 
     def close(self) -> None:
-        """Discards what `finish` has not put in place."""
+        """Discards the files that `finish` has not put in place."""
         for file in self._files.values():
             with contextlib.suppress(OSError):  # unwritten content is discarded
                 file.close()
@@ -209,7 +209,7 @@ def share_tokenizer(out: str, tokenizer: Tokenizer) -> dict:
 
 
 def _refuse_other_content(path: Path, content: str) -> None:
-    """Raises DataError if a file with other content exists: somebody may need it."""
+    """Raises DataError if a file with other content exists, since it may still be needed."""
     if not os.path.exists(path):
         return
     try:
@@ -221,7 +221,7 @@ def _refuse_other_content(path: Path, content: str) -> None:
 
 
 def refuse_existing(path: str | Path) -> None:
-    """Raises DataError if a token file exists: somebody may be training on it."""
+    """Raises DataError if a token file exists, since a run may be training on it."""
     for final in (*token_paths(path), loss_path(path)):
         if os.path.lexists(final):  # even a dangling link
             raise DataError(f"{final} exists already", fix="another --out, or remove it first")

@@ -1,1 +1,1 @@
-"""Keeps what a teacher says of each training token in a folder beside the data."""
+"""Keeps a teacher's prediction at each training token in a folder beside the data."""

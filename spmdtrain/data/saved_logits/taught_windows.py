@@ -1,9 +1,9 @@
-"""Chooses the windows that a teacher reads, and which of their tokens are saved.
+"""Chooses the windows that a teacher reads, and the tokens of each that are saved.
 
-A student without shuffling, and one with packing="best_fit", reads the same windows in each epoch:
-the teacher reads those. Any other student cuts its windows elsewhere in each epoch. Then the
-teacher reads every token twice, in windows that overlap by a half, and what it says with the longer
-context is saved: of all tokens but the first ones with at least half a window before them.
+A student without shuffling, or with packing="best_fit", reads the same windows in each epoch: the
+teacher reads those. Any other student cuts its windows elsewhere in each epoch. Then the teacher
+reads every token twice, in windows that overlap by a half, and its prediction with the longer
+context is saved: except for the first tokens, that is at least half a window.
 """
 
 from collections.abc import Callable, Iterator

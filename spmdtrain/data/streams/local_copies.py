@@ -2,7 +2,7 @@
 first.
 
 Several processes share the folder. One of them copies at a time; a file in use is locked, so that
-no process removes what another one reads.
+no process removes a file that another one reads.
 """
 
 import contextlib
@@ -40,8 +40,8 @@ class LocalCopies:
     def held(self, shard: Shard) -> Iterator[str]:
         """Yields the path of a shard on this machine, which stays while the context is open.
 
-        Raises DataError if it cannot be copied, or is not what was listed, and StorageError if
-        there is no room for it.
+        Raises DataError if it cannot be copied, or has changed since it was listed. Raises
+        StorageError if there is no room for it.
         """
         if not shard.is_remote:
             yield shard.address

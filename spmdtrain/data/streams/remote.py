@@ -19,7 +19,7 @@ TRIES = 6
 FIRST_PAUSE = 0.5  # seconds; each one is twice as long
 SILENT_SECONDS = 60  # after which a server that sends nothing counts as gone
 FORBIDDEN = {400, 401, 403}  # asking again does not help
-# What stores call the mark that changes with an object's content, the best first.
+# The stores' names for the stamp that changes with an object's content, the best first.
 STAMPS = (
     *("ETag", "etag", "md5Hash", "Content-MD5", "Digest"),
     *("generation", "LastModified", "Last-Modified", "updated", "mtime"),
@@ -44,7 +44,7 @@ def is_remote(path: str) -> bool:
 def find_remote(pattern: str) -> list[RemoteFile]:
     """Returns the files that an address names, which may be a glob; sorted by name.
 
-    Raises DataError if there are none, or if the store cannot be asked.
+    Raises DataError if there are none, or if the store does not answer.
     """
     scheme = pattern.partition("://")[0]
     files = _file_system(scheme)

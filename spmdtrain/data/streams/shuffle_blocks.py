@@ -16,7 +16,7 @@ from spmdtrain.data.corpus import Corpus
 from spmdtrain.data.shuffle import random_bits
 from spmdtrain.data.streams.shard_reader import DocumentTokens, ShardReader
 
-HELD = 2  # blocks: a batch may lie across the end of one
+HELD = 2  # blocks: a batch may extend across the end of one
 
 
 @dataclass(frozen=True)

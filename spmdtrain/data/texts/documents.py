@@ -104,7 +104,7 @@ def format_of(path: str) -> str:
 
 
 def _refuse_columns(path: str) -> None:
-    """Raises DataError for a table in text, whose columns would be one document with its commas."""
+    """Raises DataError for a table in text form: it would be one document, commas and all."""
     ending = os.path.splitext(without_compression(path))[1].lower()
     if ending in COLUMNS:
         raise DataError(

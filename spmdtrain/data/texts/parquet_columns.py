@@ -165,14 +165,14 @@ def _slices(column: Any, done: int, skip: int, read: int, most_bytes: int) -> It
 
 
 def _parser(column: Any) -> Parse | None:
-    """Returns what parses the JSON texts in a column, or in some; None if they hold none."""
+    """Returns the parser of the JSON texts in one or several columns; None if they hold none."""
     if hasattr(column, "schema"):
         return _parser_of_fields(column.schema)
     return _parser_of(column.type, {})
 
 
 def _parser_of(kind: Any, metadata: Mapping[bytes, bytes]) -> Parse | None:
-    """Returns what parses a value of this type of Arrow, whose field has this metadata.
+    """Returns the parser of values of this Arrow type, whose field has this metadata.
 
     A column that has no type of its own is written as JSON texts by `datasets` 5, which reads it as
     the values in them.

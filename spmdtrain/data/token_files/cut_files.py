@@ -19,7 +19,7 @@ from spmdtrain.data.token_files.rows import Concatenated, StoredRow
 
 
 def cut_shared_files(corpora: Sequence[Corpus], fraction: float) -> list[Corpus]:
-    """Returns the same corpora; those that share a file are split file by file.
+    """Returns the same corpora, but splits corpora that share a file file by file.
 
     `fraction` is the tail of each file that validates.
     """

@@ -1,4 +1,4 @@
-"""Opens a token file of datatrove as it is (datatrove/pipeline/tokens/tokenizer.py).
+"""Opens a token file of datatrove without conversion (datatrove/pipeline/tokens/tokenizer.py).
 
 NAME.ds         ids, little endian, uint16 or uint32
 NAME.ds.index   the end of each document in tokens, uint64

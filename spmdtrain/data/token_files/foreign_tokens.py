@@ -1,10 +1,10 @@
-"""Reads the token files of other programs as they are: nanoGPT, llm.c, Megatron and datatrove.
+"""Reads token files of other programs without conversion: nanoGPT, llm.c, Megatron, datatrove.
 
 None of them states its vocabulary; a run must, by `model.vocab` or `data.tokenizer`. A file is
 accepted only if everything known about it fits.
 
-    nanoGPT    NAME.bin alone: ids, little endian. Nothing says their type: it is `data.dtype`, or
-               else the smallest that holds the vocabulary
+    nanoGPT    NAME.bin alone: ids, little endian. Their type is not recorded: it is `data.dtype`,
+               or else the smallest that holds the vocabulary
     llm.c      NAME.bin alone: 256 int32, of which the first three are a magic number, a version
                and the number of ids, then ids: uint16 of GPT-2, uint32 of Llama 3
                (dev/data/data_common.py). The shards of modded-nanogpt are the same
@@ -44,7 +44,7 @@ TYPES = {
     "uint16, big endian": np.dtype(">u2"),
     "uint8": np.dtype("u1"),
 }
-FEW_IDS = 16  # a sample with fewer distinct ids says nothing about their width
+FEW_IDS = 16  # a sample with fewer distinct ids does not reveal their width
 
 
 @dataclass(frozen=True)

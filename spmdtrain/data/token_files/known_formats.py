@@ -18,7 +18,7 @@ TEXT_CONTROLS = frozenset(b"\t\n\v\f\r\x1b")
 def kind_of_file(path: Path, size: int, vocab: int, *, certain: bool = False) -> str | None:
     """Returns the kind of a file that does not hold bare ids, for a message; None: unknown.
 
-    With `certain`, only kinds that no row of ids could begin like: the user said that it holds ids.
+    With `certain`, the user has said that it holds ids: then only kinds that ids cannot look like.
     """
     with reading(path), path.open("rb") as file:
         first = file.read(LOOKED_AT)

@@ -1,7 +1,7 @@
-"""Says how two tokenizers differ: where weights meet data, ids must stand for the same texts.
+"""Describes how two tokenizers differ: weights and data must agree on the text of each id.
 
 A hash tells that they differ, but also tells a file from its copy that another version of a package
-has saved. So two files with other hashes are compared by what they make of a text.
+has saved. So two files with different hashes are compared by how they cut a text.
 """
 
 import json
@@ -22,7 +22,7 @@ NO_RULE = ("vocab", "dropout")
 
 
 def difference(ours: Spec | None, theirs: Spec | None) -> str:
-    """Returns in what the tokenizer `theirs` differs from `ours`; "" if ids stand for the same.
+    """Returns how the tokenizer `theirs` differs from `ours`; "" if ids mean the same.
 
     They do if one is unknown, and if one of them only has further tokens.
     """
@@ -36,7 +36,7 @@ def difference(ours: Spec | None, theirs: Spec | None) -> str:
 
 
 def named(spec: Spec) -> str:
-    """Returns a tokenizer in words: its file and the beginning of its hash, or its kind."""
+    """Describes a tokenizer: its file and the beginning of its hash, or its kind."""
     if "json" not in spec:
         return str(spec["kind"])
     return f"{spec['path']} ({spec['sha256'][:SHOWN]})"
@@ -78,7 +78,7 @@ def _token_of_id(content: Mapping[str, Any]) -> dict[int, str]:
 
 
 def _rules(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the rules by which a text is cut, and those of the model, without defaults."""
+    """Returns the rules that cut a text, and those of the model, without defaults."""
     rules = {name: content.get(name) for name in RULES}
     model = content["model"]
     rules |= {name: value for name, value in model.items() if name not in NO_RULE and value}

@@ -297,7 +297,7 @@ def _refuse_aborting(content: str, path: str) -> None:
 
 
 def _refuse_shared_ids(vocabulary: dict[str, int], control: dict[str, int], path: str) -> None:
-    """Raises DataError if the id of a control token is that of another token too.
+    """Raises DataError if a control token shares its id with another token.
 
     The package numbers added tokens by the count of the vocabulary, whatever number the file has:
     where a piece of the vocabulary is lost, a text can produce the end of a text.
@@ -313,7 +313,7 @@ def _refuse_shared_ids(vocabulary: dict[str, int], control: dict[str, int], path
 
 
 def _mark(tokenizer: Any, control: Iterable[str], flags: dict[str, Any]) -> None:
-    """Marks control tokens as special, each matched as the file says."""
+    """Marks control tokens as special, each with the file's flags for matching."""
     import tokenizers
 
     tokenizer.add_special_tokens(

@@ -23,7 +23,7 @@ def refuse_other_library(path: Path) -> None:
 
 
 def _library_of(path: Path) -> str:
-    """Returns the name of the library whose format a file has; empty: of none that is known."""
+    """Returns the name of the library whose format a file has; "" if it has none of them."""
     with path.open("rb") as file:
         begin = file.read(MOST_READ)
     if begin[:1] == b"\n" and path.suffix == ".model":  # the first field of a protobuf

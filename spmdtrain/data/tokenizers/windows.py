@@ -1,8 +1,8 @@
 """Encodes a long text window by window, in constant memory.
 
-Windows overlap. If two of them give the same tokens over the middle half of their overlap, the
-first one's tokens up to there and the second one's from there on are those of the text, since
-tokens depend only on nearby characters. If not, the window grows.
+Windows overlap. If two of them give the same tokens over the middle half of their overlap, the text
+has the first one's tokens up to there and the second one's from there on, since tokens depend only
+on nearby characters. If not, the window grows.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,7 @@
-"""Copies the snapshots of this host to the next one, and keeps those of the host before it.
+"""Copies the snapshots of this host to the next one, and keeps those of the previous host.
 
-After a process was lost, its launcher still has its snapshots. After a host was lost, another one
-takes its place, whose launcher fetches them from the next host before it starts its processes.
+After the loss of a process its launcher still has its snapshots. After the loss of a host another
+one replaces it, and its launcher fetches them from the next host before it starts its processes.
 """
 
 import socket
@@ -33,7 +33,7 @@ FETCH_SECONDS = 60.0  # for the next host to come up
 
 
 class KeeperServer(ThreadServer):
-    """A server that keeps the snapshots of the host before this one, and gives them back."""
+    """A server that keeps the snapshots of the previous host, and gives them back."""
 
     def __init__(self, token: str):
         """Opens any free port. `token` tells the launchers of this run from others."""
@@ -44,7 +44,7 @@ class KeeperServer(ThreadServer):
 
 
 class KeeperHandler(socketserver.StreamRequestHandler):
-    """A connection of the host before this one: requests, one after another."""
+    """A connection of the previous host: requests, one after another."""
 
     # The library's type does not allow for a custom server.
     server: "KeeperServer"  # pyright: ignore[reportIncompatibleVariableOverride]

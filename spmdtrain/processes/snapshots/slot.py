@@ -1,8 +1,8 @@
 """The memory of one snapshot: a head, arrays, and a JSON document about them.
 
 The memory is an anonymous file (memfd_create) that the launcher opens, so it lives as long as the
-launcher, however its processes end, and the kernel frees it with the launcher. It lies outside of
-/dev/shm, which containers often limit to 64 MB.
+launcher, however its processes end, and the kernel frees it with the launcher. It does not count
+towards /dev/shm, which containers often limit to 64 MB.
 
 The head is cleared before anything is written, and written last. Its first 8 bytes, which make it
 valid, are cleared first and written last of all, in one store. So a snapshot is whole or absent,
