@@ -29,14 +29,14 @@ def tune(
     def is_known(gpu: str, call: Call) -> bool:
         return not again and table.entry(gpu, call.name) is not None
 
-    def is_known_there(real: str, call: Call) -> bool:
+    def is_known_on(real: str, call: Call) -> bool:
         nonlocal gpu
         gpu = real  # whatever name the driver has for it
         return is_known(real, call)
 
     unknown = [call for call in by_name.values() if gpu is None or not is_known(gpu, call)]
     findings = []
-    for machine, finding in measure(unknown, say, process, is_known_there):
+    for machine, finding in measure(unknown, say, process, is_known_on):
         findings.append(finding)
         gpu = machine.get("gpu", gpu)
         if gpu is not None and finding.chosen is not None:

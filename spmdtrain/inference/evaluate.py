@@ -162,7 +162,7 @@ def _corpus_of(opened: OpenedRun, paths: Sequence[str], field: str) -> Corpus:
 def _as_document(opened: OpenedRun, ids: np.ndarray) -> np.ndarray:
     """Returns a document as in the run's training data: with the tokens that begin and end it."""
     end = opened.end_of_text
-    return opened.begun(ids if end is None else np.append(ids, end))
+    return opened.with_begin(ids if end is None else np.append(ids, end))
 
 
 def _predict(

@@ -52,7 +52,7 @@ def read_prompts(opened: OpenedRun, prompt: Any, parse_special: bool = False) ->
             line = "the prompt spells a special token, which is read as text"
             print(f"{line} (--parse-special, or --chat)", file=sys.stderr)
         ids = [tokenizer.encode(text, parse_special=parse_special) for text in items]
-        begun = [opened.begun(text_ids) for text_ids in _full(ids)]
+        begun = [opened.with_begin(text_ids) for text_ids in _full(ids)]
         added = len(begun[0]) - len(ids[0])
         return Prompts(begun, tokenizer, is_one=isinstance(prompt, str), added=added)
     is_one = bool(items) and all(isinstance(item, dict) for item in items)
@@ -79,7 +79,7 @@ def prompt_ids(messages: list, template: Template, opened: OpenedRun) -> np.ndar
     conversation = of_messages(messages, "the prompt")
     ids = encode_prompt(conversation, template, opened.tokenizer, "the prompt")
     # A Jinja template writes every special token itself.
-    return opened.begun(ids) if isinstance(opened.template, str) else ids
+    return opened.with_begin(ids) if isinstance(opened.template, str) else ids
 
 
 def ending_of(opened: OpenedRun, template: Template) -> AnswerEnd:

@@ -37,7 +37,8 @@ def scored_pair(opened: OpenedRun, context: str, continuation: str) -> Pair:
     before_spaces = context.rstrip()
     whole = encode(context + continuation)
     if before_spaces:
-        whole, before = opened.begun(whole), opened.begun(encode(before_spaces))
+        whole = opened.with_begin(whole)
+        before = opened.with_begin(encode(before_spaces))
         pair = before, whole[len(before) :]
     else:
         pair = _after_prefix(opened, whole)
@@ -107,7 +108,8 @@ def generation(opened: OpenedRun, context: str, options: dict[str, Any]) -> Text
             found=f"a model of {longest} tokens",
             fix=f"a task whose generation_kwargs have a max_gen_toks below {longest}",
         )
-    ids = opened.begun(opened.tokenizer.encode(context)) if context else token_before_text(opened)
+    encoded = opened.tokenizer.encode(context)
+    ids = opened.with_begin(encoded) if context else token_before_text(opened)
     until = options.get("until") or ()
     stops = (until,) if isinstance(until, str) else tuple(until)
     return TextRequest(ids[length - longest :], length, _choice(options), stops)

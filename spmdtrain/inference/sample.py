@@ -250,11 +250,11 @@ def make_generate(
             own_key = jax.random.fold_in(key, at)
             logits_bv = logits_bv[:, : setup.model.rows]  # the rest are padding
             chosen_b = choose(logits_bv, own_key, choice.temperature, choice.top_k, choice.top_p)
-            is_given_b = at < lengths_b
-            token_b = jnp.where(is_given_b, tokens_bt[:, at], chosen_b)
+            is_prompt_b = at < lengths_b
+            token_b = jnp.where(is_prompt_b, tokens_bt[:, at], chosen_b)
             tokens_bt = tokens_bt.at[:, at].set(token_b)
             for end in ends:
-                ended_b |= ~is_given_b & (token_b == end)
+                ended_b |= ~is_prompt_b & (token_b == end)
             return at + 1, tokens_bt, following(tokens_bt, at, cache), ended_b
 
         nobody = jnp.zeros(prompts_bt.shape[0], bool)
@@ -310,10 +310,10 @@ def _windowed(config: RunConfig, module: Any, rules: Rules, tokens_bt: jax.Array
 
     def following(tokens_bt, at, _):
         first = jnp.maximum(at + 1 - window, 0)
-        seen_bt = jax.lax.dynamic_slice_in_dim(tokens_bt, first, window, 1)
+        recent_bt = jax.lax.dynamic_slice_in_dim(tokens_bt, first, window, 1)
         positions = jnp.arange(window, dtype=jnp.int32)
-        ctx = _context(rules, jnp.broadcast_to(positions, seen_bt.shape))
-        return _logits(config, module, seen_bt, ctx, at - first), None
+        ctx = _context(rules, jnp.broadcast_to(positions, recent_bt.shape))
+        return _logits(config, module, recent_bt, ctx, at - first), None
 
     return following(tokens_bt, jnp.int32(start - 1), None), following
 

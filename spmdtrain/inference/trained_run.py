@@ -60,7 +60,7 @@ class OpenedRun:
             )
         return from_spec(self.tokenizer_spec)
 
-    def begun(self, ids: np.ndarray) -> np.ndarray:
+    def with_begin(self, ids: np.ndarray) -> np.ndarray:
         """Returns a text that begins like the documents of the run: with a begin of text, if any.
 
         A text that begins with that token already is returned as it is.

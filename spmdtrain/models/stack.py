@@ -20,7 +20,7 @@ from spmdtrain.parallel.gather import LAYER_AXES
 from spmdtrain.parallel.matmuls import tensor_matmul
 
 
-def _but_gathered_weights(primitive: jax.extend.core.Primitive, *_, **parameters) -> bool:
+def _all_but_gathered_weights(primitive: jax.extend.core.Primitive, *_, **parameters) -> bool:
     """Keeps all but gathered weights: kept ones would be whole in all layers at once."""
     return not _gathers_weights(primitive, parameters)
 
@@ -44,7 +44,7 @@ SideLosses = dict[str, jax.Array]  # by name, float32 scalars
 LAYER_INPUT = "layer_input"  # the checkpoint_name of what remat "offload" keeps on the host
 
 POLICIES = {
-    "weights": _but_gathered_weights,
+    "weights": _all_but_gathered_weights,
     "dots": jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.save_from_both_policies(
             jax.checkpoint_policies.dots_with_no_batch_dims_saveable, attention_saveable

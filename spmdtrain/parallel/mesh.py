@@ -35,12 +35,12 @@ def build_mesh(
     `where` maps "mesh.data" and so on to the origin of the value (`RunConfig.origin`), for
     messages. Raises ConfigError as `arrange` does.
     """
-    devices = jax.devices() if devices is None else given_devices(devices)
+    devices = jax.devices() if devices is None else checked_devices(devices)
     array = arrange(config.sizes, devices, where)
     return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def given_devices(devices: Any) -> list[Any]:
+def checked_devices(devices: Any) -> list[Any]:
     """Returns the devices given by a caller. Raises ConfigError if one is invalid or repeated."""
     fix = "devices=jax.devices()[:4]"
     try:
@@ -120,11 +120,11 @@ def group_by_host(devices: Sequence[Any]) -> list[list[Any]]:
     """
     devices = sorted(devices, key=lambda device: (device.process_index, device.id))
     processes = {device.process_index for device in devices}
-    one_each = len(processes) == len(devices)
+    one_per_process = len(processes) == len(devices)
     hosts: dict[int, list[Any]] = {}
     for device in devices:
         host = device.process_index
-        if one_each:
+        if one_per_process:
             host = getattr(device, "partition_index", host)
         hosts.setdefault(host, []).append(device)
     return list(hosts.values())

@@ -118,8 +118,8 @@ def as_the_harness(run, context: str, continuation: str) -> tuple[list[int], lis
     spaces = len(context) - len(context.rstrip())
     if spaces:
         context, continuation = context[:-spaces], context[-spaces:] + continuation
-    whole = run.begun(encode(context + continuation)).tolist()
-    before = run.begun(encode(context)).tolist()
+    whole = run.with_begin(encode(context + continuation)).tolist()
+    before = run.with_begin(encode(context)).tolist()
     return before, whole[len(before) :]
 
 
@@ -265,7 +265,7 @@ def test_what_is_asked_begins_as_the_documents_of_the_run(opened):
     asked, plain = read_prompts(begun, ["to be", "or"]), read_prompts(opened, ["to be", "or"])
     for one, other in zip(asked.ids, plain.ids, strict=True):
         assert one.tolist() == [254, *other.tolist()]
-    assert begun.begun(asked.ids[0]) is asked.ids[0]  # one that has it gets no second
+    assert begun.with_begin(asked.ids[0]) is asked.ids[0]  # one that has it gets no second
     assert text_until_stop(asked, asked.ids[0], len(asked.ids[0]), Stops((), ())) == "to be"
     ids = evaluate._as_document(dataclasses.replace(begun, end_of_text=255), encode("be"))
     assert ids.tolist() == [254, *encode("be"), 255]

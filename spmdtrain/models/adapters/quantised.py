@@ -93,7 +93,7 @@ def quantised(w: jax.Array, kind: Kind, stacked: int, ins: int, path: str) -> di
     if kind == "int8":
         over = tuple(range(stacked, stacked + ins))
         largest = jnp.abs(w).max(over)
-        wide = jnp.expand_dims(_but_zero(largest), over)
+        wide = jnp.expand_dims(_nonzero(largest), over)
         integers = jnp.round(w / wide * 127).astype(jnp.int8)
         return {"integers": integers, "scales": _as_bits(largest / 127)}
     block = _size(w.shape[at], BLOCK)
@@ -108,8 +108,8 @@ def quantised(w: jax.Array, kind: Kind, stacked: int, ins: int, path: str) -> di
     largest = jnp.abs(blocks).max(at + 1)
     of_groups = _cut_last(largest)
     group_largest = of_groups.max(-1)
-    scales = jnp.round(of_groups / _but_zero(group_largest)[..., None] * 255).astype(jnp.uint8)
-    units = blocks / jnp.expand_dims(_but_zero(largest), at + 1)
+    scales = jnp.round(of_groups / _nonzero(group_largest)[..., None] * 255).astype(jnp.uint8)
+    units = blocks / jnp.expand_dims(_nonzero(largest), at + 1)
     codes = sum((units > middle).astype(jnp.uint8) for middle in (NF4[1:] + NF4[:-1]) / 2)
     codes = jnp.asarray(codes).reshape(*w.shape[:at], -1, 2, *w.shape[at + 1 :])
     low, high = (jax.lax.index_in_dim(codes, half, at + 1, keepdims=False) for half in (0, 1))
@@ -173,7 +173,7 @@ def _cut_last(x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:-1], -1, size)
 
 
-def _but_zero(x: jax.Array) -> jax.Array:
+def _nonzero(x: jax.Array) -> jax.Array:
     return jnp.where(x == 0, 1, x)
 
 

@@ -40,7 +40,7 @@ FindRing = Callable[[tuple[int, ...], tuple[int, ...], Names], Ring | None]
 FindParts = Callable[[tuple[int, ...], Names], Parts]
 
 
-def whole(*_: Any) -> Parts:
+def unsplit_parts(*_: Any) -> Parts:
     """Returns the parts of arrays that nothing splits: the default of `find_parts`."""
     return Parts(wide=P(None, None))
 
@@ -66,7 +66,7 @@ def make_column_parallel(
     constrain: Callable[..., jax.Array],
     find_ring: FindRing,
     *,
-    find_parts: FindParts = whole,
+    find_parts: FindParts = unsplit_parts,
     gathers_again: bool = False,
     copies: int = 1,
     local: bool = False,
@@ -84,12 +84,12 @@ def make_column_parallel(
     def multiply(x: jax.Array, weight: Any, dot: Dot) -> jax.Array:
         return dot(constrain(x, "batch", "time", "embed"), weight, 1)
 
-    def multiply_each(x: jax.Array, weights: Any, dot: Dot) -> jax.Array:
+    def multiply_copied(x: jax.Array, weights: Any, dot: Dot) -> jax.Array:
         return multiply_copies(constrain(x, "batch", "time", "embed"), weights, 1, dot)
 
     if gathers_again:
         multiply = jax.checkpoint(multiply, prevent_cse=False, static_argnums=2)
-        multiply_each = jax.checkpoint(multiply_each, prevent_cse=False, static_argnums=2)
+        multiply_copied = jax.checkpoint(multiply_copied, prevent_cse=False, static_argnums=2)
 
     def column_parallel(
         x: jax.Array, factor: jax.Array | Operand, names: Names, *, narrow: Narrow | None = None
@@ -101,8 +101,9 @@ def make_column_parallel(
         if isinstance(factor, Operand):
             of_stream, of_wide = counts(find_parts(wide_shape, names))
             dot = partial(delayed.tensordot, cut=Cut(x=of_stream, y=of_wide))
-            run, operand = (multiply_each, factor.of_copies()) if has_copies else (multiply, factor)
-            return checkpoint_name(run(x, operand, dot), SAVED)
+            if has_copies:
+                return checkpoint_name(multiply_copied(x, factor.of_copies(), dot), SAVED)
+            return checkpoint_name(multiply(x, factor, dot), SAVED)
         ring = find_ring(x.shape, wide_shape, names)
         if ring is not None:
             weights = weight if has_copies else ring.copy(weight)
@@ -115,7 +116,7 @@ def make_column_parallel(
             return checkpoint_name(y, SAVED)
         dot = _dot(narrow, local)
         if has_copies:
-            return checkpoint_name(multiply_each(x, weight, dot), SAVED)
+            return checkpoint_name(multiply_copied(x, weight, dot), SAVED)
         return _saved(multiply(x, weight, dot), narrow)
 
     return column_parallel
@@ -125,7 +126,7 @@ def make_row_parallel(
     constrain: Callable[..., jax.Array],
     find_ring: FindRing,
     *,
-    find_parts: FindParts = whole,
+    find_parts: FindParts = unsplit_parts,
     copies: int = 1,
     local: bool = False,
 ) -> TensorMatmul:

@@ -14,7 +14,7 @@ from spmdtrain.config.run_files import newest_step
 from spmdtrain.config.schema import RunConfig, check_config
 from spmdtrain.data.source import Data, open_data
 from spmdtrain.models.choose import check_make
-from spmdtrain.parallel.mesh import given_devices
+from spmdtrain.parallel.mesh import checked_devices
 from spmdtrain.processes import clocks, pulse
 from spmdtrain.running.report import stages
 from spmdtrain.running.report.reporter import Hook, check
@@ -86,7 +86,7 @@ def prepare(
     UserError if settings, data or `step` are wrong, or if the processes disagree about them.
     """
     directory, fresh, step = as_run(directory, "directory"), as_flag(fresh, "fresh"), as_step(step)
-    devices = None if devices is None else given_devices(devices)
+    devices = None if devices is None else checked_devices(devices)
     sinks = [*own_list(config, "sinks"), *sinks]
     hooks = [*own_list(config, "hooks"), *hooks]
     pulse.tell(pulse.BEGIN)

@@ -120,7 +120,7 @@ class LatentAttention(nnx.Module):
         q_btkd = jnp.concatenate((q_btkc, turned), -1)
         latent_bskc = cache.v_bskd
         keys = jnp.concatenate((latent_bskc, cache.k_bskd), -1)
-        seen_btkc = self.attend(
+        attended_btkc = self.attend(
             q_btkd[:, :, None], keys, latent_bskc, ctx, cache=cache, sinks=sinks, is_shared=True
         )[:, :, 0]
-        return jnp.einsum("btkc,cke->btke", seen_btkc, to_values_cke)[:, :, :, None]
+        return jnp.einsum("btkc,cke->btke", attended_btkc, to_values_cke)[:, :, :, None]
