@@ -16,7 +16,7 @@ import spmdtrain as st
 from pallas_kernels.attention import attention
 from pallas_kernels.loss import linear_cross_entropy
 from pallas_kernels.norm import rmsnorm
-from spmdtrain.config.given import as_flag, as_number, as_path, as_step, as_texts, as_whole
+from spmdtrain.config.arguments import as_flag, as_number, as_path, as_step, as_texts, as_whole
 
 ONE = jax.devices()[:1]
 CONFIG = st.RunConfig(

@@ -10,7 +10,7 @@ import pytest
 
 from spmdtrain.cli import main
 from spmdtrain.config import CheckpointError, ConfigError
-from spmdtrain.config.given import as_run
+from spmdtrain.config.arguments import as_run
 from spmdtrain.config.run_files import RunFiles
 from spmdtrain.running.compile_step import lower_step
 from spmdtrain.running.start.directory import only_run

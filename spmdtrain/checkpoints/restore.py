@@ -19,8 +19,8 @@ from spmdtrain.checkpoints.meta import Meta
 from spmdtrain.checkpoints.model_code import SHIPPED, check_model_code
 from spmdtrain.checkpoints.newest import read_newest
 from spmdtrain.checkpoints.saved_steps import SavedSteps
+from spmdtrain.config.arguments import as_flag, as_run, as_step
 from spmdtrain.config.errors import CheckpointError, ConfigError, DamagedError, UnfitError
-from spmdtrain.config.given import as_flag, as_run, as_step
 from spmdtrain.config.load import as_overrides, from_resolved
 from spmdtrain.config.named_code import home_of
 from spmdtrain.config.run_files import RunFiles

@@ -6,7 +6,7 @@ Every argument is taken for a path but those named here, so that none can be for
 import argparse
 from collections.abc import Iterator
 
-from spmdtrain.config.given import refuse_address
+from spmdtrain.config.arguments import refuse_address
 
 # Arguments that are texts, names, settings (which are checked elsewhere) or other commands.
 NO_PATHS = frozenset(

@@ -20,8 +20,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 
+from spmdtrain.config.arguments import as_path, as_texts, shown
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.given import as_path, as_texts, shown
 from spmdtrain.config.near import nearest, usual
 from spmdtrain.config.published.model_from import settings_of_model
 from spmdtrain.config.refusal import expectation

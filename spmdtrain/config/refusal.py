@@ -5,8 +5,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from spmdtrain.config.arguments import shown
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.given import shown
 from spmdtrain.config.near import did_you_mean
 
 

@@ -15,8 +15,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from spmdtrain.config.arguments import ADDRESS
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.given import ADDRESS
 from spmdtrain.config.refusal import refusal_in_python
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from spmdtrain.config.arguments import as_whole, check_kind, shown
 from spmdtrain.config.errors import ConfigError, DataError
-from spmdtrain.config.given import as_whole, check_kind, shown
 from spmdtrain.config.own_parts import own_part
 from spmdtrain.config.schema import RunConfig, check_config
 from spmdtrain.config.schema.data import STREAMED

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from spmdtrain.checkpoints.restore import read_document, refuse_own_parts
+from spmdtrain.config.arguments import as_run, as_texts, check_kind
 from spmdtrain.config.errors import ConfigError, DataError
-from spmdtrain.config.given import as_run, as_texts, check_kind
 from spmdtrain.config.load import COMMAND_LINE
 from spmdtrain.config.settable import OF_EVALUATION
 from spmdtrain.data.batches import Range

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from spmdtrain.config.arguments import shown
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.given import shown
 from spmdtrain.config.near import near
 from spmdtrain.inference.requests import (
     Ids,

@@ -9,8 +9,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from spmdtrain.config.arguments import as_path
 from spmdtrain.config.errors import ConfigError, DataError
-from spmdtrain.config.given import as_path
 from spmdtrain.config.settable import OF_REFERENCE
 from spmdtrain.data.batches import Range, batch_ids
 from spmdtrain.data.corpus import token_corpus

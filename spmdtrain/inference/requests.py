@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from spmdtrain.config.arguments import shown
 from spmdtrain.config.errors import DataError
-from spmdtrain.config.given import shown
 from spmdtrain.inference.sample import Choice
 from spmdtrain.inference.trained_run import OpenedRun
 

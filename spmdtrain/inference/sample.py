@@ -15,8 +15,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
 
+from spmdtrain.config.arguments import as_flag, check_kind, shown
 from spmdtrain.config.errors import CheckpointError, ConfigError
-from spmdtrain.config.given import as_flag, check_kind, shown
 from spmdtrain.config.schema import SEEDS, RunConfig
 from spmdtrain.inference.prompts import (
     ids_of,

@@ -13,8 +13,8 @@ from spmdtrain.checkpoints.checkpoints import Checkpoints
 from spmdtrain.checkpoints.identity import code_of
 from spmdtrain.checkpoints.model_code import check_model_code
 from spmdtrain.checkpoints.restore import read_document, read_step, refuse_own_code
+from spmdtrain.config.arguments import as_flag, as_run, as_step, as_texts
 from spmdtrain.config.errors import CheckpointError
-from spmdtrain.config.given import as_flag, as_run, as_step, as_texts
 from spmdtrain.config.load import COMMAND_LINE, as_overrides, from_resolved
 from spmdtrain.config.schema import MeshConfig, RunConfig
 from spmdtrain.config.settable import OF_DEVICES, check_settable

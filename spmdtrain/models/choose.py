@@ -5,8 +5,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, get_type_hints
 
+from spmdtrain.config.arguments import shown
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.given import shown
 from spmdtrain.config.load import typed_extra
 from spmdtrain.config.named_code import import_named
 from spmdtrain.config.schema import RunConfig

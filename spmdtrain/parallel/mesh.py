@@ -12,8 +12,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from spmdtrain.config.arguments import shown
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.given import shown
 from spmdtrain.config.schema import MESH_AXES, MeshConfig
 
 AXES = MESH_AXES

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from spmdtrain.checkpoints.intervals import CheckpointPlan, plan_checkpoints
+from spmdtrain.config.arguments import as_whole
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.given import as_whole
 from spmdtrain.config.schema import RunConfig, check_config
 from spmdtrain.planner.cost.hardware import Hardware, described, devices_per_host, swept
 from spmdtrain.planner.cost.memory import Memory, exact_state, step_memory

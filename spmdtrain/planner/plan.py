@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from spmdtrain.config.arguments import as_whole
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.given import as_whole
 from spmdtrain.config.schema import RunConfig, TransformerConfig, check_config
 from spmdtrain.planner.cost import shape
 from spmdtrain.planner.cost.hardware import Hardware, described, devices_per_host

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from spmdtrain.config.arguments import as_whole
 from spmdtrain.config.errors import (
     CheckpointError,
     ConfigError,
@@ -19,7 +20,6 @@ from spmdtrain.config.errors import (
     StorageError,
     UserError,
 )
-from spmdtrain.config.given import as_whole
 from spmdtrain.processes import peers, scheduler
 
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"

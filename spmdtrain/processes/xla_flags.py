@@ -22,8 +22,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from spmdtrain.config.arguments import as_flag
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.given import as_flag
 
 DEVICES = Path("/dev")
 KNOWN_SINCE = (0, 10)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from spmdtrain.config.given import as_whole
+from spmdtrain.config.arguments import as_whole
 from spmdtrain.data.batches import ReadAhead
 from spmdtrain.data.cut_samples import in_pieces, sequences_of
 from spmdtrain.data.indices import LAST_SAMPLE

@@ -8,8 +8,8 @@ import jax
 from spmdtrain.checkpoints.checkpoints import Checkpoints
 from spmdtrain.checkpoints.identity import config_document, identity
 from spmdtrain.checkpoints.retention import Retention
+from spmdtrain.config.arguments import as_run, as_whole
 from spmdtrain.config.errors import CheckpointError
-from spmdtrain.config.given import as_run, as_whole
 from spmdtrain.config.run_files import CONFIG, newest_step
 from spmdtrain.config.schema import CheckpointConfig
 from spmdtrain.data.indices import LAST_SAMPLE

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from spmdtrain.config.given import as_whole, check_kind
+from spmdtrain.config.arguments import as_whole, check_kind
 from spmdtrain.config.schema import (
     checkpoint,
     compression,

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from spmdtrain.config.given import as_whole
+from spmdtrain.config.arguments import as_whole
 from spmdtrain.lab.diff import FEW
 from spmdtrain.lab.diff.causes import Cause, RanOtherwise, causes
 from spmdtrain.lab.diff.differences import (

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spmdtrain.config.arguments import as_run
 from spmdtrain.config.errors import CheckpointError
-from spmdtrain.config.given import as_run
 from spmdtrain.config.run_files import COMPILED, RunFiles, given_in
 from spmdtrain.lab.replay.starts import Start
 from spmdtrain.lab.replay.written import WrittenRun, read_written

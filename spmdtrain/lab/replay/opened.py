@@ -23,8 +23,8 @@ from spmdtrain.checkpoints.restore import (
     refuse_own_parts,
     take_code,
 )
+from spmdtrain.config.arguments import as_run
 from spmdtrain.config.errors import CheckpointError, ConfigError
-from spmdtrain.config.given import as_run
 from spmdtrain.config.load import as_overrides, from_resolved, resolved
 from spmdtrain.config.own_parts import with_own_parts
 from spmdtrain.config.run_files import given_in

@@ -15,8 +15,8 @@ import numpy as np
 from spmdtrain.checkpoints.leaves.fingerprint import fingerprints
 from spmdtrain.checkpoints.leaves.stored_items import arrays_of
 from spmdtrain.checkpoints.meta import named_leaves
+from spmdtrain.config.arguments import as_whole
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.given import as_whole
 from spmdtrain.lab.replay.again import Again, steps_again
 from spmdtrain.lab.replay.first_difference import Mismatch, different_figures, different_leaves
 from spmdtrain.lab.replay.opened import Opened, open_replay

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from pallas_kernels.gpus import GPUS, Gpu
+from spmdtrain.config.arguments import shown
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.given import shown
 from spmdtrain.config.near import did_you_mean
 from spmdtrain.config.toml_file import MOST_EXTENDED, read_toml
 

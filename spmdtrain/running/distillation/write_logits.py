@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmdtrain.config.arguments import as_whole
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.given import as_whole
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.batches import batch_ids
 from spmdtrain.data.saved_logits.logits_writer import LogitsWriter

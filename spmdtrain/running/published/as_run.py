@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spmdtrain.config.arguments import as_path
 from spmdtrain.config.errors import DataError
-from spmdtrain.config.given import as_path
 from spmdtrain.config.load import COMMAND_LINE, from_resolved
 from spmdtrain.config.published.longest import check_longest
 from spmdtrain.config.published.read_config import Published, read_published

@@ -7,7 +7,7 @@ import numpy as np
 
 from spmdtrain.checkpoints.restore import read_step, run_config
 from spmdtrain.checkpoints.saved_steps import SavedSteps
-from spmdtrain.config.given import as_flag, as_path, as_step
+from spmdtrain.config.arguments import as_flag, as_path, as_step
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.interop.peft import Values, write_adapters
 from spmdtrain.interop.published_weights import in_words

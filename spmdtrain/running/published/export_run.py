@@ -17,8 +17,8 @@ import numpy as np
 from spmdtrain.checkpoints.layers import Layers, check_average
 from spmdtrain.checkpoints.restore import read_step, run_config
 from spmdtrain.checkpoints.saved_steps import SavedSteps
+from spmdtrain.config.arguments import as_flag, as_path, as_step, as_whole
 from spmdtrain.config.errors import CheckpointError
-from spmdtrain.config.given import as_flag, as_path, as_step, as_whole
 from spmdtrain.config.load import from_resolved
 from spmdtrain.config.schema import FinetuneConfig
 from spmdtrain.interop.published_weights import in_words

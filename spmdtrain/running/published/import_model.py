@@ -12,8 +12,8 @@ from pathlib import Path
 
 import jax
 
+from spmdtrain.config.arguments import as_path
 from spmdtrain.config.errors import CheckpointError
-from spmdtrain.config.given import as_path
 from spmdtrain.config.run_files import newest_step
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.interop.published_weights import bytes_of

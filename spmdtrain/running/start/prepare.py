@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from spmdtrain.config.given import as_flag, as_run, as_step, check_kind
+from spmdtrain.config.arguments import as_flag, as_run, as_step, check_kind
 from spmdtrain.config.own_parts import own_list, with_own_parts
 from spmdtrain.config.run_files import newest_step
 from spmdtrain.config.schema import RunConfig, check_config

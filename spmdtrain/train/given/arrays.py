@@ -13,8 +13,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
 
+from spmdtrain.config.arguments import shown
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.given import shown
 from spmdtrain.data.saved_logits.reader import IDS, LOGS
 from spmdtrain.parallel.context.context_method import ContextMethod, zigzag_order
 from spmdtrain.train.setup import Setup

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmdtrain.config.arguments import shown
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.given import shown
 from spmdtrain.config.own_parts import own_part
 from spmdtrain.config.schema import OptimizerConfig, RunConfig
 

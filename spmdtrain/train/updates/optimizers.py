@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import optax
 
 from spmdtrain.compiled.step_parts import part
+from spmdtrain.config.arguments import as_number, shown
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.given import as_number, shown
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import Parameter
 from spmdtrain.models.context import random_key

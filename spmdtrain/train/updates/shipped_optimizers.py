@@ -18,8 +18,8 @@ from typing import Any
 import jax
 import optax
 
+from spmdtrain.config.arguments import check_kind, shown
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.given import check_kind, shown
 from spmdtrain.config.schema import (
     Adafactor,
     AdamW,
