@@ -18,7 +18,7 @@ from spmdtrain.checkpoints.saved_steps import SavedSteps
 from spmdtrain.config.errors import CheckpointError, ConfigError
 from spmdtrain.config.run_files import steps_in
 from spmdtrain.pipeline.stage_layout import StageLayout
-from spmdtrain.processes.processes import said_by_all
+from spmdtrain.processes.processes import gather_texts
 
 Place = tuple[int, ...]  # of a layer, in the leading dims of a stack
 
@@ -82,7 +82,7 @@ class Layers:
         """Raises DamagedError if the arrays that all processes have read are not those saved."""
         mine = {name: added(sums) for name, sums in self._sums.items()}
         total: dict[str, list[Fingerprint]] = {}
-        for text in said_by_all(json.dumps(mine)):
+        for text in gather_texts(json.dumps(mine)):
             for name, sums in json.loads(text).items():
                 total.setdefault(name, []).append(sums)
         self._checkpoints.verify(self._step, {name: added(sums) for name, sums in total.items()})

@@ -131,7 +131,7 @@ def of_process_0(number: int) -> int:
     return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
-def told_by_process_0(make: Callable[[], Any]) -> Any:
+def by_process_0(make: Callable[[], Any]) -> Any:
     """Returns, in every process, what `make` returns in process 0, the only one that calls it.
 
     The value must be one that JSON can hold. A UserError that `make` raises is raised in every
@@ -144,10 +144,10 @@ def told_by_process_0(make: Callable[[], Any]) -> Any:
     with together():
         if process == 0:
             text = json.dumps(make())
-    return json.loads(said_by_all(text)[0])
+    return json.loads(gather_texts(text)[0])
 
 
-def said_by_all(text: str) -> list[str]:
+def gather_texts(text: str) -> list[str]:
     """Returns the text of each process, in order. A collective: every process must call it."""
     import numpy as np
     from jax.experimental import multihost_utils
@@ -174,7 +174,7 @@ def together() -> Iterator[None]:
         yield
     except UserError as error:
         mine = error
-    outcomes = said_by_all(f"{type(mine).__name__} {mine.what}" if mine else GOOD)
+    outcomes = gather_texts(f"{type(mine).__name__} {mine.what}" if mine else GOOD)
     if mine:
         raise mine
     for process, (name, _, what) in enumerate(text.partition(" ") for text in outcomes):

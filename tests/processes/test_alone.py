@@ -17,7 +17,7 @@ ROOT = Path(spmdtrain.__file__).parent
 COLLECTIVES = {
     "any_process",
     "of_process_0",
-    "said_by_all",
+    "gather_texts",
     "together",
     "sync_global_devices",
     "process_allgather",

@@ -32,7 +32,7 @@ from spmdtrain.checkpoints.meta import (
 from spmdtrain.checkpoints.newest import Found
 from spmdtrain.checkpoints.snapshots.array_parts import as_document, parts_of, read, write
 from spmdtrain.config.errors import PeerLostError
-from spmdtrain.processes.processes import said_by_all
+from spmdtrain.processes.processes import gather_texts
 from spmdtrain.processes.snapshots.slot import PAGE, Head, Slot, newest_of
 from spmdtrain.train.all_parts import all_items
 from spmdtrain.train.fresh import with_items_begun
@@ -106,7 +106,7 @@ class Snapshots:
         mine = {
             step: document["meta"]["digest"] for step, document in documents.items() if document
         }
-        digests = [json.loads(text) for text in said_by_all(json.dumps(mine))]
+        digests = [json.loads(text) for text in gather_texts(json.dumps(mine))]
         common = set.intersection(*({*of_process.items()} for of_process in digests))
         for step in sorted((int(step) for step, _ in common), reverse=True):
             document = documents[step]

@@ -23,10 +23,10 @@ import numpy as np
 
 from spmdtrain.config.errors import StorageError
 from spmdtrain.processes.processes import (
-    said_by_all,
+    by_process_0,
+    gather_texts,
     this_process,
     together,
-    told_by_process_0,
 )
 from spmdtrain.train.islands.fragment_rows import BLOCK, Held, Range, Row, joined
 
@@ -62,12 +62,12 @@ class Folder:
         """
         target = self.root / where
         aside = target.with_name(f".{target.name}.{self._index}")
-        if not told_by_process_0(lambda: _begun(target, aside)):
+        if not by_process_0(lambda: _begun(target, aside)):
             return False
         if rows:
             self._write_rows(target, aside, rows)
             document = document | {RANGES: _ranges_of_all(rows)}
-        return told_by_process_0(lambda: _ended(target, aside, document))
+        return by_process_0(lambda: _ended(target, aside, document))
 
     def read(
         self, parts: Sequence[Path], name: str, ranges: Sequence[Range], own: Collection[Path] = ()
@@ -76,7 +76,7 @@ class Folder:
 
         Counts the bytes of those parts that this island has not left itself: they are not `own`.
         """
-        abouts = told_by_process_0(lambda: [self.document(part) for part in parts])
+        abouts = by_process_0(lambda: [self.document(part) for part in parts])
         there = left_in(parts, [about[RANGES][name] for about in abouts])
         found = []
         for first, end in ranges:
@@ -157,7 +157,7 @@ def overlapping(there: Sequence[LeftRange], first: int, end: int) -> Iterator[Le
 def _ranges_of_all(rows: Mapping[str, Held]) -> dict[str, list[Sequence[Range]]]:
     """Returns the ranges of each row that each process has."""
     own = {name: list(held.ranges) for name, held in rows.items()}
-    said = [json.loads(each) for each in said_by_all(json.dumps(own))]
+    said = [json.loads(each) for each in gather_texts(json.dumps(own))]
     return {name: [of_one[name] for of_one in said] for name in rows}
 
 

@@ -10,7 +10,7 @@ import jax
 
 from spmdtrain.config.run_files import birth_of
 from spmdtrain.processes import pulse
-from spmdtrain.processes.processes import any_process, told_by_process_0
+from spmdtrain.processes.processes import any_process, by_process_0
 from spmdtrain.running.guards.interrupt import Interrupt
 from spmdtrain.running.islands.island import Island
 from spmdtrain.running.islands.meetings import Meetings
@@ -59,7 +59,7 @@ class MeetingStep:
         self._meetings = Meetings(
             Path(settings.directory), settings.index, settings.patience, self._waits
         )
-        birth = told_by_process_0(lambda: birth_of(reporter.directory))
+        birth = by_process_0(lambda: birth_of(reporter.directory))
         self._island = Island(setup, self._meetings, birth, tokenizer)
         self._count = settings.count
         self._step = step

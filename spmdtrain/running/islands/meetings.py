@@ -31,10 +31,10 @@ from typing import Any
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.processes.processes import (
     any_process,
+    by_process_0,
+    gather_texts,
     of_process_0,
-    said_by_all,
     this_process,
-    told_by_process_0,
 )
 from spmdtrain.running.islands.folder import Folder
 from spmdtrain.train.islands.fragment_rows import BLOCK, Held, Range, Row
@@ -85,7 +85,7 @@ class Meetings:
         """
         where = Path(f"{AGREED}-{self._index}")
         self.folder.leave(where, {RUN: dict(run), **own})
-        holder = told_by_process_0(lambda: self.folder.document(where)).get(RUN)
+        holder = by_process_0(lambda: self.folder.document(where)).get(RUN)
         if holder != json.loads(json.dumps(run)):
             raise ConfigError(
                 f"islands.index={self._index} is taken: another run is this island",
@@ -109,7 +109,7 @@ class Meetings:
         """
         places = {index: Path(f"{AGREED}-{index}") for index in range(count)}
         self._wait(lambda: all(map(self.folder.has, places.values())))
-        missing = told_by_process_0(
+        missing = by_process_0(
             lambda: [index for index, place in places.items() if not self.folder.has(place)]
         )
         if missing:
@@ -131,7 +131,7 @@ class Meetings:
         return True
 
     def _compare(self, where: Path, settings: Mapping[str, Any], why: str, fix: str = "") -> None:
-        there = told_by_process_0(lambda: self.folder.document(where))
+        there = by_process_0(lambda: self.folder.document(where))
         for name, own in json.loads(json.dumps(settings)).items():
             if there.get(name) != own:
                 raise ConfigError(
@@ -147,11 +147,11 @@ class Meetings:
 
     def has_left(self, step: int) -> bool:
         """Returns True if the change of this island for this meeting is in the folder."""
-        return told_by_process_0(lambda: self.folder.has(_change(step, self._index)))
+        return by_process_0(lambda: self.folder.has(_change(step, self._index)))
 
     def members(self, step: int) -> Members | None:
         """Returns who takes part in the meeting of this step; None if it is not decided."""
-        found = told_by_process_0(
+        found = by_process_0(
             lambda: self.folder.document(_decided(step)) if self._is_decided(step) else None
         )
         return None if found is None else {int(index): weight for index, weight in found.items()}
@@ -165,7 +165,7 @@ class Meetings:
             )
         )
         if self.members(step) is None:
-            self.folder.leave(_decided(step), told_by_process_0(lambda: self._present(step)))
+            self.folder.leave(_decided(step), by_process_0(lambda: self._present(step)))
         members = self.members(step)
         assert members is not None, "it has just been decided"
         return members
@@ -190,7 +190,7 @@ class Meetings:
         parts = [_mean(step, part) for part in range(len(members))]
         for part, where in enumerate(parts):
             self._wait(lambda where=where: self.folder.has(where))
-            if not told_by_process_0(lambda where=where: self.folder.has(where)):
+            if not by_process_0(lambda where=where: self.folder.has(where)):
                 average(part)
         own = [parts[members.index(self._index)]] if self._index in members else []
         return self.folder.read(parts, MEAN, ranges, own)
@@ -206,11 +206,11 @@ class Meetings:
             left = (self.folder.root / PROMISED).glob(f"{step:09d}-*")
             return [int(each.name.partition("-")[2]) for each in left]
 
-        return set(told_by_process_0(found))
+        return set(by_process_0(found))
 
     def newest(self) -> int:
         """Returns the step of the newest meeting that is decided; 0 if none is."""
-        return told_by_process_0(
+        return by_process_0(
             lambda: max(filter(self._is_decided, _steps(self.folder.root)), default=0)
         )
 
@@ -220,7 +220,7 @@ class Meetings:
         What lies between the outer weights before these and these is kept.
         """
         self.folder.leave(_outer(step), {}, values)
-        told_by_process_0(lambda: self._forget_before(step))
+        by_process_0(lambda: self._forget_before(step))
 
     def outer(self, step: int, name: str, ranges: Sequence[Range]) -> Held:
         """Returns ranges of a value of `leave_outer`."""
@@ -228,11 +228,11 @@ class Meetings:
 
     def newest_outer(self) -> int:
         """Returns the step of the newest outer weights that were left; 0 if there are none."""
-        return told_by_process_0(lambda: max(_steps(self.folder.root / OUTER), default=0))
+        return by_process_0(lambda: max(_steps(self.folder.root / OUTER), default=0))
 
     def traffic(self) -> tuple[int, int]:
         """Returns the bytes of rows that the island has written, and read of others, so far."""
-        said = said_by_all(json.dumps([self.folder.sent, self.folder.received]))
+        said = gather_texts(json.dumps([self.folder.sent, self.folder.received]))
         sent, received = zip(*map(json.loads, said), strict=True)
         return sum(sent), sum(received)
 

@@ -25,7 +25,7 @@ from spmdtrain.config.errors import CheckpointError, ConfigError, DataError, Use
 from spmdtrain.config.run_files import newest_step
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.source import Data
-from spmdtrain.processes.processes import said_by_all
+from spmdtrain.processes.processes import gather_texts
 from spmdtrain.train.setup import Setup
 
 # The compared values by name. The name must tell a person where to find the value.
@@ -137,7 +137,7 @@ def disagreement(said: Sequence[Said]) -> UserError | None:
 
 def _compare(facts: Facts) -> None:
     mine = json.dumps(Said(socket.gethostname(), facts), default=str)
-    error = disagreement([Said(*json.loads(text)) for text in said_by_all(mine)])
+    error = disagreement([Said(*json.loads(text)) for text in gather_texts(mine)])
     if error is not None:
         raise error
 

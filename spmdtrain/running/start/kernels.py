@@ -13,7 +13,7 @@ from pallas_kernels.gpus import generation
 from pallas_kernels.tuning import Table
 from spmdtrain.checkpoints.meta import Meta
 from spmdtrain.config.errors import CheckpointError, ConfigError
-from spmdtrain.processes.processes import said_by_all
+from spmdtrain.processes.processes import gather_texts
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.step import make_step
 
@@ -38,7 +38,7 @@ def decided(setup: Setup) -> Iterator[None]:
         table = Table()
         chosen = table.chosen(kinds[0])
         setup.config.notes.extend(table.remarks)
-    with using(json.loads(said_by_all(json.dumps(chosen))[0])):
+    with using(json.loads(gather_texts(json.dumps(chosen))[0])):
         yield
 
 

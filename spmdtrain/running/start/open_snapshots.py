@@ -6,7 +6,7 @@ import socket
 from spmdtrain.checkpoints.checkpoints import Checkpoints
 from spmdtrain.checkpoints.snapshots.snapshots import Snapshots
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.processes.processes import said_by_all, together
+from spmdtrain.processes.processes import gather_texts, together
 from spmdtrain.processes.snapshots import handed_slots
 from spmdtrain.running.guards.host_memory import available_bytes
 from spmdtrain.train.setup import Setup
@@ -57,7 +57,7 @@ def open_snapshots(setup: Setup, checkpoints: Checkpoints, *, clear: bool) -> Sn
 def _check_room(asked: str, wanted: int) -> None:
     """Raises ConfigError in all processes if those of one host want more than is available."""
     mine = [socket.gethostname(), wanted, available_bytes()]
-    said = [json.loads(each) for each in said_by_all(json.dumps(mine))]
+    said = [json.loads(each) for each in gather_texts(json.dumps(mine))]
     for host in dict.fromkeys(name for name, _, _ in said):
         needed = sum(of_one for name, of_one, _ in said if name == host)
         there = min((free for name, _, free in said if name == host and free), default=None)

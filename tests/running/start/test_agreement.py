@@ -77,7 +77,7 @@ class Fellow:
     def __init__(self, monkeypatch):
         self.texts: list[str] = []
         monkeypatch.setattr(agreement.jax, "process_count", lambda: 2)
-        monkeypatch.setattr(agreement, "said_by_all", self.answer)
+        monkeypatch.setattr(agreement, "gather_texts", self.answer)
 
     def answer(self, text: str) -> list[str]:
         self.texts.append(text)

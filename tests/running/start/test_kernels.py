@@ -102,7 +102,7 @@ def test_kernels_are_not_kept_on_another_kind_of_device():
 
 def test_all_processes_take_the_table_of_process_0(monkeypatch):
     setup = shard(tiny(*SETTINGS), devices=jax.devices()[:1])
-    monkeypatch.setattr(kernels, "said_by_all", lambda mine: ['{"one": "mosaic"}', mine])
+    monkeypatch.setattr(kernels, "gather_texts", lambda mine: ['{"one": "mosaic"}', mine])
     with kernels.decided(setup):
         assert in_force().chosen == {"one": "mosaic"}
 
