@@ -29,11 +29,11 @@ def chat_model() -> str:
     width, height = 190, 46
     stations = {
         "model/": (14, 14, "a published folder", GREY),
-        "runs/base": (304, 14, "a run at step 0", BLUE),
+        "runs/chat_base": (304, 14, "a run at step 0", BLUE),
         "sums.jsonl": (14, 98, "your conversations", GREY),
         "sums.bin": (304, 98, "tokens, answers marked", BLUE),
-        "runs/tuned": (594, 56, "the best checkpoint", GREEN),
-        "tuned/": (594, 176, "a folder like the first", GREY),
+        "runs/chat_tuned": (594, 56, "the best checkpoint", GREEN),
+        "chat_model/": (594, 176, "a folder like the first", GREY),
     }
     picture = Drawing(800, 236)
     for name, (x, y, text, fill) in stations.items():
