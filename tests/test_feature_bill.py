@@ -40,7 +40,7 @@ FEATURES = {
             "parallel/feedback",
             "train/compression",
         ),
-        13,
+        11,
     ),
     "delayed scaling": Feature(
         r"delayed|scaling_history",
@@ -60,7 +60,7 @@ FEATURES = {
             "running/distillation",
             "train/distillation",
         ),
-        29,
+        28,
     ),
     "ema": Feature(r"\bema\b", ("train/items/ema.py",), 22),
     "experts": Feature(
@@ -71,15 +71,15 @@ FEATURES = {
             "parallel/experts",
             "planner/cost/experts.py",
         ),
-        74,
+        73,
     ),
     "float8": Feature(r"float8|mxfp8|\bfp8", ("parallel/matmuls",), 19),
-    "guards": Feature(r"guard", ("config/schema/guard.py", "running/guards"), 35),
+    "guards": Feature(r"guard", ("config/schema/guard.py", "running/guards"), 33),
     "islands": Feature(
-        r"island", ("config/schema/islands.py", "running/islands", "train/islands"), 9
+        r"island", ("config/schema/islands.py", "running/islands", "train/islands"), 4
     ),
     "latent attention": Feature(
-        r"latent", ("config/schema/model/latent.py", "models/layers/attention/latent.py"), 24
+        r"latent", ("config/schema/model/latent.py", "models/layers/attention/latent.py"), 23
     ),
     "loss scale": Feature(r"loss_?scale", ("train/items/loss_scale.py",), 6),
     "multi token": Feature(
@@ -89,7 +89,7 @@ FEATURES = {
             "models/layers/multi_token.py",
             "train/gradients/further_losses.py",
         ),
-        21,
+        20,
     ),
     "muP": Feature(r"\bmup|width_rule", ("config/schema/model/mup.py",), 15),
     "page": Feature(r"spmdtrain\.lab\.page", ("lab/page",), 4),
@@ -100,24 +100,24 @@ FEATURES = {
     "record": Feature(
         r"running\.record|steps\.jsonl|log\.record|fingerprint", ("running/record",), 47
     ),
-    "replay": Feature(r"replay", ("lab/replay", "cli/record/replay.py"), 28),
+    "replay": Feature(r"replay", ("lab/replay", "cli/record/replay.py"), 27),
     "ring attention": Feature(r"\bring\b|ulysses|zigzag", ("parallel/context",), 31),
     "snapshots": Feature(
         r"snapshot",
         ("checkpoints/snapshots", "processes/snapshots", "running/start/open_snapshots.py"),
         16,
     ),
-    "soap": Feature(r"\bsoap", ("train/updates/transformations/soap.py",), 6),
+    "soap": Feature(r"\bsoap", ("train/updates/transformations/soap.py",), 5),
     "sparsity": Feature(
         r"spars(?!e_moe|e_step)",
         ("config/schema/sparsity.py", "train/sparsity"),
-        10,
+        8,
     ),
     "spikes": Feature(r"spike", ("train/items/spikes.py",), 8),
     "stages": Feature(
         r"train\.stages|BatchStage|TimedStage|in_stage|stage_of|frozen_layers",
         ("config/stage_timetable.py", "train/stages.py"),
-        29,
+        28,
     ),
     "streams": Feature(r"is_streamed|data\.streams|jsonl.*parquet", ("data/streams",), 8),
 }

@@ -1,7 +1,7 @@
 """The base class of all sections of settings, and the kinds of their values."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Optional, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Optional, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -86,6 +86,9 @@ class Settings(BaseModel, metaclass=_InOneLine):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    # What settings of this section decide, by name, where two runs differ in them: a `Kind` of
+    # lab/diff/meaning.py. "" stands for those without an entry.
+    decides: ClassVar[Mapping[str, str]] = {}
 
     def derived(self) -> dict[str, Any]:
         """Returns the values that follow from other settings, for those that nobody has set.

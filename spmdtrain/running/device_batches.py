@@ -38,9 +38,7 @@ def batches(
     def make(at: int):
         stage = config.train.stage_of(at + 1)
         ids = first + config.train.samples_before(at) + np.arange(stage.samples, dtype=np.int64)
-        if config.islands.are_several:
-            assert config.islands.index is not None
-            ids = ids * config.islands.count + config.islands.index
+        ids = config.own_samples(ids)
         sequences = in_pieces(samples, stage.pieces)
         if saw:
             sequences = shown(at, sequences)

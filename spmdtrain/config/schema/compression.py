@@ -1,7 +1,7 @@
 """[compression]: how gradients are compressed when they are reduced over `data`."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -22,6 +22,8 @@ Rank = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 
 class CompressionConfig(Settings):
     """The compression of gradients of matrices when they are reduced over `data`."""
+
+    decides: ClassVar = {"": "gradient"}
 
     codec: Literal["none", "int8", "float8", "lowrank", "topk"] = Field(
         default="none",

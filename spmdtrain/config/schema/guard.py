@@ -1,7 +1,7 @@
 """[guard]: what counts as a bad step, and how a run responds to one."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -18,6 +18,11 @@ from spmdtrain.config.settings import (
 
 class GuardConfig(Settings):
     """The response to a bad step: one whose loss or gradient is too large or not finite."""
+
+    decides: ClassVar = {
+        **dict.fromkeys(("replica_check", "replay_check", "most_skipped"), "none"),
+        "": "update",
+    }
 
     policy: Literal["abort", "skip", "rollback"] = Field(
         default="abort",

@@ -1,10 +1,11 @@
 """[islands]: runs that train separately and average their weights every few steps."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema.optimizer import ScheduleFreeAdamW
 from spmdtrain.config.settings import (
     Count,
@@ -23,6 +24,12 @@ class IslandsConfig(Settings):
 
     Each island is a separate run, with `train.global_batch` sequences a step (docs/islands.md).
     """
+
+    decides: ClassVar = {
+        **dict.fromkeys(("directory", "patience", "keep"), "none"),
+        "index": "data",
+        "": "update",
+    }
 
     count: Annotated[int, Field(ge=1, le=4096)] = Field(
         default=1, description="islands that train together; 1: the run trains alone"
@@ -115,6 +122,33 @@ class IslandsConfig(Settings):
     def interval(self) -> int:
         """The steps from one meeting to the next, of any fragment."""
         return self.every // self.fragments
+
+    def own_samples(self, ids: Any) -> Any:
+        """Returns the global indices of this island's samples number `ids`: they take turns."""
+        if not self.are_several:
+            return ids
+        assert self.index is not None, "checked"
+        return ids * self.count + self.index
+
+
+def check_repeatable(run: Any) -> None:
+    """Raises ConfigError if the steps of a run depend on what others did."""
+    if run.islands.are_several:
+        raise ConfigError(
+            f"islands.count={run.islands.count}: what the others brought to a meeting is not in "
+            "the run, so that its steps cannot be taken again",
+            fix="spmdtrain diff, or resuming the island, which repeats its meetings",
+        )
+
+
+def check_alone(run: Any) -> None:
+    """Raises ConfigError if strategies cannot be compared, as they are in one run."""
+    if run.islands.are_several:
+        raise ConfigError(
+            "strategies are compared of one run, and islands are several",
+            asked=f"islands.count={run.islands.count}",
+            fix="--set islands.count=1",
+        )
 
 
 def refusals(run: Any) -> Iterator[str]:

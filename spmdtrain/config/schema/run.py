@@ -176,6 +176,18 @@ class RunConfig(Settings):
         counted._refuse(OF_STEPS)
         return counted
 
+    def own_samples(self, ids: Any) -> Any:
+        """Returns the global indices of the samples number `ids` that this run reads."""
+        return self.islands.own_samples(ids)
+
+    def check_repeatable(self) -> None:
+        """Raises ConfigError if the run alone does not tell how to take its steps again."""
+        islands.check_repeatable(self)
+
+    def check_alone(self) -> None:
+        """Raises ConfigError if the run is one of several that train together."""
+        islands.check_alone(self)
+
     @property
     def eval_windows(self) -> int | None:
         """The windows of each validation split that an evaluation uses; None: all."""

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -14,6 +14,8 @@ LARGEST_GROUP = 32
 
 class SparsityConfig(Settings):
     """The weights that are zero and stay so, while the others are trained (docs/sparsity.md)."""
+
+    decides: ClassVar = {"": "update"}
 
     pattern: str = Field(
         default="none",

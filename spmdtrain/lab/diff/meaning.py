@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from spmdtrain.checkpoints.identity import flat
+from spmdtrain.config.schema import RunConfig
 
 # In the order of a step: its tokens, its rate, its loss, its gradients, and its update. "placement"
 # decides where a step computes, and no step reads "none".
@@ -12,9 +13,7 @@ Kind = Literal["data", "rate", "loss", "gradient", "update", "placement", "none"
 
 NO_STEP = (
     *("log.", "checkpoint.", "eval.", "mesh.elastic"),
-    *("guard.replica_check", "guard.replay_check", "guard.most_skipped"),
     *("data.read_ahead", "data.workers", "data.cache"),
-    *("islands.directory", "islands.patience", "islands.keep"),
 )
 PLACEMENT = (
     *("mesh.", "rules.", "pipeline.", "kernels."),
@@ -23,7 +22,7 @@ PLACEMENT = (
     "model.context_attention",
 )
 DATA = (
-    *("data.", "islands.index", "train.seed"),
+    *("data.", "train.seed"),
     *("train.global_batch", "train.sequence_length", "train.stages"),
 )
 RATE = (
@@ -31,9 +30,9 @@ RATE = (
     *("optimizer.final_learning_rate", "optimizer.decay_share", "train.steps", "train.epochs"),
     "optimizer.rate_by_batch",
 )
-GRADIENT = ("compression.", "precision.accumulate", "precision.loss_scale")
-UPDATE = ("islands.", "optimizer.", "sparsity.", "guard.", "train.clip", "precision.rounding")
-# The first entry whose beginning fits a setting decides.
+GRADIENT = ("precision.accumulate", "precision.loss_scale")
+UPDATE = ("optimizer.", "train.clip", "precision.rounding")
+# The first entry whose beginning fits a setting decides, unless its section says it (`decides`).
 DECIDED: tuple[tuple[tuple[str, ...], Kind], ...] = (
     (NO_STEP, "none"),
     (PLACEMENT, "placement"),
@@ -62,10 +61,19 @@ def kind_of(name: str, same_data: bool = False) -> Kind:
     """
     if same_data and name.startswith(PLACES):
         return "none"
+    section, _, setting = name.partition(".")
+    decides = _decided_in(section)
+    if kind := decides.get(setting, decides.get("")):
+        return kind
     for starts, kind in DECIDED:
         if name.startswith(starts):
             return kind
     return "loss"
+
+
+def _decided_in(section: str) -> Mapping[str, Any]:
+    field = RunConfig.model_fields.get(section)
+    return getattr(field.annotation, "decides", {}) if field else {}
 
 
 def changed_settings(

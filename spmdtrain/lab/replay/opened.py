@@ -109,12 +109,7 @@ def open_replay(  # noqa: PLR0913 - one keyword for each thing that a caller may
     of_bundle = {"data"} if bundle and bundle.data else set()
     refuse_own_parts(run, named, SEAMS, {part for part in SEAMS if given[part]} | of_bundle)
     config = from_resolved(saved, overrides)
-    if config.islands.are_several:
-        raise ConfigError(
-            f"islands.count={config.islands.count}: what the others brought to a meeting is not in "
-            "the run, so that its steps cannot be taken again",
-            fix="spmdtrain diff, or resuming the island, which repeats its meetings",
-        )
+    config.check_repeatable()
     if bundle and bundle.data and given["data"] is None:
         data = bundle.data
     else:

@@ -92,15 +92,10 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def compared_run(config: RunConfig) -> RunConfig:
-    """Returns the run whose steps are compared: that of its last stage. Raises ConfigError for a
-    run of several islands.
+    """Returns the run whose steps are compared: that of its last stage. Raises ConfigError for
+    one of several that train together.
     """
-    if config.islands.are_several:
-        raise ConfigError(
-            "strategies are compared of one run, and islands are several",
-            asked=f"islands.count={config.islands.count}",
-            fix="--set islands.count=1",
-        )
+    config.check_alone()
     values = config.as_given()
     values["train"] |= {"stages": []}
     values["optimizer"] |= {"rate_by_batch": "none"}
