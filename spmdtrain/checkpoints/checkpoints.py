@@ -18,7 +18,12 @@ import numpy as np
 from jax.tree_util import DictKey
 
 from spmdtrain.checkpoints.leaves.fingerprint import Fingerprint, fingerprints
-from spmdtrain.checkpoints.leaves.relayout import as_saved, in_layout, lay_out_anew, without_padding
+from spmdtrain.checkpoints.leaves.relayout import (
+    as_saved,
+    in_layout,
+    lay_out_again,
+    without_padding,
+)
 from spmdtrain.checkpoints.leaves.stored_items import (
     arrays_of,
     by_parameter,
@@ -230,7 +235,7 @@ class Checkpoints(SavedSteps):
             shapes = jax.tree_util.tree_map_with_path(shape_of, tree)
             found = read(item, {path: shapes})
             self._verify(step, meta, fingerprints(named_leaves({item: found})))
-            return lay_out_anew(self._setup, path, found[path], tree, saved)
+            return lay_out_again(self._setup, path, found[path], tree, saved)
 
         return {
             item: {path: relaid(item, path) for path in abstract[item]} for item in abstract

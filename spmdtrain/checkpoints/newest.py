@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Found:
+class LoadedState:
     """A checkpoint that was read, or a snapshot if it is `from_memory`.
 
     `damaged`: why each newer step was not read, newest first.
@@ -32,7 +32,7 @@ class Found:
 
 def newest_good(
     checkpoints: Checkpoints, abstract: TrainState, before: int | None = None
-) -> Found | None:
+) -> LoadedState | None:
     """Reads the newest intact state; see `read_newest`.
 
     Raises CheckpointError if it does not fit `abstract`.
@@ -41,7 +41,7 @@ def newest_good(
     if newest is None:
         return None
     step, (state, meta), damaged = newest
-    return Found(step, state, meta, damaged)
+    return LoadedState(step, state, meta, damaged)
 
 
 def read_newest(

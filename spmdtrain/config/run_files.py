@@ -34,7 +34,7 @@ OPERATIONS = "operations.json"  # what each instruction of the program is
 SECONDS = "seconds.json"  # the seconds in the trace, by sort of work and part of a step
 MOST_OF_A_LINE = 1 << 20  # bytes; a line of figures has some hundreds
 DERIVED = "derived"  # the origin of a setting that follows from others
-KEPT = "hf"  # a folder: files of the published model that a run was imported from
+ORIGINAL = "hf"  # a folder: files of the published model that a run was imported from
 
 
 def given_in(saved: Mapping[str, Any]) -> dict[str, Any]:

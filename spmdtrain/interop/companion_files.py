@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from spmdtrain.config.run_files import KEPT as KEPT
+from spmdtrain.config.run_files import ORIGINAL as ORIGINAL
 from spmdtrain.config.writing import replacing, writing
 
 CONFIG = "config.json"
@@ -36,7 +36,7 @@ def keep_files(source: Path, run: Path) -> None:
 
     Raises StorageError if it cannot write.
     """
-    copy_files([source / CONFIG, *files_to_keep(source)], run / KEPT)
+    copy_files([source / CONFIG, *files_to_keep(source)], run / ORIGINAL)
 
 
 def copy_files(files: Sequence[Path], target: Path) -> None:
@@ -48,7 +48,7 @@ def copy_files(files: Sequence[Path], target: Path) -> None:
             shutil.copyfile(path, spare)
 
 
-def kept_in(run: Path) -> Path | None:
+def original_folder(run: Path) -> Path | None:
     """Returns the folder with the files of a run's original model, if it was imported."""
-    folder = run / KEPT
+    folder = run / ORIGINAL
     return folder if (folder / CONFIG).is_file() else None

@@ -4,8 +4,8 @@ The loop only knows `Detour`, of which going back is one.
 """
 
 from spmdtrain.checkpoints.checkpoints import Checkpoints
-from spmdtrain.checkpoints.leaves.stored_items import begins_anew
-from spmdtrain.checkpoints.newest import Found, newest_good
+from spmdtrain.checkpoints.leaves.stored_items import starting_afresh
+from spmdtrain.checkpoints.newest import LoadedState, newest_good
 from spmdtrain.config.run_files import QUARANTINE
 from spmdtrain.processes import pulse
 from spmdtrain.running.published.abandoned import set_aside_exports
@@ -81,11 +81,11 @@ def _go_back(bad: GoBack, saves: Saves) -> tuple[TrainState, int, int]:
     return found.state, found.step, last + 1
 
 
-def set_aside_damaged(checkpoints: Checkpoints, found: Found, reporter: Reporter) -> None:
+def set_aside_damaged(checkpoints: Checkpoints, found: LoadedState, reporter: Reporter) -> None:
     """Moves the damaged checkpoints aside, and says what is wrong with each."""
     checkpoints.quarantine(found.damaged)
     for step, error in found.damaged.items():
         line = f"{error.what}; it is now in checkpoints/{QUARANTINE}"
         reporter.event("quarantined", step, line, why=str(error))
-    for item in begins_anew(found.state, found.meta):
+    for item in starting_afresh(found.state, found.meta):
         reporter.say(f"{item} of checkpoint {found.step} does not fit, and starts from scratch")

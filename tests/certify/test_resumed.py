@@ -57,12 +57,12 @@ def test_padding_that_is_not_appended_row_by_row_is_seen(small, plain, monkeypat
 
 @pytest.mark.long
 def test_a_leaf_that_restoring_loses_is_seen(small, plain, monkeypatch):
-    real = relayout.lay_out_anew
+    real = relayout.lay_out_again
 
     def lost(setup, path, found, asked, layout):
         return jax.tree.map(lambda x: 0 * x, real(setup, path, found, asked, layout))
 
-    monkeypatch.setattr("spmdtrain.checkpoints.checkpoints.lay_out_anew", lost)
+    monkeypatch.setattr("spmdtrain.checkpoints.checkpoints.lay_out_again", lost)
     assert "restored in data 3" in through(small, plain)
 
 

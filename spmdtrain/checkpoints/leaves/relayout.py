@@ -50,7 +50,7 @@ def as_saved(
     return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
 
-def lay_out_anew(setup: Setup, path: str, read: Any, abstract: Any, layout: StageLayout) -> Any:
+def lay_out_again(setup: Setup, path: str, read: Any, abstract: Any, layout: StageLayout) -> Any:
     """Converts a parameter's leaves, read in the shapes of `as_saved`, to those of `abstract`."""
     in_stack = setup.model.in_stack(path)
 

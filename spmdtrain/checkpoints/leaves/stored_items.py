@@ -67,7 +67,7 @@ def is_in(meta: Meta, item: Item) -> bool:
     return item.name in meta if item.note else has_item(meta, item.name)
 
 
-def begins_anew(abstract: TrainState, meta: Meta) -> list[str]:
+def starting_afresh(abstract: TrainState, meta: Meta) -> list[str]:
     """Returns the saved items that must start afresh: nothing converts them to `abstract`."""
     return [
         item.name

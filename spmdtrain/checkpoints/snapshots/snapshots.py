@@ -29,7 +29,7 @@ from spmdtrain.checkpoints.meta import (
     named_leaves,
     prefix,
 )
-from spmdtrain.checkpoints.newest import Found
+from spmdtrain.checkpoints.newest import LoadedState
 from spmdtrain.checkpoints.snapshots.array_parts import as_document, parts_of, read, write
 from spmdtrain.config.errors import PeerLostError
 from spmdtrain.processes.processes import gather_texts
@@ -96,7 +96,7 @@ class Snapshots:
         for slot in self._slots:
             slot.clear()
 
-    def newest(self, least: int) -> Found | None:
+    def newest(self, least: int) -> LoadedState | None:
         """Returns the newest state of which all processes hold an intact snapshot.
 
         None if no snapshot of step `least` or later fits this run; all are then forgotten.
@@ -132,7 +132,7 @@ class Snapshots:
         )
         return document if fits else None
 
-    def _read(self, step: int, slot: Slot, meta: Meta) -> Found | None:
+    def _read(self, step: int, slot: Slot, meta: Meta) -> LoadedState | None:
         """Returns a snapshot; None if it is damaged in any process."""
         meta = dict(meta)
         is_whole = meta.pop("digest") == digest(meta)
@@ -144,7 +144,7 @@ class Snapshots:
         saved = {name: tuple(sums) for name, sums in meta["fingerprints"].items()}
         if not is_whole or fingerprints(arrays) != saved:
             return None
-        return Found(step, self._state(step, trees, arrays, meta), meta, from_memory=True)
+        return LoadedState(step, self._state(step, trees, arrays, meta), meta, from_memory=True)
 
     def _state(
         self, step: int, trees: Mapping[str, Any], arrays: Mapping[str, jax.Array], meta: Meta

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdtrain.config.errors import DataError
-from spmdtrain.config.run_files import KEPT
+from spmdtrain.config.run_files import ORIGINAL
 
 NAME = "tokenizer.json"
 OF_TOKENS = ("tokenizer_config.json", "special_tokens_map.json")
@@ -21,7 +21,7 @@ def tokenizer_file(name: str) -> Path:
     An imported run is such a folder too. Raises DataError if there is none.
     """
     path = Path(os.path.expanduser(name))
-    for inside in (path / NAME, path / KEPT / NAME):
+    for inside in (path / NAME, path / ORIGINAL / NAME):
         if os.path.isfile(inside):  # unlike Path.is_file, accepts a name that is too long
             return inside
     if os.path.isfile(path):

@@ -18,7 +18,13 @@ from spmdtrain.data.chats.template_folder import (
     template_from_spec,
 )
 from spmdtrain.data.tokenizers.tokenizer import from_spec
-from spmdtrain.interop.companion_files import CONFIG, TOKENIZER, copy_files, files_to_keep, kept_in
+from spmdtrain.interop.companion_files import (
+    CONFIG,
+    TOKENIZER,
+    copy_files,
+    files_to_keep,
+    original_folder,
+)
 from spmdtrain.interop.target import Target
 
 GENERATION = "generation_config.json"
@@ -83,7 +89,7 @@ def _stop_at(file: Path, ids: list[int], begin: int | None) -> None:
 def _write_tokenizer(folder: Path, saved: Mapping[str, Any], run: Path) -> str:
     """Writes the files of the tokenizer. Returns a remark about them."""
     spec = saved.get("tokenizer")
-    kept = kept_in(run)
+    kept = original_folder(run)
     if kept and (spec is None or _is_same(kept / TOKENIZER, spec)):
         copy_files(files_to_keep(kept), folder)
         return "tokenizer as imported" if (kept / TOKENIZER).is_file() else "no tokenizer"

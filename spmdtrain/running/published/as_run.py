@@ -14,7 +14,7 @@ from spmdtrain.config.published.read_config import Published, read_published
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.chats.template_folder import folder_template, with_tokens
 from spmdtrain.data.tokenizers.tokenizer import begin_of_text, end_of_text, open_tokenizer
-from spmdtrain.interop.companion_files import KEPT, TOKENIZER
+from spmdtrain.interop.companion_files import ORIGINAL, TOKENIZER
 
 LONGEST_SAMPLE = 1024  # tokens of the sequences that an imported run is evaluated on
 
@@ -41,7 +41,7 @@ def model_config(
     dtype = "bfloat16" if published.dtype == "bfloat16" else "float32"
     data = {"corpus": "synthetic"}
     if (published.folder / TOKENIZER).is_file():
-        data = {"corpus": "stdlib", "tokenizer": str(Path(run) / KEPT / TOKENIZER)}
+        data = {"corpus": "stdlib", "tokenizer": str(Path(run) / ORIGINAL / TOKENIZER)}
     sections = {
         "model": published.settings,
         "precision": {"params": dtype, "compute": dtype},

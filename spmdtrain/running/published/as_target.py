@@ -8,7 +8,7 @@ from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.load import from_resolved
 from spmdtrain.config.published.read_config import read_published
 from spmdtrain.config.published.write_config import write_config
-from spmdtrain.interop.companion_files import kept_in
+from spmdtrain.interop.companion_files import original_folder
 from spmdtrain.interop.target import Target
 from spmdtrain.interop.writer import NAMES
 
@@ -24,7 +24,7 @@ def target_of(run: Path, dtype: str | None) -> tuple[Target, dict[str, Any]]:
     if config.model.make or saved.get("model_code", {}).get("make"):
         raise ConfigError(f"{run} has a custom model, which belongs to no family")
     model = config.model.model_copy(update={"max_length": config.model.max_length})
-    kept = kept_in(run)
+    kept = original_folder(run)
     base = read_published(kept) if kept else None
     chosen = dtype or (base and base.dtype) or "bfloat16"
     if chosen not in NAMES:

@@ -13,7 +13,7 @@ import jax
 from spmdtrain.checkpoints.checkpoints import Checkpoints
 from spmdtrain.checkpoints.identity import changes, check_identity, describe_changes
 from spmdtrain.checkpoints.meta import Meta
-from spmdtrain.checkpoints.newest import Found
+from spmdtrain.checkpoints.newest import LoadedState
 from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.data.source import recall_progress
 from spmdtrain.processes import pulse
@@ -167,7 +167,7 @@ def _snapshots(setup: Setup, checkpoints: Checkpoints, *, clear: bool) -> "Snaps
 
 def _find(
     prepared: Prepared, setup: Setup, checkpoints: Checkpoints, snapshots: "Snapshots | None"
-) -> Found | None:
+) -> LoadedState | None:
     """Returns the checkpoint of the chosen step, or the newest intact one; None if there is none.
 
     A snapshot in the launcher's memory is as good as a checkpoint of its step.
@@ -180,7 +180,7 @@ def _find(
         return chosen_or_newest(checkpoints, directory, prepared.step, setup.state)
 
 
-def _check(prepared: Prepared, setup: Setup, found: Found) -> list[str]:
+def _check(prepared: Prepared, setup: Setup, found: LoadedState) -> list[str]:
     """Returns remarks about a checkpoint. Raises CheckpointError if it belongs to another run."""
     directory = prepared.directory
     where = f"step {found.step} of {directory}"
@@ -190,7 +190,7 @@ def _check(prepared: Prepared, setup: Setup, found: Found) -> list[str]:
 def _resume(
     prepared: Prepared,
     setup: Setup,
-    found: Found,
+    found: LoadedState,
     checkpoints: Checkpoints,
     reporter: Reporter,
     remarks: Sequence[str],

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from spmdtrain.checkpoints.checkpoints import Checkpoints
-from spmdtrain.checkpoints.newest import Found, newest_good
+from spmdtrain.checkpoints.newest import LoadedState, newest_good
 from spmdtrain.checkpoints.restore import read_step
 from spmdtrain.config.errors import CheckpointError, ConfigError
 from spmdtrain.config.run_files import QUARANTINE, steps_in
@@ -36,7 +36,7 @@ def check_chosen(run: Path, step: int | None, config: RunConfig, fresh: bool) ->
 
 def chosen_or_newest(
     checkpoints: Checkpoints, run: Path, step: int | None, abstract: TrainState
-) -> Found | None:
+) -> LoadedState | None:
     """Returns the checkpoint to resume from: that of `step`, or the newest intact one.
 
     Raises DamagedError if that of `step` is damaged.
@@ -46,7 +46,7 @@ def chosen_or_newest(
     _, (state, meta) = read_step(
         checkpoints, run, step, lambda at: checkpoints.restore(at, abstract)
     )
-    return Found(step, state, meta)
+    return LoadedState(step, state, meta)
 
 
 def set_aside_later(checkpoints: Checkpoints, step: int, reporter: Reporter) -> None:

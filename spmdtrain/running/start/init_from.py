@@ -19,7 +19,7 @@ from spmdtrain.config.published.write_config import as_model, function_of
 from spmdtrain.config.run_files import newest_step
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.tokenizers.difference import Spec
-from spmdtrain.interop.companion_files import keep_files, kept_in
+from spmdtrain.interop.companion_files import keep_files, original_folder
 from spmdtrain.interop.published_weights import check_dtypes
 from spmdtrain.interop.safetensors_files import open_tensors
 from spmdtrain.running.published.read_weights import read_weights
@@ -80,7 +80,7 @@ def weights_of(
         if not _is_quantised_alike(source, setup):
             setup = with_wide_base(setup)
         params = _of_run(source, setup, say)
-        around = kept_in(source)
+        around = original_folder(source)
     if around is not None and directory is not None and jax.process_index() == 0:
         keep_files(around, directory)
     return params
