@@ -119,6 +119,22 @@ def test_no_command_is_cut():
             assert not long, (
                 f"{page.name}: break {long[0][:60]!r} before an option, with a backslash"
             )
-    (sheet,) = re.findall(r"^extra_css: \[(.+)\]$", (ROOT / "mkdocs.yml").read_text(), re.M)
-    rule = re.search(r"\.language-bash [^{]*\{([^}]*)\}", (DOCS / sheet).read_text())[1]
-    assert "white-space: pre-wrap" in rule
+
+
+def test_the_site_wraps_commands():
+    """The rule of the style sheet is about the class that the site gives to a command."""
+    pytest.importorskip("mkdocs")
+    import markdown
+    from mkdocs.config import load_config
+
+    site = load_config(str(ROOT / "mkdocs.yml"))
+    page = markdown.markdown(
+        "```bash\nls\n```",
+        extensions=site["markdown_extensions"],
+        extension_configs=site["mdx_configs"],
+    )
+    (sheet,) = site["extra_css"]
+    rules = re.findall(r"([^{}]+)\{([^}]*)\}", (DOCS / sheet).read_text(encoding="utf-8"))
+    (selector,) = [selector for selector, rule in rules if "white-space: pre-wrap" in rule]
+    (of_commands,) = re.findall(r"\.(language-\w+) pre > code", selector)
+    assert re.search(rf'<div class="[^"]*\b{of_commands}\b[^"]*"><pre>.*<code>', page), page

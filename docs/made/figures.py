@@ -181,6 +181,36 @@ def adapter() -> str:
     return picture.svg()
 
 
+def experts() -> str:
+    """Two devices exchange their tokens: each has two of the four experts."""
+    choices = [[0, 2, 3, 1], [2, 0, 2, 3]]  # the expert of each token, by device
+    across, tall, left = 56, 30, 90
+    picture = Drawing(640, 250)
+    for device, chosen in enumerate(choices):
+        x = left + device * 280
+        picture.words(x + 2 * across - 6, 18, f"device {device}", anchor="middle", bold=True)
+        for place, expert in enumerate(chosen):
+            at = x + place * across
+            picture.box(at, 30, across - 12, tall, FILLS[expert], round_by=4)
+            end = left + (expert // 2) * 280 + (expert % 2) * 2 * across + across - 6
+            picture.arrow(
+                (at + across / 2 - 6, 34 + tall), (end, 146), colour=STRONG[FILLS[expert]]
+            )
+        for half in range(2):
+            expert = 2 * device + half
+            at = x + half * 2 * across
+            picture.box(at, 150, 2 * across - 12, 44, FILLS[expert], round_by=4)
+            picture.words(at + across - 6, 177, f"expert {expert}", anchor="middle", size=11)
+    picture.words(left - 12, 50, "tokens", anchor="end", colour=FAINT)
+    picture.words(left - 12, 108, "all-to-all", anchor="end", colour=FAINT)
+    picture.words(left - 12, 177, "mlps", anchor="end", colour=FAINT)
+    picture.words(
+        left, 226, "A token has the colour of the expert that the router chose for it;", size=11
+    )
+    picture.words(left, 242, "afterwards it returns to its own device.", size=11)
+    return picture.svg()
+
+
 def ring() -> str:
     """Which device computes which scores: a sequence cut in order, and in zigzag order."""
     ways, cell = 4, 22
@@ -406,6 +436,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "adapter.svg": adapter,
     "chat_model.svg": chat_model,
     "checkpoints.svg": kept,
+    "experts.svg": experts,
     "floats.svg": floats,
     "islands.svg": islands,
     "learned.svg": learned,
