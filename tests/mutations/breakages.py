@@ -205,7 +205,7 @@ BREAKAGES = [
     Breakage(
         "a side loss has no gradient",
         "train/gradients/grad_accumulation.py",
-        "total = objective(losses)",
+        "total = objective(losses, parts)",
         'total = losses["loss"]',
         f"{PIPELINE_RUN} -k side_losses",
     ),
@@ -576,8 +576,8 @@ BREAKAGES = [
     Breakage(
         "a step that overflowed changes the weights",
         "train/step.py",
-        "judge(config, state, loss, norm) if config.judges_steps else (None, None)",
-        "judge(config, state, loss, norm) if config.guard.in_step else (None, None)",
+        "if config.judges_steps:\n    made[JUDGED.name], good = judge(",
+        "if config.guard.in_step:\n    made[JUDGED.name], good = judge(",
         f"{LOSS_SCALE} -k 'changes_no_weight and one'",
     ),
     Breakage(
@@ -767,8 +767,8 @@ BREAKAGES = [
     Breakage(
         "the second resume reads other data",
         "running/saves.py",
-        "return self._sample + before(step) - before(self._first)",
-        "return self._sample + before(step)",
+        "return self.sample + before(step) - before(self.first)",
+        "return self.sample + before(step)",
         f"{RESUME} -k twice",
     ),
     Breakage(
@@ -816,7 +816,7 @@ BREAKAGES = [
     ),
     Breakage(
         "the rank of the last pattern that matches counts",
-        "train/exchange.py",
+        "train/compression/feedback_codecs.py",
         "next((pattern for pattern in settings.ranks if",
         "next((pattern for pattern in reversed(settings.ranks) if",
         "tests/train/test_compression.py -k 'refused and leaves'",
