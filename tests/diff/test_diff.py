@@ -15,7 +15,7 @@ from spmdtrain.checkpoints.identity import flat
 from spmdtrain.cli import main
 from spmdtrain.config import CheckpointError, RunConfig, resolved
 from spmdtrain.config.errors import DONE, UNEQUAL
-from spmdtrain.lab.diff.causes import RanOtherwise, causes
+from spmdtrain.lab.diff.causes import RunDifferences, causes
 from spmdtrain.lab.diff.diff import diff
 from spmdtrain.lab.diff.differences import DataDifference, Other
 from spmdtrain.lab.diff.meaning import DECIDED, Changed, kind_of
@@ -123,10 +123,10 @@ def test_the_slower_run_is_held_up_by_what_grew(a, b, same, held):
     assert speed_of(a, b, same).held == held
 
 
-def found_of(*names: str, code: tuple[str, ...] = (), data: int | None = None) -> RanOtherwise:
+def found_of(*names: str, code: tuple[str, ...] = (), data: int | None = None) -> RunDifferences:
     """Runs that differ in these settings and in this code."""
     settings = [Changed(name, 0, 1, kind_of(name)) for name in names]
-    return RanOtherwise(
+    return RunDifferences(
         settings, [Other(each, "1", "2") for each in code], [], DataDifference(data, 9, None)
     )
 

@@ -24,7 +24,7 @@ from spmdtrain.lab.page.cost.alarm import WINDOW, alarm
 from spmdtrain.lab.page.cost.waterfall import by_bound, farthest_bound, waterfall
 from spmdtrain.lab.page.heading import remarks
 from spmdtrain.lab.page.read import RunReader
-from spmdtrain.lab.profile.seconds import IDLE, StepProfile, profile_of, summed, traced_steps
+from spmdtrain.lab.profile.seconds import IDLE, StepProfile, profile_of, sum_up, traced_steps
 from spmdtrain.lab.profile.trace import Executed, shared_time
 from spmdtrain.running import loop
 from spmdtrain.running.compile_step import lower_step
@@ -169,7 +169,7 @@ def test_a_device_that_waits_is_idle_and_callers_do_not_count():
         "0": [Executed("m", 0.0, 4e9), Executed("loop", 0.0, 8e9), Executed("a", 6e9, 8e9)],
         "1": [Executed("m", 2e9, 4e9)],
     }
-    found = summed(7, devices, known)
+    found = sum_up(7, devices, known)
     assert (found.seconds, found.devices) == (8.0, 2)
     assert found.sorts == {"matmul": 3.0, NETWORK: 1.0, IDLE: 4.0}
     assert found.parts == {"mlp": 3.0, "head": 1.0, IDLE: 4.0}
@@ -177,7 +177,7 @@ def test_a_device_that_waits_is_idle_and_callers_do_not_count():
         ("m", 3.0, 1.0),
         ("a", 1.0, 0.5),
     ]
-    nameless = summed(7, {"0": [Executed("m", 0.0, 1e9)]}, {})
+    nameless = sum_up(7, {"0": [Executed("m", 0.0, 1e9)]}, {})
     assert nameless.parts == {OTHER: 1.0, IDLE: 0.0}
 
 

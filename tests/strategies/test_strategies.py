@@ -114,7 +114,7 @@ def test_all_strategies_train_the_same_samples_to_the_same_loss(trained):
     assert all(len(each.seconds) == 1 for each in trained)
     values = json.loads(json.dumps([values_trained(each) for each in trained], allow_nan=False))
     assert [each["losses"] for each in values] == losses
-    assert in_markdown(table_trained(trained, "here")).count("but for rounding") == 4
+    assert in_markdown(table_trained(trained, "here")).count("within rounding") == 4
 
 
 @in_five_layouts

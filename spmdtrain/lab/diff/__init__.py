@@ -4,4 +4,4 @@ sides.py reads each run, differences.py compares what they ran, parting.py compa
 speed.py the speed; causes.py ranks, and diff.py puts them together.
 """
 
-FEW = 30  # steps after the first difference that are judged: a cause shows in fewer
+FEW = 30  # steps judged after the first difference; a cause shows up in fewer

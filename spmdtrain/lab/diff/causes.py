@@ -1,9 +1,10 @@
-"""Ranks what differs between two runs by how well it explains where they part.
+"""Ranks the differences between two runs by how well they explain where the results diverge.
 
-A step is fed, has a rate, computes a loss, gradients and an update, in this order. A difference
-shows in everything computed after it: the optimizer cannot change the loss of the first step. So
-the settings that decide the first thing that differs come first. Placement explains only rounding;
-if nothing else differs, and the results differ by more than rounding, the layout is wrong.
+A step reads its data and its rate, then computes a loss, gradients and an update. A difference
+affects everything computed after it, and nothing before: the optimizer cannot change the loss of
+the first step. So the settings that decide the first thing that differs rank highest. Placement
+explains only rounding; if nothing else differs, and the results differ by more than rounding, the
+layout is wrong.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,23 +17,21 @@ from spmdtrain.lab.diff.parting import Parting
 
 Of = Literal["setting", "data", "code", "devices", "machine"]
 ORDER: tuple[Kind, ...] = get_args(Kind)
-# Keywords of a caller, versions and flags may change only bits, or numbers as well.
+# Differences of code that change numbers; others, such as flags, may change only bits.
 LIKELY_CODE = ("parts from Python", "code of the model", "sources of spmdtrain")
 
 
 @dataclass(frozen=True)
 class Cause:
-    """A possible cause of a difference: `of` which sort, and its name, such as that of a
-    setting.
-    """
+    """A possible cause of a difference: its sort, and a name, such as that of a setting."""
 
     of: Of
     name: str
 
 
 @dataclass(frozen=True)
-class RanOtherwise:
-    """All differences between two runs other than their results."""
+class RunDifferences:
+    """All differences between two runs but those of their results."""
 
     settings: Sequence[Changed]
     code: Sequence[Other]
@@ -41,7 +40,7 @@ class RanOtherwise:
 
 
 def evidence(parting: Parting, first_step: int) -> Kind:
-    """Returns the part of a step that differed first: what decides it is the likeliest cause."""
+    """Returns the part of a step that differed first; what decides it is the likeliest cause."""
     if parting.in_figure == "tokens":
         return "data"
     beyond = parting.beyond or parting.first or first_step
@@ -52,61 +51,65 @@ def evidence(parting: Parting, first_step: int) -> Kind:
     return "update"
 
 
-def causes(found: RanOtherwise, parting: Parting, first_step: int) -> list[Cause]:
-    """Returns the possible causes, likeliest first; none if all bits are equal.
+def causes(differences: RunDifferences, parting: Parting, first_step: int) -> list[Cause]:
+    """Returns the possible causes, likeliest first; none if the runs are bit-equal.
 
-    `first_step`: the first that both have taken.
+    `first_step` is the first step that both runs have taken.
     """
     if parting.verdict == "identical":
         return []
-    numbers = [each for each in found.settings if each.decides not in ("placement", "none")]
-    places = [each for each in found.settings if each.decides == "placement"]
+    numbers = [
+        setting for setting in differences.settings if setting.decides not in ("placement", "none")
+    ]
+    places = [setting for setting in differences.settings if setting.decides == "placement"]
     kind = evidence(parting, first_step)
-    ranks = {each.name: _rank(each, numbers, kind) for each in numbers}
-    numbers.sort(key=lambda each: ranks[each.name])
+    ranks = {setting.name: _rank(setting, numbers, kind) for setting in numbers}
+    numbers.sort(key=lambda setting: ranks[setting.name])
     data = []
-    if found.data.step is not None and not any(each.decides == "data" for each in numbers):
+    if differences.data.step is not None and not any(
+        setting.decides == "data" for setting in numbers
+    ):
         data = [Cause("data", "the corpus")]
-    likely = [each for each in found.code if each.what in LIKELY_CODE]
-    others = [each for each in found.code if each.what not in LIKELY_CODE]
+    likely = [difference for difference in differences.code if difference.what in LIKELY_CODE]
+    others = [difference for difference in differences.code if difference.what not in LIKELY_CODE]
     ranked = [
         *data,
-        *(Cause("setting", each.name) for each in numbers),
+        *(Cause("setting", setting.name) for setting in numbers),
         *_named("code", likely),
-        *(Cause("setting", each.name) for each in places),
+        *(Cause("setting", setting.name) for setting in places),
         *_named("code", others),
-        *_named("devices", found.places),
+        *_named("devices", differences.places),
     ]
     if parting.verdict == "rounding":
         moves = [
-            *(Cause("setting", each.name) for each in places),
+            *(Cause("setting", setting.name) for setting in places),
             *_named("code", others),
-            *_named("devices", found.places),
+            *_named("devices", differences.places),
         ]
         ranked = list(dict.fromkeys([*moves, *ranked]))
     return ranked or [Cause("machine", "the machine")]
 
 
 def _named(of: Of, others: Iterable[Other]) -> list[Cause]:
-    return [Cause(of, each.what) for each in others]
+    return [Cause(of, difference.what) for difference in others]
 
 
 def _rank(changed: Changed, others: Sequence[Changed], kind: Kind) -> tuple[int, bool]:
-    """Returns the rank of a setting among others that decide numbers.
+    """Returns the rank of a setting among others that change numbers.
 
-    The name of an optimizer or a model decides the rest of its section, and its defaults.
+    The name of an optimizer or a model also decides the rest of its section, and its defaults.
     """
     section, _, name = changed.name.partition(".")
     if name != "name":
         return _distance(changed, kind), True
-    mine = [each for each in others if each.name.startswith(f"{section}.")]
-    return min(_distance(each, kind) for each in mine), False
+    mine = [setting for setting in others if setting.name.startswith(f"{section}.")]
+    return min(_distance(setting, kind) for setting in mine), False
 
 
 def _distance(changed: Changed, kind: Kind) -> int:
-    """Returns how far a setting is from what differed first; a seed also draws the weights."""
+    """Returns how far a setting is from the part of the step that differed first."""
     decides: Kind = changed.decides
-    if changed.name == "train.seed" and kind == "loss":
+    if changed.name == "train.seed" and kind == "loss":  # a seed also draws the weights
         decides = "loss"
     apart = ORDER.index(decides) - ORDER.index(kind)
-    return -apart if apart <= 0 else len(ORDER) + apart  # what comes later explains nothing
+    return -apart if apart <= 0 else len(ORDER) + apart  # a later part explains nothing

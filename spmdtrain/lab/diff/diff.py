@@ -1,4 +1,4 @@
-"""Finds what differs between two runs, where they part, and the likeliest cause."""
+"""Finds the differences between two runs, where their results diverge, and the likeliest cause."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ import jax
 
 from spmdtrain.config.arguments import as_whole
 from spmdtrain.lab.diff import FEW
-from spmdtrain.lab.diff.causes import Cause, RanOtherwise, causes
+from spmdtrain.lab.diff.causes import Cause, RunDifferences, causes
 from spmdtrain.lab.diff.differences import (
     DataDifference,
     Other,
@@ -31,9 +31,10 @@ MOST_STEPS = 100_000
 
 @dataclass(frozen=True)
 class Compared:
-    """The comparison of two runs, A and B. `settings`: those that differ, out of `of_settings`.
+    """The comparison of two runs, A and B.
 
-    `causes`: likeliest first; none if every bit is equal. `hosts`: where each ran.
+    `settings` are those that differ, out of `of_settings`. `causes` has the likeliest first, and is
+    empty if the runs are bit-equal. `hosts` are the machines of A and B.
     """
 
     a: str
@@ -51,20 +52,20 @@ class Compared:
 
     @property
     def verdict(self) -> str:
-        """The verdict: identical, rounding, differ or, without a scale, unclear."""
+        """Identical, rounding, differ or, without a scale, unclear."""
         return self.parting.verdict
 
     def document(self) -> dict[str, Any]:
         """Returns the comparison as JSON values; an infinite figure is null."""
-        found: dict[str, Any] = {"verdict": self.verdict} | asdict(self)
-        where = found["parting"]
+        document: dict[str, Any] = {"verdict": self.verdict} | asdict(self)
+        where = document["parting"]
         for name in ("apart", "times"):
             if where[name] is not None and not math.isfinite(where[name]):
                 where[name] = None
-        return found
+        return document
 
 
-def diff(  # noqa: PLR0913 - one keyword for each thing that a caller may replace
+def diff(  # noqa: PLR0913 - a keyword for each part that a caller may replace
     a: str | Path,
     b: str | Path,
     *,
@@ -77,9 +78,9 @@ def diff(  # noqa: PLR0913 - one keyword for each thing that a caller may replac
 ) -> Compared:
     """Compares the run in directory `b` with that in `a`.
 
-    Where their figures differ in bits, A is replayed with its weights slightly moved, for `steps`
-    steps after the first difference, to learn how far rounding goes. With `replays=False` only
-    files are read. `make`, `devices`, `seams` and `own` are what A needs for the replay, see
+    If their figures are not bit-equal, A is replayed with slightly perturbed weights for `steps`
+    steps after the first difference, which shows how far rounding goes. With `replays=False` only
+    files are read. `make`, `devices`, `seams` and `own` are what the replay of A needs, see
     `replay`. Raises CheckpointError if one is not a run, or if they have no step in common.
     """
     check_make(make)
@@ -95,7 +96,7 @@ def diff(  # noqa: PLR0913 - one keyword for each thing that a caller may replac
     program = program_difference(then, now)
     scale = Scale(replays, steps, make, devices, seams, own)
     apart = parting(*runs, common, data.step, scale)
-    found = RanOtherwise(settings, code, places, data)
+    differences = RunDifferences(settings, code, places, data)
     return Compared(
         a=str(then.run),
         b=str(now.run),
@@ -108,5 +109,5 @@ def diff(  # noqa: PLR0913 - one keyword for each thing that a caller may replac
         program=program,
         parting=apart,
         speed=speed_of(*runs, program.same),
-        causes=causes(found, apart, common[0]),
+        causes=causes(differences, apart, common[0]),
     )

@@ -1,4 +1,4 @@
-"""Compares what two runs ran, from their files: code, data and the compiled program."""
+"""Compares the code, the data and the compiled programs of two runs, from their files."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 from spmdtrain.lab.diff.sides import Side
 from spmdtrain.lab.replay.starts import flags_of
 
-# Of the record of a start: what else may change numbers, by the word for it.
+# Entries of the record of a start that may change numbers, with the words for them.
 OF_CODE = {
     "sources": "sources of spmdtrain",
     "model_code": "code of the model",
@@ -21,7 +21,7 @@ MOST_NAMED = 6
 
 @dataclass(frozen=True)
 class Other:
-    """A difference other than in the settings: what differs, and its text in A and in B."""
+    """A difference outside the settings: what differs, and its text in A and in B."""
 
     what: str
     a: str
@@ -30,10 +30,10 @@ class Other:
 
 @dataclass(frozen=True)
 class DataDifference:
-    """The first step that was fed other tokens, or None, out of `hashed` steps in common.
+    """The first of `hashed` common steps that read other tokens, or None.
 
-    `samples` are the global indices of its first and last sample in A and in B, and `corpus` says
-    whether the fingerprints of the data are the same (None: not recorded).
+    `samples` are the global indices of its first and last sample in A and in B. `corpus` says
+    whether the fingerprints of the data are equal (None: not recorded).
     """
 
     step: int | None
@@ -44,12 +44,11 @@ class DataDifference:
 
 @dataclass(frozen=True)
 class ProgramDifference:
-    """The comparison of the compiled programs: whether they are the same, None if one was not
-    recorded.
+    """The comparison of the compiled programs. `same` is None if one was not recorded.
 
-    If they differ, `opcodes` has the instructions that B has more, or fewer, of; `sent` has the
-    bytes that a device sends in a step, by mesh axis, and `memory` those that it holds, in A and in
-    B, if they differ.
+    `opcodes` counts the instructions that B has more (or fewer) of. `sent` has the bytes that a
+    device sends in a step, by mesh axis, and `memory` those that it holds: in A and in B, where
+    they differ.
     """
 
     same: bool | None
@@ -60,31 +59,31 @@ class ProgramDifference:
 
 def code_differences(a: Side, b: Side) -> list[Other]:
     """Returns the differences in sources, versions and XLA's flags."""
-    found = [
+    differences = [
         Other(word, _text(a.start.get(name)), _text(b.start.get(name)))
         for name, word in OF_CODE.items()
     ]
     versions = [side.start.get("versions") or {} for side in (a, b)]
-    names = dict.fromkeys(name for each in versions for name in each)
-    found += [Other(name, *(_text(each.get(name)) for each in versions)) for name in names]
+    names = dict.fromkeys([*versions[0], *versions[1]])
+    differences += [Other(name, *(_text(side.get(name)) for side in versions)) for name in names]
     flags = [" ".join(sorted(flags_of(side.start).split())) for side in (a, b)]
-    found.append(Other("XLA_FLAGS", *flags))
-    return _different(a, b, found)
+    differences.append(Other("XLA_FLAGS", *flags))
+    return _different(a, b, differences)
 
 
 def place_differences(a: Side, b: Side) -> list[Other]:
-    """Returns the differences in devices. Another host alone is not a difference."""
-    found = [
+    """Returns the differences in devices; the name of the host is not one."""
+    differences = [
         Other(word, _text(a.start.get(name)), _text(b.start.get(name)))
         for name, word in OF_PLACE.items()
     ]
-    return _different(a, b, found)
+    return _different(a, b, differences)
 
 
-def _different(a: Side, b: Side, found: Sequence[Other]) -> list[Other]:
+def _different(a: Side, b: Side, differences: Sequence[Other]) -> list[Other]:
     if not a.start or not b.start:
-        return []  # a run of an older version recorded none of it
-    return [each for each in found if each.a != each.b]
+        return []  # a run of an older version has no record of it
+    return [difference for difference in differences if difference.a != difference.b]
 
 
 def _text(value: Any) -> str:
@@ -92,9 +91,9 @@ def _text(value: Any) -> str:
 
 
 def data_difference(a: Side, b: Side, steps: Sequence[int]) -> DataDifference:
-    """Returns the first of the `steps` in common at which the runs were fed other tokens."""
+    """Returns the first of the common `steps` in which the runs read other tokens."""
     known = [(s, a.written.tokens(s), b.written.tokens(s)) for s in steps]
-    known = [each for each in known if None not in each]
+    known = [entry for entry in known if None not in entry]
     corpus = a.corpus == b.corpus if a.corpus and b.corpus else None
     first = next((step for step, then, now in known if then != now), None)
     if first is None:
@@ -104,16 +103,16 @@ def data_difference(a: Side, b: Side, steps: Sequence[int]) -> DataDifference:
 
 
 def program_difference(a: Side, b: Side) -> ProgramDifference:
-    """Compares the canonical texts of the compiled steps by their hashes, then what they hold."""
+    """Compares the compiled steps: the hashes of their canonical texts, then their contents."""
     programs = [side.start.get("program") or side.compiled.get("program") for side in (a, b)]
-    known = [each for each in programs if isinstance(each, dict) and each.get("hash")]
+    known = [program for program in programs if isinstance(program, dict) and program.get("hash")]
     if len(known) < len(programs):
         return ProgramDifference(None)
     if known[0]["hash"] == known[1]["hash"]:
         return ProgramDifference(True)
-    then, now = (Counter(each.get("opcodes") or {}) for each in known)
+    then, now = (Counter(program.get("opcodes") or {}) for program in known)
     opcodes = {name: now[name] - then[name] for name in then | now if now[name] != then[name]}
-    largest = sorted(opcodes.items(), key=lambda each: (-abs(each[1]), each[0]))
+    largest = sorted(opcodes.items(), key=lambda item: (-abs(item[1]), item[0]))
     return ProgramDifference(
         False,
         dict(largest),
@@ -129,12 +128,12 @@ def _two(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, list[float
 
 
 def _sent(compiled: Mapping[str, Any]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for each in compiled.get("traffic") or ():
-        match each:
+    sent_bytes: dict[str, float] = {}
+    for operation in compiled.get("traffic") or ():
+        match operation:
             case {"axis": str(axis), "sent": int() | float() as count} if count:
-                found[axis] = found.get(axis, 0.0) + count
-    return found
+                sent_bytes[axis] = sent_bytes.get(axis, 0.0) + count
+    return sent_bytes
 
 
 def _memory(compiled: Mapping[str, Any]) -> dict[str, float]:

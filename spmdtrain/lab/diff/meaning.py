@@ -1,4 +1,4 @@
-"""Says what a setting decides: two runs are compared by that, not by names."""
+"""Says which part of a step a setting decides, which is how two runs are compared."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ from typing import Any, Literal
 from spmdtrain.checkpoints.identity import flat
 from spmdtrain.config.schema import RunConfig
 
-# In the order of a step: its tokens, its rate, its loss, its gradients, and its update. "placement"
-# decides where a step computes, and no step reads "none".
+# The parts of a step in order: its tokens, its rate, its loss, its gradients, and its update.
+# "placement" is where a step computes, and "none" is for settings that no step reads.
 Kind = Literal["data", "rate", "loss", "gradient", "update", "placement", "none"]
 
 NO_STEP = (
@@ -32,7 +32,7 @@ RATE = (
 )
 GRADIENT = ("precision.accumulate", "precision.loss_scale")
 UPDATE = ("optimizer.", "train.clip", "precision.rounding")
-# The first entry whose beginning fits a setting decides, unless its section says it (`decides`).
+# The first entry with a prefix of the setting decides, unless its section does (`decides`).
 DECIDED: tuple[tuple[tuple[str, ...], Kind], ...] = (
     (NO_STEP, "none"),
     (PLACEMENT, "placement"),
@@ -57,7 +57,7 @@ class Changed:
 def kind_of(name: str, same_data: bool = False) -> Kind:
     """Returns what a setting decides, by its dotted name.
 
-    `same_data`: both runs are known to read the same tokens, wherever they lie.
+    With `same_data` both runs are known to read the same tokens, wherever these are stored.
     """
     if same_data and name.startswith(PLACES):
         return "none"
@@ -79,10 +79,9 @@ def _decided_in(section: str) -> Mapping[str, Any]:
 def changed_settings(
     a: Mapping[str, Any], b: Mapping[str, Any], same_data: bool
 ) -> tuple[list[Changed], int]:
-    """Returns the settings that differ between two resolved configs, and the number of all
-    settings.
+    """Returns the settings that differ between two resolved configs, and the number of settings.
 
-    A setting that one version lacks counts as its None.
+    A setting that one version does not have counts as None there.
     """
     then, now = flat(a), flat(b)
     names = list(dict.fromkeys([*then, *now]))

@@ -1,11 +1,10 @@
-"""Finds where two runs part, and whether by rounding: first in bits, then beyond the distance of
-siblings.
+"""Finds where the results of two runs diverge, and whether rounding explains it.
 
-Another mesh sums in another order, so the figures of two correct runs differ in bits, and the
-differences grow. Siblings of A are replays of A whose weights begin two units in the last place
-away (replay/rounding.py); their distance is the scale for a figure. A constant would not do, nor
+Another mesh sums in another order, so the figures of two correct runs differ in bits, and these
+differences grow. Siblings of A are replays of A whose weights start two units in the last place
+away (replay/rounding.py); their distance is the scale of a figure. A constant would not do, nor
 would the size of the first difference: the effect of a smaller weight decay starts as small as that
-of another mesh, and grows.
+of another mesh, and then grows.
 """
 
 import math
@@ -27,22 +26,21 @@ OF_THE_CLOCK = (
     *("step", "time", "step_seconds", "input_seconds", "tokens_per_second", "mfu"),
     "memory_bytes",
 )
-CLEAR = 1e-3  # share of a figure: rounding of float32 never moves it so far within `FEW` steps
+CLEAR = 1e-3  # relative; float32 rounding never moves a figure that far within `FEW` steps
 SAME_RATE = 1e-6  # of the learning rate, which is computed in float32
 Verdict = Literal["identical", "rounding", "differ", "unclear"]
 
 
 @dataclass(frozen=True)
 class Parting:
-    """The comparison of the figures of two runs over `steps` steps in common, the last of them
-    `last`.
+    """The comparison of the figures of two runs over `steps` common steps, up to step `last`.
 
-    `first`: the first step with other bits, in the figure `figure`, in which they differ by the
-    share `apart`; None if all bits are equal. `beyond`: the first step that is farther apart than
-    rounding moves it, in the figure `in_figure`; `times` is the largest distance over its limit.
-    `judged_to`: the last step that siblings, or a constant, judged. `scale`: which of the two;
-    `without` says why there were no siblings. `tail`: the loss of B minus that of A, on average
-    over the second half. `rate`: the first step with another learning rate.
+    `first` is the first step that is not bit-equal, None if there is none; its figure `figure` has
+    the relative difference `apart`. `beyond` is the first step that differs by more than rounding,
+    in the figure `in_figure`; `times` is the largest distance of all, over its limit. Steps up to
+    `judged_to` were judged, by the siblings or the constant that `scale` names; `without` says why
+    there were no siblings. `tail` is the loss of B minus that of A, averaged over the second half
+    of the steps. `rate` is the first step with another learning rate.
     """
 
     steps: int
@@ -63,9 +61,9 @@ class Parting:
 
 @dataclass(frozen=True)
 class Scale:
-    """The way to make siblings of A. `replays`: False compares only the files.
+    """How to make siblings of A. With `replays=False` there are none, and only files are read.
 
-    `make`, `devices`, `seams` and `own` are what A needs to be opened, as `replay` takes them.
+    `make`, `devices`, `seams` and `own` are what opening A needs, as `replay` takes them.
     """
 
     replays: bool = True
@@ -77,7 +75,7 @@ class Scale:
 
 
 def first_difference(a: WrittenRun, b: WrittenRun, steps: Sequence[int]) -> tuple[int, str] | None:
-    """Returns the first step whose figures differ in bits, and the first figure; None if none."""
+    """Returns the first step that is not bit-equal and its first such figure, or None."""
     for step in steps:
         if names := _different(a.figures[step], b.figures[step]):
             return step, names[0]
@@ -93,13 +91,13 @@ def parting(
 ) -> Parting:
     """Compares the figures of two runs over the `steps` in common.
 
-    `fed_apart`: the first step that was fed other tokens. The consequences are not rounding, so
-    they are not judged.
+    `fed_apart` is the first step that read other tokens. What follows from that is not rounding,
+    and is not judged.
     """
-    found = first_difference(a, b, steps)
-    if found is None and fed_apart is None:
+    difference = first_difference(a, b, steps)
+    if difference is None and fed_apart is None:
         return Parting(len(steps), steps[-1], "identical")
-    first, figure = found or (fed_apart or steps[0], "tokens")
+    first, figure = difference or (fed_apart or steps[0], "tokens")
     facts: dict[str, Any] = {
         "steps": len(steps),
         "last": steps[-1],
@@ -119,7 +117,7 @@ def parting(
 def _limits(
     a: WrittenRun, first: int, last: int, scale: Scale
 ) -> tuple[dict[int, dict[str, float]] | None, str]:
-    """Returns how far rounding moves the figures of each step, or why A cannot be replayed."""
+    """Returns how far rounding moves the figures by step, or the reason why A was not replayed."""
     if not scale.replays:
         return None, "nothing was replayed"
     try:
@@ -145,8 +143,8 @@ def _judged(
     steps: Sequence[int],
     allowed: Mapping[int, Mapping[str, float]] | None,
 ) -> dict[str, Any]:
-    """Returns the verdict and where it fell."""
-    most = 0.0
+    """Returns the verdict, and the step and figure that decided it."""
+    farthest = 0.0
     beyond = None
     for step in steps:
         for name in FIGURES:
@@ -155,7 +153,7 @@ def _judged(
                 continue
             limit = CLEAR * abs(then or 0.0) if allowed is None else allowed[step].get(name, 0.0)
             times = limits_apart(then, now, limit)
-            most = max(most, times)
+            farthest = max(farthest, times)
             if times > 1 and beyond is None:
                 beyond = step, name
     within: Verdict = "unclear" if allowed is None else "rounding"
@@ -163,14 +161,14 @@ def _judged(
         "verdict": "differ" if beyond else within,
         "beyond": beyond and beyond[0],
         "in_figure": beyond and beyond[1],
-        "times": most,
+        "times": farthest,
         "judged_to": steps[-1],
         "scale": "a constant" if allowed is None else "siblings",
     }
 
 
 def _apart(then: float | None, now: float | None) -> float | None:
-    """Returns how far apart two figures are, as a share of the first."""
+    """Returns the relative difference of two figures."""
     if then is None or now is None:
         return None
     return abs(now - then) / abs(then) if then else math.inf if now else 0.0

@@ -1,4 +1,4 @@
-"""Reads one of the two runs that are compared."""
+"""Reads one of the two runs of a comparison."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,8 +16,9 @@ from spmdtrain.lab.replay.written import WrittenRun, read_written
 class Side:
     """A run, as its files describe it.
 
-    `config`: the resolved settings with which `start` began; `start` is empty for a run of an older
-    version, which did not record it. `compiled`: compiled.json of the last start, empty if missing.
+    `config` has the resolved settings of `start`, the start that took the compared steps; `start`
+    is empty for a run of an older version, which has no record of it. `compiled` is compiled.json
+    of the last start, empty if missing.
     """
 
     run: Path
@@ -43,16 +44,16 @@ def common_steps(a: WrittenRun, b: WrittenRun) -> list[int]:
 
 
 def read_run(run: str | Path, name: str) -> WrittenRun:
-    """Reads the files of the run that a caller gave as `name`."""
+    """Reads the files of a run, which was passed as the argument `name`."""
     return read_written(as_run(run, name))
 
 
 def side_at(written: WrittenRun, step: int) -> Side:
-    """Returns a run as of `step`: a resumed run may have changed its settings."""
+    """Returns a run as it was at `step`: settings may change when a run resumes."""
     files = RunFiles(written.run)
     start = written.start_of(step) or {}
     config = given_in(start if "config" in start else files.config)
     has_compiled = (written.run / COMPILED).exists()
     compiled = files.document(COMPILED) if has_compiled else {}
-    found = compiled if isinstance(compiled, dict) else {}
-    return Side(written.run, written, config, start, found)
+    document = compiled if isinstance(compiled, dict) else {}
+    return Side(written.run, written, config, start, document)

@@ -1,4 +1,4 @@
-"""Finds which of two runs is faster, and what holds up the other."""
+"""Finds out which of two runs is faster, and what slows down the other."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -7,18 +7,17 @@ import numpy as np
 
 from spmdtrain.lab.replay.written import WrittenRun
 
-FEWEST = 8  # steps of each run from which it is judged
+FEWEST = 8  # steps of each run that a judgement needs
 WORTH = 1.1  # ratio from which a difference is reported
 Held = Literal["input", "size", "program", "machine"]
 
 
 @dataclass(frozen=True)
 class Speed:
-    """The speed of A and B: median seconds of a step, and of waiting for its batch, and tokens of a
-    step.
+    """The speed of A and B: medians of the seconds of a step, the wait for its batch, its tokens.
 
-    `ratio`: seconds of B over those of A. `held`: what slows the slower one down, None if they are
-    alike: within a tenth, or with overlapping middle halves of their steps.
+    `ratio` is the seconds of B over those of A. `held` is what slows the slower one down; None if
+    they are alike, which is within a tenth, or with overlapping middle halves of their steps.
     """
 
     seconds: tuple[float, float]
@@ -29,9 +28,9 @@ class Speed:
 
 
 def speed_of(a: WrittenRun, b: WrittenRun, same_program: bool | None) -> Speed | None:
-    """Returns the comparison of two runs' speeds, or None if one has too few steps.
+    """Compares the speeds of two runs. Returns None if one has too few steps.
 
-    The first steps of a start do not count.
+    The first step after each start is left out.
     """
     seconds, waits, tokens = (
         [_column(run, name) for run in (a, b)]
@@ -39,9 +38,9 @@ def speed_of(a: WrittenRun, b: WrittenRun, same_program: bool | None) -> Speed |
     )
     if min(map(len, seconds)) < FEWEST:
         return None
-    middles = [float(np.median(each)) for each in seconds]
-    waiting = [float(np.median(each)) if len(each) else 0.0 for each in waits]
-    sizes = [float(np.median(each)) if len(each) else 0.0 for each in tokens]
+    middles = [float(np.median(column)) for column in seconds]
+    waiting = [float(np.median(column)) if len(column) else 0.0 for column in waits]
+    sizes = [float(np.median(column)) if len(column) else 0.0 for column in tokens]
     slow = int(middles[1] > middles[0])
     fast = 1 - slow
     held: Held | None = None
@@ -64,11 +63,11 @@ def speed_of(a: WrittenRun, b: WrittenRun, same_program: bool | None) -> Speed |
 
 
 def _column(run: WrittenRun, name: str) -> np.ndarray:
-    """Returns a figure of every step but the first of each start."""
+    """Returns a figure of every step but the first after each start."""
     first = {start["from_step"] + 1 for start in run.starts} | {min(run.figures, default=0)}
-    found = [
+    numbers = [
         line[name]
         for step, line in run.figures.items()
         if step not in first and isinstance(line.get(name), int | float)
     ]
-    return np.array(found, np.float64)
+    return np.array(numbers, np.float64)

@@ -1,5 +1,5 @@
-"""Reads from a trace where the seconds of a step went, by sort of work and by part.
+"""Shows from a trace where the time of a step went, by sort of work and by part.
 
-trace.py reads what the profiler wrote, seconds.py sums it up, and take.py traces steps of a run
-that has none.
+trace.py reads the files of the profiler, seconds.py sums them up, and take.py traces steps of a run
+that has no trace.
 """

@@ -1,7 +1,7 @@
 """Sums up the trace of a step: seconds by sort of work, by part, and the longest instructions.
 
-All are means over the devices, and add up to the time from the first instruction of any device to
-the last; time without work is `idle`. Communication includes waiting for other devices.
+All are means over the devices. They add up to the time from the first instruction on any device to
+the last; time without work is `idle`. Communication includes the wait for other devices.
 """
 
 from collections import Counter, defaultdict
@@ -24,7 +24,7 @@ UNKNOWN = KindOfWork(ELEMENTWISE, OTHER, "")
 
 @dataclass(frozen=True)
 class Longest:
-    """An instruction that took long: its `seconds` in the step, and how often a device ran it."""
+    """A long instruction: its `seconds` within the step, and how many `times` a device ran it."""
 
     name: str
     sort: str
@@ -51,7 +51,7 @@ class StepProfile:
 
 
 def traced_steps(run: Path) -> list[int]:
-    """Returns the steps of a run that have been traced, in order."""
+    """Returns the traced steps of a run, in order."""
     names = [path.name.removeprefix("step") for path in (run / PROFILE).glob("step*")]
     return sorted(int(name) for name in names if name.isdecimal())
 
@@ -66,46 +66,48 @@ def profile_of(run: Path, step: int) -> StepProfile:
     known = RunFiles(folder).document(OPERATIONS) if (folder / OPERATIONS).exists() else {}
     if not isinstance(known, dict):
         raise CheckpointError(f"{folder / OPERATIONS} is not what a run writes", fix="--steps 3")
-    found = summed(step, devices, {name: _operation(each) for name, each in known.items()})
-    write_document(folder / SECONDS, found.document())
-    return found
+    operations = {name: _operation(values) for name, values in known.items()}
+    profile = sum_up(step, devices, operations)
+    write_document(folder / SECONDS, profile.document())
+    return profile
 
 
-def _operation(told: Any) -> KindOfWork:
-    match told:
+def _operation(values: Any) -> KindOfWork:
+    match values:
         case [str(sort), str(part), str(path)]:
             return KindOfWork(sort, part, path)
     return UNKNOWN
 
 
-def summed(
+def sum_up(
     step: int, devices: Mapping[str, Sequence[Executed]], known: Mapping[str, KindOfWork]
 ) -> StepProfile:
-    """Returns the profile of what the devices ran; `known` are the instructions that do work.
+    """Returns the profile of what the devices ran. `known` has the instructions that do work.
 
-    An unknown one, from a program whose text was not kept, counts as elementwise work of no part.
+    An instruction that is not in it comes from a program whose text was not stored, and counts as
+    elementwise work of no part.
     """
     took: dict[str, float] = defaultdict(float)
     times: Counter[str] = Counter()
     for ran in devices.values():
-        working = [each for each in ran if each.name in known or not known]
-        for name, each in shared_time(working).items():
-            took[name] += each
-        times.update(each.name for each in working)
-    every = [each for ran in devices.values() for each in ran]
-    whole = max(each.end for each in every) - min(each.begin for each in every)
+        working = [executed for executed in ran if executed.name in known or not known]
+        for name, nanoseconds in shared_time(working).items():
+            took[name] += nanoseconds
+        times.update(executed.name for executed in working)
+    every = [executed for ran in devices.values() for executed in ran]
+    whole = max(executed.end for executed in every) - min(executed.begin for executed in every)
     count = len(devices)
-    seconds = {name: each / count / 1e9 for name, each in took.items()}
+    seconds = {name: nanoseconds / count / 1e9 for name, nanoseconds in took.items()}
     sorts: dict[str, float] = defaultdict(float)
     parts: dict[str, float] = defaultdict(float)
-    for name, each in seconds.items():
-        sorts[known.get(name, UNKNOWN).sort] += each
-        parts[known.get(name, UNKNOWN).part] += each
+    for name, share in seconds.items():
+        sorts[known.get(name, UNKNOWN).sort] += share
+        parts[known.get(name, UNKNOWN).part] += share
     idle = max(whole / 1e9 - sum(seconds.values()), 0.0)
     largest = list(_largest_first(seconds).items())[:MOST]
     longest = [
-        Longest(name, *known.get(name, UNKNOWN), seconds=each, times=times[name] / count)
-        for name, each in largest
+        Longest(name, *known.get(name, UNKNOWN), seconds=share, times=times[name] / count)
+        for name, share in largest
     ]
     return StepProfile(
         step,
@@ -118,4 +120,4 @@ def summed(
 
 
 def _largest_first(values: Mapping[str, float]) -> dict[str, float]:
-    return dict(sorted(values.items(), key=lambda each: -each[1]))
+    return dict(sorted(values.items(), key=lambda item: -item[1]))

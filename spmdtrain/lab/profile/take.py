@@ -1,4 +1,4 @@
-"""Traces steps of a run that has no trace, from its newest checkpoint before the last step."""
+"""Traces steps of a run without a trace, from the newest checkpoint before its last step."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from spmdtrain.models.choose import MakeModel
 from spmdtrain.running.device_batches import batches
 from spmdtrain.running.report.profile import profiled
 
-WARM = 2  # steps before the first that is traced: they load programs and fill caches
+WARM = 2  # steps before the first traced one, which load programs and fill caches
 
 
 def trace_steps(
@@ -26,7 +26,7 @@ def trace_steps(
 ) -> list[int]:
     """Repeats steps of a run, traces the last `count` of them into RUN/profile, and returns them.
 
-    The run itself does not change: no checkpoint and no figure is written. Raises UserError as
+    The run itself stays as it is: no checkpoint and no figures are written. Raises UserError as
     `replay` does.
     """
     last = read_written(run).last

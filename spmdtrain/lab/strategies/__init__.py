@@ -1,4 +1,4 @@
-"""Compares strategies: the same run, laid out over the same devices in the ways that have names.
+"""Compares strategies: named ways to lay out the same run over the same devices.
 
-As arXiv:2405.15628 compares them for GPT-2. Start with layouts.py, which says what each name means.
+arXiv:2405.15628 compares them for GPT-2. Start with layouts.py, which defines the names.
 """

@@ -1,4 +1,4 @@
-"""What each strategy makes of a run: its mesh, and the few settings that follow from the mesh.
+"""The settings of each strategy: its mesh, and the few settings that follow from the mesh.
 
 The model, the samples and their batches stay those of the run, so all strategies train the same.
 """
@@ -18,7 +18,7 @@ CONFIGURED = "configured"
 
 @dataclass(frozen=True)
 class Cluster:
-    """Some devices, of which `per_host` share a host."""
+    """A number of devices, with `per_host` of them on each host."""
 
     devices: int
     per_host: int
@@ -59,7 +59,7 @@ def _pipeline(config: RunConfig, cluster: Cluster) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Strategy:
-    """A strategy: its meaning in a line, and the sizes of its mesh axes other than 1."""
+    """A strategy: its meaning in a line, and the sizes of the mesh axes that it uses."""
 
     says: str
     sizes: Callable[[RunConfig, Cluster], dict[str, int]]
@@ -92,8 +92,9 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def compared_run(config: RunConfig) -> RunConfig:
-    """Returns the run whose steps are compared: that of its last stage. Raises ConfigError for
-    one of several that train together.
+    """Returns the run whose steps are compared: that of the last stage.
+
+    Raises ConfigError for one of several that train together.
     """
     config.check_alone()
     values = config.as_given()
@@ -105,35 +106,36 @@ def compared_run(config: RunConfig) -> RunConfig:
 def settings_of(name: str, config: RunConfig, cluster: Cluster) -> list[str]:
     """Returns the settings that a strategy changes, as arguments of `--set`.
 
-    A microbatch is that of the run, or the largest part of a shard's sequences below it; in a
-    pipeline of a run that sets none, one sequence. Raises ConfigError if the strategy has no mesh
-    on these devices.
+    The microbatch is that of the run, or else the largest one below it that divides the sequences
+    of a shard. A pipeline of a run that sets none has microbatches of one sequence. Raises
+    ConfigError if the strategy has no mesh on these devices.
     """
     if name == CONFIGURED:
         return []
     strategy = STRATEGIES[name]
     sizes = dict.fromkeys(MESH_AXES, 1) | strategy.sizes(config, cluster)
-    found = [f"mesh.{axis}={size}" for axis, size in sizes.items()]
+    settings = [f"mesh.{axis}={size}" for axis, size in sizes.items()]
     if sizes["tensor"] == 1 and config.mesh.collective_matmul:
-        found.append("mesh.collective_matmul=false")
-    found.append(f"train.zero={strategy.zero}")
+        settings.append("mesh.collective_matmul=false")
+    settings.append(f"train.zero={strategy.zero}")
     is_pipeline = sizes["pipeline"] > 1
     if is_pipeline:
-        found += ["pipeline.schedule=1f1b", "pipeline.chunks=1"]
-    most = config.train.microbatch or (1 if is_pipeline else None)
-    if most is not None:
-        found.append(f"train.microbatch={_microbatch(config, batch_shards(sizes), most)}")
-    return found
+        settings += ["pipeline.schedule=1f1b", "pipeline.chunks=1"]
+    largest = config.train.microbatch or (1 if is_pipeline else None)
+    if largest is not None:
+        settings.append(f"train.microbatch={_microbatch(config, batch_shards(sizes), largest)}")
+    return settings
 
 
-def _microbatch(config: RunConfig, shards: int, most: int) -> int | str:
-    """Returns the largest microbatch up to `most` that divides the sequences of a shard; "none" if
-    the shards do not divide the batch, which then is the reason for the refusal.
+def _microbatch(config: RunConfig, shards: int, largest: int) -> int | str:
+    """Returns the largest microbatch up to `largest` that divides the sequences of a shard.
+
+    If the shards do not divide the batch it is "none", and the run is refused for that reason.
     """
     whole, rest = divmod(config.train.global_batch, shards)
     if rest:
         return "none"
-    return max(size for size in range(1, min(most, whole) + 1) if whole % size == 0)
+    return max(size for size in range(1, min(largest, whole) + 1) if whole % size == 0)
 
 
 def laid_out(name: str, config: RunConfig, cluster: Cluster) -> RunConfig:

@@ -1,4 +1,4 @@
-"""Predicts the same strategies on a cluster that need not be present, as `estimate` does."""
+"""Predicts the strategies on a cluster that need not be present, as `estimate` does."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from spmdtrain.planner.traffic import needed_traffic
 
 @dataclass(frozen=True)
 class PredictedStrategy:
-    """A strategy on a cluster: its `offer` has no plan if it cannot run, and says why."""
+    """A strategy on a cluster. If it cannot run, `offer` has no plan, and says why."""
 
     name: str
     offer: Offer
 
     @property
     def sent(self) -> dict[str, float]:
-        """Bytes that a device has to send in a step, by mesh axis; of an offer with a plan."""
+        """The bytes that a device has to send in a step, by mesh axis. Needs a plan."""
         assert self.offer.best is not None, "a strategy that can run"
         return needed_traffic(self.offer.best.workload)
 
@@ -30,11 +30,11 @@ class PredictedStrategy:
 def predict(
     config: RunConfig, names: Sequence[str], hardware: Hardware, devices: int
 ) -> list[PredictedStrategy]:
-    """Returns the prediction for each strategy; days are those of `train.steps`."""
+    """Returns a prediction for each strategy, with the days that `train.steps` steps take."""
     config = with_vocab(config)
     cluster = Cluster(devices, devices_per_host(devices, hardware))
     tokens = tokens_of(config)
-    found = []
+    predictions = []
     for name in names:
         count = used_devices(name, cluster)
         best, refusal = None, ""
@@ -42,5 +42,7 @@ def predict(
             best = Plan(estimate(laid_out(name, config, cluster), count, hardware))
         except UserError as error:
             refusal = str(error)
-        found.append(PredictedStrategy(name, Offer(hardware, count, tokens, None, best, refusal)))
-    return found
+        predictions.append(
+            PredictedStrategy(name, Offer(hardware, count, tokens, None, best, refusal))
+        )
+    return predictions

@@ -1,4 +1,4 @@
-"""Runs the step of one strategy: compiled once, with its state on the host between turns."""
+"""Runs the step of one strategy. It is compiled once; its state is on the host between turns."""
 
 import time
 from typing import Any
@@ -25,9 +25,9 @@ Figures = list[dict[str, Any]]  # of each step, in the form of metrics.jsonl
 
 
 class Runner:
-    """A strategy whose step is compiled, and its state between turns.
+    """A strategy with its compiled step, and its state between turns.
 
-    Raises UserError for what it cannot run.
+    Raises UserError if the strategy cannot run.
     """
 
     def __init__(self, config: RunConfig, data: Data, make: MakeModel | str | None, count: int):
@@ -44,39 +44,39 @@ class Runner:
 
     @property
     def sent(self) -> dict[str, float] | None:
-        """Bytes that a device sends in a step, by mesh axis; None if the text does not tell."""
+        """The bytes a device sends in a step, by mesh axis; None if XLA's text does not tell."""
         try:
             traffic = hlo.traffic(self._step.as_text(), dict(self.setup.mesh.shape))
         except hlo.UNREADABLE:
             return None
         sums: dict[str, float] = {}
-        for each in traffic:
-            sums[each["axis"]] = sums.get(each["axis"], 0.0) + each["sent"]
+        for operation in traffic:
+            sums[operation["axis"]] = sums.get(operation["axis"], 0.0) + operation["sent"]
         return {axis: sent for axis, sent in sums.items() if sent}
 
     def begin(self, sibling: int | None = None) -> None:
-        """Starts at step 0; as a sibling with every weight moved by rounding."""
+        """Starts at step 0. With `sibling`, moves every weight by about one rounding error."""
         with MemoryGuard(self.setup):
             state = init_state(self.setup)
             if sibling is not None:
                 state = moved(state, sibling, self.setup.config.precision.compute)
         self._state, self._taken = jax.device_get(state), 0
 
-    def turn(self, steps: int) -> tuple[float, Figures]:
-        """Takes some steps. Returns the seconds of one, and the figures of all."""
+    def run_steps(self, steps: int) -> tuple[float, Figures]:
+        """Takes `steps` steps. Returns the mean seconds of one, and the figures of all."""
         first = self.setup.config.train.samples_before(self._taken)
         with batches(self.setup, self._data, self._taken, first) as ahead:
             feed = [next(ahead) for _ in range(steps)]
         shardings = jax.tree.map(lambda x: x.sharding, self.setup.state)
         with MemoryGuard(self.setup):
             state = jax.block_until_ready(jax.device_put(self._state, shardings))
-            seen = []
+            step_metrics = []
             start = time.perf_counter()
             for batch in jax.block_until_ready(feed):
                 state, metrics = self._step(state, batch)
-                seen.append(metrics)
-            jax.block_until_ready((state, seen))
+                step_metrics.append(metrics)
+            jax.block_until_ready((state, step_metrics))
             seconds = (time.perf_counter() - start) / steps
         self._state = jax.device_get(state)
         self._taken += steps
-        return seconds, [figures_of(each) for each in seen]
+        return seconds, [figures_of(metrics) for metrics in step_metrics]

@@ -14,82 +14,83 @@ TRAINED = (
     "strategy",
     "mesh",
     "step",
-    "to first",
+    "vs first",
     "arguments",
     "temp",
-    "sent",
+    "bytes sent",
     "loss",
-    "off",
-    "same",
+    "loss diff",
+    "equal",
 )
-PREDICTED = ("strategy", "mesh", "step", "tokens/s", "mfu", "memory", "sent", "days")
+PREDICTED = ("strategy", "mesh", "step", "tokens/s", "mfu", "memory", "bytes sent", "days")
 
 
 @dataclass(frozen=True)
 class StrategyTable:
-    """A table: what it shows, in a line, its rows, the heading among them, and what has no row."""
+    """A titled table: rows (the first is the heading), and strategies left out with the reason."""
 
     title: str
     rows: Sequence[tuple[str, ...]]
     refused: Sequence[tuple[str, str]] = ()
 
 
-def table_trained(found: Sequence[TrainedStrategy], title: str) -> StrategyTable:
-    """Returns the table of what ran here."""
-    running = [each for each in found if not each.refused]
-    rows = [TRAINED, *(_cells_trained(each, running[0]) for each in running)]
-    return StrategyTable(title, rows, [(each.name, each.refused) for each in found if each.refused])
+def table_trained(strategies: Sequence[TrainedStrategy], title: str) -> StrategyTable:
+    """Returns the table of the strategies that ran on this machine."""
+    running = [strategy for strategy in strategies if not strategy.refused]
+    rows = [TRAINED, *(_cells_trained(strategy, running[0]) for strategy in running)]
+    refused = [(strategy.name, strategy.refused) for strategy in strategies if strategy.refused]
+    return StrategyTable(title, rows, refused)
 
 
-def _cells_trained(each: TrainedStrategy, first: TrainedStrategy) -> tuple[str, ...]:
-    assert each.memory is not None, "it has run"
-    loss = each.figures[-1].get("loss")
-    sent = "unknown" if each.sent is None else _size(sum(each.sent.values()))
+def _cells_trained(strategy: TrainedStrategy, first: TrainedStrategy) -> tuple[str, ...]:
+    assert strategy.memory is not None, "it has run"
+    loss = strategy.figures[-1].get("loss")
+    sent = "unknown" if strategy.sent is None else _size(sum(strategy.sent.values()))
     return (
-        each.name,
-        mesh_in_words(each.mesh),
-        f"{1e3 * each.median:.1f} ms",
-        f"{each.median / first.median:.2f}",
-        _size(each.memory.argument_bytes),
-        _size(each.memory.temp_bytes),
+        strategy.name,
+        mesh_in_words(strategy.mesh),
+        f"{1e3 * strategy.median:.1f} ms",
+        f"{strategy.median / first.median:.2f}",
+        _size(strategy.memory.argument_bytes),
+        _size(strategy.memory.temp_bytes),
         sent,
         "none" if loss is None else f"{loss:.5f}",
-        "none" if each.off is None else f"{each.off:.1e}",
-        "the first" if each is first else _verdict(each),
+        "none" if strategy.off is None else f"{strategy.off:.1e}",
+        "the first" if strategy is first else _verdict(strategy),
     )
 
 
-def _verdict(each: TrainedStrategy) -> str:
-    return "but for rounding" if each.is_same else f"NO: {each.limits:.3g} x what rounding does"
+def _verdict(strategy: TrainedStrategy) -> str:
+    return "within rounding" if strategy.is_same else f"no: {strategy.limits:.3g} x rounding error"
 
 
 def _size(count: float) -> str:
-    """Returns bytes in words."""
+    """Returns bytes as text with a unit."""
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
 
 
-def table_predicted(found: Sequence[PredictedStrategy], title: str) -> StrategyTable:
-    """Returns the table of what is predicted."""
+def table_predicted(predictions: Sequence[PredictedStrategy], title: str) -> StrategyTable:
+    """Returns the table of the predictions."""
     rows: list[tuple[str, ...]] = [PREDICTED]
     refused = []
-    for each in found:
-        best = each.offer.best
+    for prediction in predictions:
+        best = prediction.offer.best
         if best is None:
-            refused.append((each.name, each.offer.refusal))
+            refused.append((prediction.name, prediction.offer.refusal))
             continue
         time = best.estimate.time
         mark = "" if best.fits else ", does not fit"
-        tokens = time.tokens_per_second_per_device * each.offer.devices
+        tokens = time.tokens_per_second_per_device * prediction.offer.devices
         rows.append(
             (
-                each.name,
+                prediction.name,
                 mesh_in_words(best.workload.mesh.sizes),
                 f"{best.seconds:.4g} s",
                 f"{tokens:,.0f}",
                 f"{time.mfu:.1%}",
                 f"{_size(best.memory.total)}{mark}",
-                _size(sum(each.sent.values())),
-                f"{each.offer.days:.3g}",
+                _size(sum(prediction.sent.values())),
+                f"{prediction.offer.days:.3g}",
             )
         )
     return StrategyTable(title, rows, refused)
@@ -117,31 +118,32 @@ def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def values_trained(each: TrainedStrategy) -> dict[str, Any]:
-    """Returns the JSON object of a strategy that was to run here."""
-    if each.refused:
-        return {"strategy": each.name, "devices": each.devices, "problem": each.refused}
-    assert each.memory is not None, "it has run"
-    found = {
-        "strategy": each.name,
-        "devices": each.devices,
-        "mesh": each.mesh,
-        "step_seconds": each.median,
-        "rounds": each.seconds,
-        "memory": asdict(each.memory),
-        "sent_bytes": each.sent,
-        "losses": [figures.get("loss") for figures in each.figures],
-        "off": each.off,
-        "limits": each.limits,
-        "same": each.is_same,
+def values_trained(strategy: TrainedStrategy) -> dict[str, Any]:
+    """Returns the JSON object of a strategy on this machine."""
+    if strategy.refused:
+        return {"strategy": strategy.name, "devices": strategy.devices, "problem": strategy.refused}
+    assert strategy.memory is not None, "it has run"
+    values = {
+        "strategy": strategy.name,
+        "devices": strategy.devices,
+        "mesh": strategy.mesh,
+        "step_seconds": strategy.median,
+        "rounds": strategy.seconds,
+        "memory": asdict(strategy.memory),
+        "sent_bytes": strategy.sent,
+        "losses": [figures.get("loss") for figures in strategy.figures],
+        "off": strategy.off,
+        "limits": strategy.limits,
+        "same": strategy.is_same,
     }
-    return numbers(found)
+    return numbers(values)
 
 
-def values_predicted(found: Sequence[PredictedStrategy]) -> list[dict[str, Any]]:
-    """Returns the JSON objects of predictions: those of `plan`, with the strategy's name."""
-    values = offers_values([each.offer for each in found])
-    return [
-        {"strategy": each.name} | of | ({"sent_bytes": each.sent} if each.offer.best else {})
-        for each, of in zip(found, values, strict=True)
-    ]
+def values_predicted(predictions: Sequence[PredictedStrategy]) -> list[dict[str, Any]]:
+    """Returns the JSON objects of predictions: those of `plan`, with the name of the strategy."""
+    values = offers_values([prediction.offer for prediction in predictions])
+    objects = []
+    for prediction, offer in zip(predictions, values, strict=True):
+        sent = {"sent_bytes": prediction.sent} if prediction.offer.best else {}
+        objects.append({"strategy": prediction.name} | offer | sent)
+    return objects

@@ -1,7 +1,7 @@
-"""Takes the steps of each strategy on the devices at hand, in turns, and keeps what was seen.
+"""Runs the strategies in turns on the devices of this machine, and records times and figures.
 
-Turns make a busy machine slow for all alike. Between its turns the state of a strategy waits on the
-host, so that a device holds one at a time.
+Taking turns, all strategies suffer equally from other load on the machine. Between its turns the
+state of a strategy is on the host, so that a device holds only one state at a time.
 """
 
 import statistics
@@ -24,12 +24,13 @@ Say = Callable[[str], None]
 
 @dataclass
 class TrainedStrategy:
-    """A strategy on the devices at hand; if it cannot run, `refused` says why.
+    """A strategy on the devices of this machine. If it cannot run, `refused` says why.
 
-    `seconds`: those of a step, of each round. `sent`: bytes that a device sends in a step over each
-    mesh axis; None if the compiled text does not tell them. `off`: how far the last loss is from
-    the first strategy's, as a share of it. `limits`: the largest distance of a figure of any step,
-    in multiples of what rounding may move it; above 1 the strategy trains something else.
+    `seconds` are those of a step, one for each round. `sent` are the bytes that a device sends in a
+    step, by mesh axis, or None if the compiled text does not show them. `off` is the relative
+    difference of its last loss from that of the first strategy. `limits` is the largest distance of
+    a figure in any step, in multiples of the rounding error allowed for it; above 1 the strategy
+    trains something else.
     """
 
     name: str
@@ -50,11 +51,11 @@ class TrainedStrategy:
 
     @property
     def is_same(self) -> bool | None:
-        """True if only rounding tells it from the first strategy; None if it took no step."""
+        """True if it equals the first strategy up to rounding; None if it took no step."""
         return None if self.limits is None else self.limits <= 1
 
 
-def train_in_turns(  # noqa: PLR0913 - what is compared, and for how long
+def train_in_turns(  # noqa: PLR0913 - the strategies, and how long they run
     config: RunConfig,
     names: Sequence[str],
     *,
@@ -63,68 +64,68 @@ def train_in_turns(  # noqa: PLR0913 - what is compared, and for how long
     steps: int = 4,
     say: Say = lambda _: None,
 ) -> list[TrainedStrategy]:
-    """Returns what each strategy does on all devices: `rounds` turns of `steps` steps are timed.
+    """Runs each strategy on all devices, and times `rounds` turns of `steps` steps.
 
-    One more turn before them warms up. `say` gets a line for each strategy that is compiled.
+    An untimed turn before them warms up. `say` is called with a line of progress.
     """
     config, data = open_data(config)
     cluster = Cluster(jax.device_count(), jax.local_device_count())
-    found = [TrainedStrategy(name, used_devices(name, cluster)) for name in names]
+    strategies = [TrainedStrategy(name, used_devices(name, cluster)) for name in names]
     runners: dict[str, Runner] = {}
-    for each in found:
-        say(f"compiling {each.name}")
+    for strategy in strategies:
+        say(f"compiling {strategy.name}")
         try:
-            runner = Runner(laid_out(each.name, config, cluster), data, make, each.devices)
+            runner = Runner(laid_out(strategy.name, config, cluster), data, make, strategy.devices)
             runner.begin()
         except UserError as error:
-            each.refused = str(error)
+            strategy.refused = str(error)
             continue
-        runners[each.name] = runner
-        each.mesh = dict(runner.setup.mesh.shape)
-        each.memory, each.sent = runner.memory, runner.sent
+        runners[strategy.name] = runner
+        strategy.mesh = dict(runner.setup.mesh.shape)
+        strategy.memory, strategy.sent = runner.memory, runner.sent
     for number in range(rounds + 1):
         say(f"round {number} of {rounds}" if number else "warming up")
-        for each in found:
-            if each.name in runners:
-                _take_turn(each, runners[each.name], steps, timed=number > 0)
-    running = [each for each in found if not each.refused]
+        for strategy in strategies:
+            if strategy.name in runners:
+                _take_turn(strategy, runners[strategy.name], steps, timed=number > 0)
+    running = [strategy for strategy in strategies if not strategy.refused]
     if running:
         say("repeating the first with other rounding")
         judge(running, _limits(runners[running[0].name], running[0].figures))
-    return found
+    return strategies
 
 
-def _take_turn(each: TrainedStrategy, runner: Runner, steps: int, *, timed: bool) -> None:
-    if each.refused:  # in an earlier turn, for want of memory
+def _take_turn(strategy: TrainedStrategy, runner: Runner, steps: int, *, timed: bool) -> None:
+    if strategy.refused:  # in an earlier turn: it ran out of memory
         return
     try:
-        seconds, figures = runner.turn(steps)
+        seconds, figures = runner.run_steps(steps)
     except UserError as error:
-        each.refused = str(error)
+        strategy.refused = str(error)
         return
-    each.figures += figures
+    strategy.figures += figures
     if timed:
-        each.seconds.append(seconds)
+        strategy.seconds.append(seconds)
 
 
 def _limits(first: Runner, figures: Figures) -> list[dict[str, float]]:
-    """Returns how far rounding may move the figures of the first strategy, by its siblings."""
+    """Returns how far rounding may move the figures of the first strategy, from its siblings."""
     siblings = []
     for number in range(SIBLINGS):
         first.begin(number)
-        siblings.append(first.turn(len(figures))[1])
+        siblings.append(first.run_steps(len(figures))[1])
     return limits_among(figures, siblings)
 
 
 def judge(running: Sequence[TrainedStrategy], limits: Sequence[dict[str, float]]) -> None:
     """Compares the figures of all strategies with those of the first."""
     want = running[0].figures
-    for each in running:
-        then, now = want[-1]["loss"], each.figures[-1]["loss"]
-        each.off = abs(now - then) / abs(then) if then and now is not None else None
-        each.limits = max(
+    for strategy in running:
+        then, now = want[-1]["loss"], strategy.figures[-1]["loss"]
+        strategy.off = abs(now - then) / abs(then) if then and now is not None else None
+        strategy.limits = max(
             limits_apart(ours[name], theirs.get(name), limit.get(name, 0.0))
-            for ours, theirs, limit in zip(want, each.figures, limits, strict=True)
+            for ours, theirs, limit in zip(want, strategy.figures, limits, strict=True)
             for name in FIGURES
             if name in ours
         )
