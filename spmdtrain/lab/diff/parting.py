@@ -61,7 +61,7 @@ class Parting:
 
 @dataclass(frozen=True)
 class Scale:
-    """How to make siblings of A. With `replays=False` there are none, and only files are read.
+    """The way to make siblings of A. With `replays=False` only files are read.
 
     `make`, `devices`, `seams` and `own` are what opening A needs, as `replay` takes them.
     """
