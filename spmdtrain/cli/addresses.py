@@ -1,6 +1,6 @@
 """Refuses addresses of stores in the place of files and folders, for all commands at once.
 
-Every argument is taken for a path but those named here, so that none can be forgotten.
+Every argument is taken for a path, except those named here, so that none can be forgotten.
 """
 
 import argparse

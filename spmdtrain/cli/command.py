@@ -48,7 +48,7 @@ def run(arguments: Sequence[str] | None) -> int:
     try:
         return _run(arguments)
     except BaseException as error:
-        # After a signal, any error comes from it: an import may have turned it into another one.
+        # After a signal, any error is due to it: an import may have turned it into another one.
         if not isinstance(error, KeyboardInterrupt) and not signals.has_arrived():
             raise
         code = signals.say()
@@ -57,10 +57,10 @@ def run(arguments: Sequence[str] | None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    _lose_no_letter()
+    _escape_unencodable()
     parsed = None
     try:
-        _stand_somewhere()
+        _check_working_directory()
         words = sys.argv[1:] if arguments is None else arguments
         chosen = words[0] if words and words[0] in COMMANDS else None
         parsed = make_parser(chosen).parse_args(words)
@@ -80,7 +80,7 @@ def _run(arguments: Sequence[str] | None) -> int:
             raise
         if error.errno != errno.EPIPE and _takes_output():
             return _end_with(StorageError(f"cannot write: {error.strerror}"))
-        # Standard output accepts no more. At exit Python would flush it again, and complain.
+        # Standard output takes no more. At exit Python would flush it again, and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.EPIPE:  # `| head`: the reader has left, which is no mistake
             peers.leave(CLOSED_PIPE, "failed nobody reads its output")
@@ -100,7 +100,7 @@ def _takes_output() -> bool:
     return True
 
 
-def _stand_somewhere() -> None:
+def _check_working_directory() -> None:
     """Refuses a working directory that has been removed: no path can be resolved from it."""
     try:
         os.getcwd()
@@ -109,7 +109,7 @@ def _stand_somewhere() -> None:
         raise StorageError("the working directory is gone", fix=fix) from None
 
 
-def _lose_no_letter() -> None:
+def _escape_unencodable() -> None:
     """Makes output escape characters that the encoding of a terminal or log lacks."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

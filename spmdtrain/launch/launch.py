@@ -272,7 +272,7 @@ class Launcher:
 
     def _on_signal(self, number: int, _frame: object) -> None:
         if number == signal.SIGHUP:
-            closed_outputs.let_go()
+            closed_outputs.drop_closed()
         if number in COMMANDS:
             self._commands += 1
         else:
@@ -312,5 +312,5 @@ def _describe(rank: Rank) -> str:
 
 def say(text: str) -> None:
     """Prints a line of the launcher, among the lines of the processes."""
-    with closed_outputs.outlived():
+    with closed_outputs.tolerated():
         print(f"spmdtrain launch: {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Tells when this process began, by the wall clock."""
+"""Records when this process began, by the wall clock."""
 
 import time
 from pathlib import Path

@@ -27,7 +27,7 @@ class _Remarks(io.TextIOWrapper):
             super().flush()
 
 
-def complete() -> None:
+def open_missing() -> None:
     """Opens the standard streams that the program was started without (`>&-`, a service, cron).
 
     Otherwise the next file opened would get their number, and a library's prints would land in it.
@@ -50,7 +50,7 @@ def _is_open(number: int) -> bool:
     return True
 
 
-def let_go() -> bool:
+def drop_closed() -> bool:
     """Redirects outputs without a reader to /dev/null. Returns True if there were any."""
     closed = [number for number in (_output(), STANDARD_ERROR) if _is_closed(number)]
     for number in closed:
@@ -61,12 +61,12 @@ def let_go() -> bool:
 
 
 @contextlib.contextmanager
-def outlived() -> Iterator[None]:
+def tolerated() -> Iterator[None]:
     """Ignores errors of writing to an output that lost its reader; raises all others."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.EIO) or not let_go():
+        if error.errno not in (errno.EPIPE, errno.EIO) or not drop_closed():
             raise
 
 

@@ -37,7 +37,7 @@ def test_an_output_without_a_reader_is_still_found():
     """Though the file descriptor of standard output is the filter's, which always reads."""
     code = (
         NATIVE.format(lines=[OTHER]).replace('print("ours")', "")
-        + "sys.exit(7 if closed_outputs.let_go() else 0)"
+        + "sys.exit(7 if closed_outputs.drop_closed() else 0)"
     )
     program = subprocess.Popen(
         [sys.executable, "-uc", "import time; time.sleep(0.5)" + code], stdout=subprocess.PIPE

@@ -132,7 +132,7 @@ class IslandsConfig(Settings):
 
 
 def check_repeatable(run: Any) -> None:
-    """Raises ConfigError if the steps of a run depend on what others did."""
+    """Raises ConfigError if the steps of a run depend on other islands."""
     if run.islands.are_several:
         raise ConfigError(
             f"islands.count={run.islands.count}: what the others brought to a meeting is not in "
@@ -142,7 +142,7 @@ def check_repeatable(run: Any) -> None:
 
 
 def check_alone(run: Any) -> None:
-    """Raises ConfigError if strategies cannot be compared, as they are in one run."""
+    """Raises ConfigError for islands where strategies are compared, which takes a single run."""
     if run.islands.are_several:
         raise ConfigError(
             "strategies are compared of one run, and islands are several",

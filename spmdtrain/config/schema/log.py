@@ -48,7 +48,7 @@ class LogConfig(Settings):
 
 
 def refusals_of_steps(run: Any) -> Iterator[str]:
-    """Yields which steps to trace are beyond `train.steps`."""
+    """Yields a refusal of steps to trace that are beyond `train.steps`."""
     late = [step for step in run.log.profile if step > run.train.steps]
     if late:
         yield f"log.profile={late} is beyond train.steps={run.train.steps}"

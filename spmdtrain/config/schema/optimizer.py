@@ -283,7 +283,7 @@ class Soap(OptimizerConfig):
 
 
 def refusals(run: Any) -> Iterator[str]:
-    """Yields which rates rise at the end, and which weights an average would not move."""
+    """Yields refusals of rates that rise at the end, and of weights too narrow for an average."""
     if run.optimizer.final_learning_rate > run.optimizer.learning_rate:
         yield "optimizer.final_learning_rate is above optimizer.learning_rate"
     narrow = run.precision.params
@@ -312,7 +312,7 @@ def refusals_of_batches(run: Any) -> Iterator[str]:
 
 
 def refusals_of_steps(run: Any) -> Iterator[str]:
-    """Yields that the rate still rises after `train.steps`."""
+    """Yields a refusal of a warm-up that is longer than `train.steps`."""
     warmup = run.optimizer.warmup
     if warmup > run.train.steps:
         yield f"optimizer.warmup={warmup} is longer than train.steps={run.train.steps}"

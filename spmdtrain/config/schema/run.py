@@ -181,7 +181,7 @@ class RunConfig(Settings):
         return self.islands.own_samples(ids)
 
     def check_repeatable(self) -> None:
-        """Raises ConfigError if the run alone does not tell how to take its steps again."""
+        """Raises ConfigError if the files of the run do not suffice to repeat its steps."""
         islands.check_repeatable(self)
 
     def check_alone(self) -> None:

@@ -116,14 +116,14 @@ class SparsityConfig(Settings):
 
     @property
     def choices(self) -> int:
-        """The number of times that it is chosen which weights are zero."""
+        """The number of times that the run chooses which weights are zero."""
         if self.since is None or self.until is None:
             return 0
         return 1 if self.every is None else (self.until - self.since) // self.every + 1
 
 
 def refusals(run: Any) -> Iterator[str]:
-    """Yields which settings would move weights away from zero, or choose none that are."""
+    """Yields the settings that cannot be combined with weights that stay zero."""
     if run.sparsity.pattern == "none":
         return
     setting = f"sparsity.pattern={run.sparsity.pattern!r}"
@@ -140,7 +140,7 @@ def refusals(run: Any) -> Iterator[str]:
 
 
 def refusals_of_steps(run: Any) -> Iterator[str]:
-    """Yields why the last choice of weights is not within `train.steps`."""
+    """Yields a refusal if the last choice of weights is beyond `train.steps`."""
     last, steps = run.sparsity.until, run.train.steps
     if last is not None and last > steps:
         yield (

@@ -1,10 +1,10 @@
-"""The token files of one `data prepare`, and how a killed one is continued.
+"""Manages the token files of one `data prepare`, and continues one that was killed.
 
 A *shard* is one of several token files: OUT-00000.bin, OUT-00001.bin and so on. A shard ends with
 the document that reaches its number of tokens, so shards are the same for any number of processes.
 
-The *journal*, OUT.prepare.json, records which shards are finished, which row comes next, and what
-the job is. It is kept, marked as finished, when the job is done.
+The *journal*, OUT.prepare.json, records the finished shards, the next row, and the settings of the
+job. It stays, marked as finished, when the job is done.
 """
 
 import json
@@ -60,7 +60,7 @@ class Output:
         self._journal = path.parent / f"{path.name}.prepare.json"
         self._may_replace = ""  # the last file that a killed process may have put here
         if shard_tokens and os.path.exists(self._journal):
-            self._go_on()
+            self._resume()
             self._may_replace = self._path()
         else:
             refuse_existing(self._path())
@@ -141,7 +141,7 @@ class Output:
             spare.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
             spare.replace(self._journal)
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         """Takes over the shards that the journal lists as finished."""
         job: dict[str, Any] = {}
         try:

@@ -1,8 +1,8 @@
-"""Splits files that several sources of a mixture share file by file.
+"""Splits, file by file, the sources of a mixture that share files.
 
 The validation split of a corpus is the tail of all its tokens. If a mixture names a file, or a copy
-of it, in two sources, the tail of one could lie in the middle of the other, which trains on it.
-Such sources are split file by file, so the same part of a file validates in each of them.
+of it, in two sources, the tail of one could be in the middle of the other, which trains on it. Such
+sources are split file by file, so that the same part of a file validates in each of them.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from spmdtrain.data.token_files.rows import Concatenated, StoredRow
 
 
 def cut_shared_files(corpora: Sequence[Corpus], fraction: float) -> list[Corpus]:
-    """Returns the same corpora, but splits corpora that share a file file by file.
+    """Returns the corpora; if some share a file, they are split file by file.
 
     `fraction` is the tail of each file that validates.
     """

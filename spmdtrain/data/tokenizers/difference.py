@@ -1,7 +1,7 @@
 """Describes how two tokenizers differ: weights and data must agree on the text of each id.
 
-A hash tells that they differ, but also tells a file from its copy that another version of a package
-has saved. So two files with different hashes are compared by how they cut a text.
+Different tokenizers have different hashes, but so have a file and its copy that another version of
+a package has saved. So two files with different hashes are compared by how they cut a text.
 """
 
 import json
@@ -24,7 +24,7 @@ NO_RULE = ("vocab", "dropout")
 def difference(ours: Spec | None, theirs: Spec | None) -> str:
     """Returns how the tokenizer `theirs` differs from `ours`; "" if ids mean the same.
 
-    They do if one is unknown, and if one of them only has further tokens.
+    They also do if one is unknown, or if one only has additional tokens.
     """
     if ours is None or theirs is None:
         return ""

@@ -79,7 +79,7 @@ class Interrupt:
             if self._commands.is_second():
                 signals.end(number)
         elif number == signal.SIGHUP:
-            closed_outputs.let_go()
+            closed_outputs.drop_closed()
         self.requested = True
 
 

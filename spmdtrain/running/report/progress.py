@@ -34,14 +34,14 @@ class Progress:
 
     def __exit__(self, *_) -> None:
         if self._bar:
-            with closed_outputs.outlived():
+            with closed_outputs.tolerated():
                 self._bar.stop()
 
     def say(self, text: str) -> None:
         if self._quiet:
             return
         if self._bar:
-            with closed_outputs.outlived():
+            with closed_outputs.tolerated():
                 self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
         else:
             tell(text)
@@ -52,7 +52,7 @@ class Progress:
         text = _line(figures)
         if self._bar:
             shown = "  ".join([*left, text])
-            with closed_outputs.outlived():
+            with closed_outputs.tolerated():
                 self._bar.update(self._bar.task_ids[0], completed=step, figures=shown)
         if due or step % self._every == 0:
             self.say("  ".join([f"step {step}/{self._total}", text, pace, *left]))
@@ -85,7 +85,7 @@ def _line(figures: dict[str, Any]) -> str:
 
 def tell(text: str) -> None:
     """Prints a line. A run continues even if nobody reads its output any more."""
-    with closed_outputs.outlived(), stages.aside():
+    with closed_outputs.tolerated(), stages.aside():
         print(text, flush=True)
 
 
