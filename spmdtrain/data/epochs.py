@@ -2,7 +2,7 @@
 
 import math
 from fractions import Fraction
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
@@ -10,11 +10,17 @@ from spmdtrain.config.schema import RunConfig
 MOST_STEPS = 2**31 - 1
 
 
-class Sized(Protocol):
-    """A kind of data that knows the number of samples in an epoch."""
+class Endless(NamedTuple):
+    """The reason why a kind of data has no epochs, for a message."""
 
-    def samples_per_epoch(self, config: RunConfig) -> int | None:
-        """Returns the samples in one pass over the data; None if there is no such number."""
+    why: str
+
+
+class Sized(Protocol):
+    """A kind of data, and the number of samples in one pass over it."""
+
+    def samples_per_epoch(self, config: RunConfig) -> int | Endless:
+        """Returns the samples in one pass over the data, or why there is no such number."""
         ...
 
 
@@ -29,16 +35,11 @@ def counted_in_steps(config: RunConfig, data: Sized) -> RunConfig:
         return config
     setting = f"train.epochs={epochs:g}"
     samples = data.samples_per_epoch(config)
-    if samples is None:
-        reason = "custom samples, without an end"
-        if config.data.mix:
-            reason = "a mixture, whose sources are read through at different times"
-        elif config.data.is_streamed:
-            reason = f"data.corpus={config.data.corpus!r}, whose end is not known"
+    if isinstance(samples, Endless):
         raise ConfigError(
             "only a single corpus has epochs",
             asked=setting,
-            found=reason,
+            found=samples.why,
             fix="--set train.steps=1000",
         )
     batch = config.train.global_batch

@@ -8,6 +8,7 @@ import numpy as np
 
 from spmdtrain.config.errors import DataError
 from spmdtrain.config.schema import RunConfig
+from spmdtrain.data.epochs import Endless
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ class RecordedData:
 
         return samples
 
-    def samples_per_epoch(self, config: RunConfig) -> int | None:  # noqa: ARG002 - as in the other kinds
-        return None
+    def samples_per_epoch(self, config: RunConfig) -> Endless:  # noqa: ARG002 - as in the other kinds
+        return Endless("recorded samples, a part of an epoch")
 
     def eval_sets(self, config: RunConfig) -> list[Any]:  # noqa: ARG002 - as in the other kinds
         return []

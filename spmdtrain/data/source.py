@@ -21,7 +21,7 @@ from spmdtrain.data.batches import EvalWindows, Range, TrainStream, split
 from spmdtrain.data.batches import Windows as Windows
 from spmdtrain.data.corpus import CORPORA, Corpus, check_vocab, common_template, open_corpus
 from spmdtrain.data.cut_documents import count_cut, cut_note
-from spmdtrain.data.epochs import counted_in_steps
+from spmdtrain.data.epochs import Endless, counted_in_steps
 from spmdtrain.data.indices import sample_indices
 from spmdtrain.data.mixtures.mixture_phases import PhasedMixture, phased
 from spmdtrain.data.packing import PackedStream, PackedWindows
@@ -105,7 +105,7 @@ class CorpusData:
     def train_samples(self, config: RunConfig) -> Samples:
         return self._train_stream(config).samples
 
-    def samples_per_epoch(self, config: RunConfig) -> int | None:
+    def samples_per_epoch(self, config: RunConfig) -> int:
         return self._train_stream(config).windows
 
     def _train_stream(self, config: RunConfig) -> TrainStream | PackedStream:
@@ -188,8 +188,8 @@ class MixtureData:
         """The spec of the template of every source of conversations."""
         return common_template(source.template for source in self.sources)
 
-    def samples_per_epoch(self, config: RunConfig) -> int | None:  # noqa: ARG002 - as a corpus
-        return None
+    def samples_per_epoch(self, config: RunConfig) -> Endless:  # noqa: ARG002 - as a corpus
+        return Endless("a mixture, whose sources are read through at different times")
 
     def train_samples(self, config: RunConfig) -> Samples:
         """Returns endless samples; each source is read in its own order, independently."""
@@ -259,8 +259,8 @@ class SourceData:
     end_of_text: None = None
     template: None = None
 
-    def samples_per_epoch(self, config: RunConfig) -> int | None:  # noqa: ARG002 - as a corpus
-        return None
+    def samples_per_epoch(self, config: RunConfig) -> Endless:  # noqa: ARG002 - as a corpus
+        return Endless("custom samples, without an end")
 
     def train_samples(self, config: RunConfig) -> Samples:
         return lambda indices: _read(self.source.tokens, config, indices)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from spmdtrain.config import ConfigError, RunConfig, from_resolved, load, resolved, to_toml
 from spmdtrain.data.batches import batch_ids
-from spmdtrain.data.epochs import counted_in_steps
+from spmdtrain.data.epochs import Endless, counted_in_steps
 from spmdtrain.data.source import CorpusData, Source, open_data
 from spmdtrain.running.loop import run
 from spmdtrain.train.fresh import init_state
@@ -21,12 +21,12 @@ from spmdtrain.train.shard import shard
 
 
 class Data:
-    """Data of so many samples an epoch; None: without an end."""
+    """Data of so many samples an epoch, or without an end."""
 
-    def __init__(self, samples: int | None):
+    def __init__(self, samples: int | Endless):
         self.samples = samples
 
-    def samples_per_epoch(self, config: RunConfig) -> int | None:  # noqa: ARG002
+    def samples_per_epoch(self, config: RunConfig) -> int | Endless:  # noqa: ARG002
         return self.samples
 
 
@@ -129,8 +129,10 @@ def test_no_number_of_epochs(value):
 
 def test_data_without_an_end_and_lengths_that_do_not_fit_are_refused():
     mixed = tiny("train.epochs=2")
-    with pytest.raises(ConfigError, match="only a single corpus has epochs; asked train.epochs=2"):
-        counted_in_steps(mixed, Data(None))
+    with pytest.raises(
+        ConfigError, match="single corpus has epochs; asked train.epochs=2; found a river; try"
+    ):
+        counted_in_steps(mixed, Data(Endless("a river")))
     own = Source(lambda seed, index: np.zeros(17, np.int32))  # noqa: ARG005
     with pytest.raises(ConfigError, match="custom samples, without an end; try --set"):
         open_data(mixed, own)

@@ -20,6 +20,7 @@ from spmdtrain.config.errors import ConfigError, DataError
 from spmdtrain.config.schema import DataConfig, RunConfig
 from spmdtrain.data.batches import EvalSet, EvalWindows, Range, make_batch
 from spmdtrain.data.corpus import Corpus
+from spmdtrain.data.epochs import Endless
 from spmdtrain.data.indices import sample_indices
 from spmdtrain.data.prepare.encode import Recipe, encode_all
 from spmdtrain.data.shuffle import permute, random_bits
@@ -74,8 +75,8 @@ class StreamData:
     def template(self) -> None:
         return None
 
-    def samples_per_epoch(self, config: RunConfig) -> int | None:  # noqa: ARG002 - as a corpus
-        return None
+    def samples_per_epoch(self, config: RunConfig) -> Endless:
+        return Endless(f"data.corpus={config.data.corpus!r}, whose end is not known")
 
     def train_samples(self, config: RunConfig) -> Callable[[np.ndarray], dict[str, np.ndarray]]:
         """Returns `samples(indices)`, the batch of these global sample indices.
