@@ -39,6 +39,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from overhead import Spent, add_common_arguments, publish, spread
 from pipeline_baselines import make_gradients, whole_vocabulary
+from spmdtrain.train.resting import parameter_specs
 
 from spmdtrain.compiled.step_memory import memory_of
 from spmdtrain.config.errors import ConfigError, UserError
@@ -47,11 +48,10 @@ from spmdtrain.config.schema import GPT, MeshConfig, PipelineConfig, RunConfig, 
 from spmdtrain.models.abstract import AbstractModel
 from spmdtrain.parallel.axes import batch_shards
 from spmdtrain.parallel.mesh import build_mesh
-from spmdtrain.train.all_parts import PARTS
+from spmdtrain.train.all_parts import parts_of
 from spmdtrain.train.batch import batch_sharding
 from spmdtrain.train.gradients import grad_pipeline
 from spmdtrain.train.gradients.inputs import StepInputs
-from spmdtrain.train.resting import parameter_specs
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.shard import shard_on
 
@@ -151,7 +151,7 @@ def build(config: RunConfig, program: Variant, microbatches: int) -> Built:
 
 
 def _gradients_of_step(setup: Setup) -> Callable[..., Any]:
-    find = grad_pipeline.make_gradients(setup, PARTS)
+    find = grad_pipeline.make_gradients(setup, parts_of(setup.config))
     return lambda params, step, batch: find(params, StepInputs(step, batch))[:2]
 
 

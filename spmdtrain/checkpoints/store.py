@@ -36,7 +36,7 @@ from spmdtrain.config.errors import DamagedError, StorageError
 from spmdtrain.config.run_files import CHECKPOINTS, steps_in
 from spmdtrain.pipeline.stage_layout import StageLayout
 from spmdtrain.processes.processes import any_process, this_process
-from spmdtrain.train.all_parts import all_items
+from spmdtrain.train.all_parts import ITEM_NAMES
 from spmdtrain.train.items import ema
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Store:
         arrays = [
             "params",
             "state",
-            *(item.name for item in all_items().table if item.is_saved and not item.note),
+            *ITEM_NAMES,
         ]
         handlers = {item: (_ByLayer() if by_layer else _array_handler()) for item in arrays}
         handlers |= {"meta": ocp.JsonCheckpointHandler()}

@@ -76,20 +76,19 @@ class OwnModel:
         import jax
 
         from spmdtrain.parallel.mesh import AXES
-        from spmdtrain.train.all_parts import all_items
+        from spmdtrain.train.all_parts import items_of, parts_of
         from spmdtrain.train.state import bytes_per_device, lay_to_rest, resting_bytes
 
         mesh: Any = jax.sharding.AbstractMesh(tuple(mesh_shape.sizes[axis] for axis in AXES), AXES)
         model, update_rules, shapes = self._built(mesh_shape.pipeline, chunks)
-        _, _, state = lay_to_rest(
-            self._config, mesh, model, update_rules, zero, all_items(), shapes
-        )
+        items = items_of(parts_of(self._config))
+        _, _, state = lay_to_rest(self._config, mesh, model, update_rules, zero, items, shapes)
         unsplit = replace(mesh_shape, data=1, fsdp=1)
         if unsplit != mesh_shape:
             resident = self._states(unsplit, chunks, 0).resident
         else:
             resident = sum(bytes_per_device(x) // x.dtype.itemsize for x in state.params.values())
-        return OwnState(*resting_bytes(state, all_items()), resident)
+        return OwnState(*resting_bytes(state, items), resident)
 
 
 def with_counted_moments(config: RunConfig, workload: Workload) -> Workload:

@@ -15,7 +15,7 @@ from spmdtrain.running.guards.bad_steps import BadSteps
 from spmdtrain.running.guards.early_stop import EarlyStop
 from spmdtrain.running.report.reporter import Reporter
 from spmdtrain.running.ride import Ride, called
-from spmdtrain.train.all_parts import all_items
+from spmdtrain.train.all_parts import items_named
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
 
@@ -61,7 +61,7 @@ class Saves:
     def save(self, step: int, state: TrainState) -> None:
         """Starts saving `state` as the checkpoint of `step`."""
         self.checkpoints.save(step, state, self._meta_after(step))
-        saved = replace(state, items=all_items().saved(state.items))
+        saved = replace(state, items=items_named(state.items).saved(state.items))
         self._costs[step] = {"bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(saved))}
 
     def held_up(self, step: int, seconds: float) -> None:

@@ -13,7 +13,7 @@ from spmdtrain.parallel.axes import axes_of_dim
 from spmdtrain.parallel.mesh import describe_mesh
 from spmdtrain.pipeline.draw import describe_pipeline
 from spmdtrain.show.layer_list import describe_experts, describe_layers, experts_row, layer_rows
-from spmdtrain.train.all_parts import all_items
+from spmdtrain.train.all_parts import items_named
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.shard import shard
 from spmdtrain.train.state import bytes_per_device
@@ -48,7 +48,10 @@ def describe(
             "optimizer_bytes_per_device": bytes_per_device(
                 [
                     tree.get(path)
-                    for tree in (abstract.opt_state, *all_items().by_parameter(abstract.items))
+                    for tree in (
+                        abstract.opt_state,
+                        *items_named(abstract.items).by_parameter(abstract.items),
+                    )
                 ]
             ),
         }

@@ -1,39 +1,127 @@
-"""Lists the features that take part in a step. A new one is a line here.
+"""Lists the features that take part in a step, and imports those that a run has.
 
-Items are updated, batches changed and losses chosen in this order.
+A new one is a function and a row here. Items are updated, inputs changed and losses chosen in this
+order.
 """
 
-from spmdtrain.train.compression.feedback_part import COMPRESSION
-from spmdtrain.train.corrupt import CORRUPT
-from spmdtrain.train.distillation.saved import SAVED_LOGITS
-from spmdtrain.train.distillation.taught import TEACHER
-from spmdtrain.train.gradients.further_losses import MULTI_TOKEN
-from spmdtrain.train.gradients.pair_head import PAIRS
-from spmdtrain.train.islands.outer_step import OUTER_STEP
-from spmdtrain.train.items.ema import EMA
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from spmdtrain.config.schema import RunConfig
 from spmdtrain.train.items.items import Items
-from spmdtrain.train.items.loss_scale import LOSS_SCALE
-from spmdtrain.train.items.spikes import SPIKES
-from spmdtrain.train.part import Parts
-from spmdtrain.train.scaling.magnitudes import MAGNITUDES
-from spmdtrain.train.sparsity.masks import SPARSITY
+from spmdtrain.train.part import Part, Parts
 
-PARTS: Parts = (
-    EMA,
-    SPIKES,
-    LOSS_SCALE,
-    OUTER_STEP,
-    SPARSITY,
-    COMPRESSION,
-    MAGNITUDES,
-    TEACHER,
-    SAVED_LOGITS,
-    PAIRS,
-    MULTI_TOKEN,
-    CORRUPT,
+
+@dataclass(frozen=True)
+class Feature:
+    """A part that is imported where the settings ask for it. `items`: the names of its items."""
+
+    begins: Callable[[RunConfig], bool]
+    part: Callable[[], Part]
+    items: tuple[str, ...] = ()
+
+
+def _ema() -> Part:
+    from spmdtrain.train.items.ema import EMA
+
+    return EMA
+
+
+def _spikes() -> Part:
+    from spmdtrain.train.items.spikes import SPIKES
+
+    return SPIKES
+
+
+def _loss_scale() -> Part:
+    from spmdtrain.train.items.loss_scale import LOSS_SCALE
+
+    return LOSS_SCALE
+
+
+def _islands() -> Part:
+    from spmdtrain.train.islands.outer_step import OUTER_STEP
+
+    return OUTER_STEP
+
+
+def _sparsity() -> Part:
+    from spmdtrain.train.sparsity.masks import SPARSITY
+
+    return SPARSITY
+
+
+def _compression() -> Part:
+    from spmdtrain.train.compression.feedback_part import COMPRESSION
+
+    return COMPRESSION
+
+
+def _magnitudes() -> Part:
+    from spmdtrain.train.scaling.magnitudes import MAGNITUDES
+
+    return MAGNITUDES
+
+
+def _teacher() -> Part:
+    from spmdtrain.train.distillation.taught import TEACHER
+
+    return TEACHER
+
+
+def _saved_logits() -> Part:
+    from spmdtrain.train.distillation.saved import SAVED_LOGITS
+
+    return SAVED_LOGITS
+
+
+def _pairs() -> Part:
+    from spmdtrain.train.gradients.pair_head import PAIRS
+
+    return PAIRS
+
+
+def _multi_token() -> Part:
+    from spmdtrain.train.gradients.further_losses import MULTI_TOKEN
+
+    return MULTI_TOKEN
+
+
+def _corrupt() -> Part:
+    from spmdtrain.train.corrupt import CORRUPT
+
+    return CORRUPT
+
+
+FEATURES: tuple[Feature, ...] = (
+    Feature(lambda config: config.optimizer.ema is not None, _ema, ("ema",)),
+    Feature(lambda config: config.guard.window is not None, _spikes, ("recent",)),
+    Feature(lambda config: config.precision.compute == "float16", _loss_scale, ("loss_scale",)),
+    Feature(lambda config: config.islands.are_several, _islands, ("outer", "momentum", "unmet")),
+    Feature(lambda config: config.sparsity.pattern != "none", _sparsity, ("masks",)),
+    Feature(lambda config: config.compression.has_feedback, _compression, ("errors", "factors")),
+    Feature(lambda config: config.precision.scaling == "delayed", _magnitudes, ("magnitudes",)),
+    Feature(lambda config: config.distill.teacher is not None, _teacher, ("teacher",)),
+    Feature(lambda config: config.distill.logits is not None, _saved_logits),
+    Feature(lambda config: config.train.learns_pairs, _pairs),
+    Feature(lambda config: config.model.multi_token is not None, _multi_token),
+    Feature(lambda _: True, _corrupt),
 )
+ITEM_NAMES = tuple(name for feature in FEATURES for name in feature.items)
 
 
-def all_items() -> Items:
-    """Returns the items of all parts."""
-    return Items(tuple(item for part in PARTS for item in part.items))
+def parts_of(config: RunConfig) -> Parts:
+    """Returns the parts of the features that a run has."""
+    return tuple(feature.part() for feature in FEATURES if feature.begins(config))
+
+
+def items_of(parts: Parts) -> Items:
+    """Returns the items that the state of a run with these parts may have."""
+    return Items(tuple(item for part in parts for item in part.items))
+
+
+def items_named(names: Collection[str]) -> Items:
+    """Returns the items of these names, and those of the same parts."""
+    return items_of(
+        tuple(feature.part() for feature in FEATURES if not set(feature.items).isdisjoint(names))
+    )

@@ -9,7 +9,7 @@ from spmdtrain.config.schema import RunConfig, check_config
 from spmdtrain.models.abstract import AbstractModel
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.parallel.mesh import build_mesh
-from spmdtrain.train.all_parts import PARTS, all_items
+from spmdtrain.train.all_parts import items_of, parts_of
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.setup_alone import Ruled, setup_alone
 from spmdtrain.train.token_loss import TokenLoss
@@ -66,7 +66,8 @@ def shard_on(
     def with_rules(config: RunConfig, model: AbstractModel) -> Ruled:
         return with_update_rules(config, model, optimizer)
 
-    setup = setup_alone(config, mesh, make, with_rules, learning_rate, loss, all_items())
-    for part in PARTS:
+    parts = parts_of(config)
+    setup = setup_alone(config, mesh, make, with_rules, learning_rate, loss, items_of(parts))
+    for part in parts:
         setup = part.join(setup) if part.join else setup
     return setup

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from spmdtrain.models.abstract import matmuls
-from spmdtrain.train.all_parts import PARTS
+from spmdtrain.train.all_parts import parts_of
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.given.arrays import Checked, check_batch, check_params, check_state_here
 from spmdtrain.train.gradients import grad_accumulation, grad_pipeline
@@ -156,7 +156,7 @@ def find_gradients_of(setup: Setup) -> FindGradients:
     The mesh decides between accumulation and pipeline.
     """
     way = grad_pipeline if setup.pipeline else grad_accumulation
-    gradients = way.make_gradients(setup, PARTS)
+    gradients = way.make_gradients(setup, parts_of(setup.config))
     change = _make_input_changes(setup)
     return lambda params, inputs: gradients(params, change(inputs))
 
@@ -164,14 +164,14 @@ def find_gradients_of(setup: Setup) -> FindGradients:
 def make_losses(setup: Setup) -> Callable[..., Any]:
     """Returns `(params, batch) -> sums` in the same way, without dropout."""
     way = grad_pipeline if setup.pipeline else grad_accumulation
-    losses = way.make_losses(setup, PARTS)
+    losses = way.make_losses(setup, parts_of(setup.config))
     change = _make_input_changes(setup)
     return lambda params, batch: losses(params, change(StepInputs(None, batch)).batch)
 
 
 def _make_input_changes(setup: Setup) -> Callable[[StepInputs], StepInputs]:
     """Returns what all parts make of the inputs of a step, one after another."""
-    makers = (part.make_inputs for part in PARTS if part.make_inputs)
+    makers = (part.make_inputs for part in parts_of(setup.config) if part.make_inputs)
     changes = [change for make in makers if (change := make(setup))]
 
     def change_inputs(inputs: StepInputs) -> StepInputs:
@@ -184,7 +184,7 @@ def _make_input_changes(setup: Setup) -> Callable[[StepInputs], StepInputs]:
 
 def _make_gradient_changes(setup: Setup) -> Callable[[Graded], dict[str, jax.Array]]:
     """Returns what all parts make of clipped gradients, one after another."""
-    makers = (part.make_gradients for part in PARTS if part.make_gradients)
+    makers = (part.make_gradients for part in parts_of(setup.config) if part.make_gradients)
     changes = [change for make in makers if (change := make(setup))]
 
     def change_gradients(graded: Graded) -> dict[str, jax.Array]:

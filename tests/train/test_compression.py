@@ -15,7 +15,7 @@ from helpers import assert_same_bits, batches_of, compiled_step, mesh_of, prepar
 import spmdtrain as st
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.planner.cost.workload import workload_of
-from spmdtrain.train.all_parts import all_items
+from spmdtrain.train.all_parts import items_named
 from spmdtrain.train.compared.in_order import plain_arrays
 from spmdtrain.train.gradients.inputs import StepInputs
 from spmdtrain.train.items.item import Taken
@@ -205,7 +205,7 @@ def test_a_skipped_step_keeps_what_was_kept_before_it():
     figures = dict(loss=0, grad_norm=0, number=1)
     for good, want in ((False, before), (True, bad)):
         taken = Taken(config, {}, {}, {}, **figures, good=np.bool_(good), made=bad)
-        after, _ = all_items().after_step(before, taken)
+        after, _ = items_named(before).after_step(before, taken)
         for name, arrays in want.items():
             assert np.array_equal(after[name]["w"], arrays["w"], equal_nan=True)
 

@@ -16,6 +16,7 @@ from helpers import assert_same_bits, batches_of, prepared, tiny
 
 import spmdtrain as st
 from spmdtrain.train import all_parts
+from spmdtrain.train.all_parts import Feature
 from spmdtrain.train.items.item import Item, Start, Taken, per_data_shard
 from spmdtrain.train.part import Part
 from spmdtrain.train.state import TrainState, bytes_per_device
@@ -65,8 +66,9 @@ HELD = Item(
 
 
 def with_item(monkeypatch, item: Item) -> None:
-    parts = (*all_parts.PARTS, Part(item.name, items=(item,)))
-    monkeypatch.setattr(all_parts, "PARTS", parts)
+    part = Part(item.name, items=(item,))
+    feature = Feature(lambda _: True, lambda: part, (item.name,))
+    monkeypatch.setattr(all_parts, "FEATURES", (*all_parts.FEATURES, feature))
 
 
 @pytest.fixture(scope="module")

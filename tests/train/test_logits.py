@@ -5,6 +5,7 @@ import pytest
 from helpers import MESHES, tiny, trained
 
 from spmdtrain.config import ConfigError
+from spmdtrain.train.items.items import NO_ITEMS
 from spmdtrain.train.token_loss import choose
 
 NARROW = ("precision.compute=bfloat16", "precision.logits=bfloat16")
@@ -35,7 +36,7 @@ def test_a_loss_that_takes_float32_logits_refuses_others(settings):
 
 def test_a_loss_of_ones_own_refuses_them():
     with pytest.raises(ConfigError, match="the shipped loss"):
-        choose(tiny(*NARROW), lambda logits, targets: logits[..., 0] * targets)
+        choose(tiny(*NARROW), lambda logits, targets: logits[..., 0] * targets, NO_ITEMS)
 
 
 def test_they_belong_to_bfloat16_matmuls():

@@ -21,7 +21,7 @@ from helpers import (
 import spmdtrain as st
 from spmdtrain.compiled import hlo
 from spmdtrain.config import ConfigError
-from spmdtrain.train.all_parts import all_items
+from spmdtrain.train.all_parts import items_named
 from spmdtrain.train.compared.in_order import placed_arrays
 from spmdtrain.train.gradients.inputs import StepInputs
 from spmdtrain.train.items.item import Taken
@@ -131,7 +131,9 @@ def test_a_skipped_step_keeps_what_was_seen_before_it():
     latest = {"magnitudes": {"w": np.array([7.0, 8.0])}}
     for good, want in ((False, before["magnitudes"]["w"]), (True, [[7, 8], [0, 1], [2, 3]])):
         given = dict(loss=0, grad_norm=0, number=1, good=np.bool_(good), made=latest)
-        after, _ = all_items().after_step(before, Taken(tiny(*DELAYED), {}, {}, {}, **given))
+        after, _ = items_named(before).after_step(
+            before, Taken(tiny(*DELAYED), {}, {}, {}, **given)
+        )
         np.testing.assert_array_equal(after["magnitudes"]["w"], want)
 
 

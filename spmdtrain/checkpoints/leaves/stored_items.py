@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from spmdtrain.checkpoints.leaves.relayout import evenly, in_shape
 from spmdtrain.checkpoints.meta import Meta, describe, has_item, named_leaves, of_items
 from spmdtrain.pipeline.stage_layout import StageLayout
-from spmdtrain.train.all_parts import all_items
+from spmdtrain.train.all_parts import items_named
 from spmdtrain.train.items.item import Item, Value, as_parameters, per_data_shard
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
@@ -28,7 +28,7 @@ def arrays_of(state: TrainState) -> dict[str, dict[str, Any]]:
     """Returns the trees of a state that a checkpoint stores as arrays, by item."""
     arrays = {
         item.name: value
-        for item, value in all_items().of(all_items().saved(state.items))
+        for item, value in items_named(state.items).of(items_named(state.items).saved(state.items))
         if item.note is None
     }
     return {WEIGHTS: state.params, OPTIMIZER_STATE: state.opt_state} | arrays
@@ -39,7 +39,9 @@ def by_parameter(state: TrainState) -> dict[str, dict[str, Any]]:
     path.
     """
     unlike = {
-        item.name for item, _ in all_items().of(state.items) if item.rests is not as_parameters
+        item.name
+        for item, _ in items_named(state.items).of(state.items)
+        if item.rests is not as_parameters
     }
     return {item: tree for item, tree in arrays_of(state).items() if item not in unlike}
 
@@ -57,7 +59,7 @@ def notes_of(state: TrainState) -> dict[str, Any]:
     """Returns the notes on a state that go into the meta, by item."""
     return {
         item.name: item.note.write(value)
-        for item, value in all_items().of(state.items)
+        for item, value in items_named(state.items).of(state.items)
         if item.note
     }
 
@@ -71,7 +73,7 @@ def starting_afresh(abstract: TrainState, meta: Meta) -> list[str]:
     """Returns the saved items that must start afresh: nothing converts them to `abstract`."""
     return [
         item.name
-        for item, value in all_items().of(abstract.items)
+        for item, value in items_named(abstract.items).of(abstract.items)
         if item.is_saved
         and not item.note
         and item.rests is not as_parameters

@@ -422,7 +422,7 @@ def _item_bytes(config: RunConfig) -> int:
     from jax.sharding import PartitionSpec
 
     from spmdtrain.parallel.mesh import AXES
-    from spmdtrain.train.all_parts import all_items
+    from spmdtrain.train.all_parts import items_of, parts_of
     from spmdtrain.train.items.item import Start
     from spmdtrain.train.sparsity import masks
 
@@ -430,5 +430,6 @@ def _item_bytes(config: RunConfig) -> int:
     where = {"weight": PartitionSpec()}
     subjects = {} if config.sparsity.pattern == "none" else {masks.NAME: weight}
     start = Start(config, weight, weight, where, dict.fromkeys(AXES, 1), subjects)
-    of_weight = [tree["weight"] for tree in all_items().by_parameter(all_items().shapes(start))]
+    items = items_of(parts_of(config))
+    of_weight = [tree["weight"] for tree in items.by_parameter(items.shapes(start))]
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(of_weight))

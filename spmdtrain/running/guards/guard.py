@@ -15,7 +15,7 @@ from spmdtrain.config.schema import GuardConfig
 from spmdtrain.running.report.reporter import Reporter
 from spmdtrain.running.rollback import GoBack
 from spmdtrain.running.saves import Saves
-from spmdtrain.train.all_parts import all_items
+from spmdtrain.train.all_parts import items_named
 from spmdtrain.train.state import TrainState, is_finite
 
 NAMES = {"loss": "loss", "grad_norm": "gradient norm"}
@@ -81,7 +81,9 @@ class Guard:
 
     def check_state(self, step: int, state: TrainState) -> None:
         """Raises the same errors if a state to be saved is not finite. Waits for the devices."""
-        if is_finite(state, all_items()):  # the loss of the next step would reveal it, too late
+        if is_finite(
+            state, items_named(state.items)
+        ):  # the loss of the next step would reveal it, too late
             return
         what = f"the weights or the optimizer state after step {step} are not finite"
         if self._config.policy == "rollback":

@@ -10,7 +10,7 @@ hardware not listed there MFU is null, never guessed.
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
@@ -20,11 +20,10 @@ from spmdtrain.config.stage_timetable import TimedStage
 from spmdtrain.models.size import train_flops_per_token
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.running.report import summary
-from spmdtrain.train.all_parts import all_items
 from spmdtrain.train.distillation.run_teacher import teacher_of
 from spmdtrain.train.gradients.sums import COUNTS, number_of
 from spmdtrain.train.setup import Setup
-from spmdtrain.train.token_loss import of_the_step
+from spmdtrain.train.token_loss import OF_THE_STEP
 
 
 def peak_flops(device_kind: str) -> float | None:
@@ -123,7 +122,8 @@ def make_figures(setup: Setup) -> Callable[[int, dict[str, Any], float], dict[st
         held = summary.peak_bytes(setup.mesh)
         stage = config.train.stage_of(step)
         flops = by_stage.get(stage)
-        found = step_figures(metrics, seconds, stage.tokens, flops, setup.mesh.size, peak)
+        of_items = setup.items.figure_names
+        found = step_figures(metrics, seconds, stage.tokens, flops, setup.mesh.size, peak, of_items)
         return found | {"memory_bytes": held}
 
     return figures
@@ -136,16 +136,22 @@ def step_figures(
     flops_per_token: float | None,
     devices: int,
     peak: float | None,
+    of_items: Collection[str] = (),
 ) -> dict[str, Any]:
     """Returns the line of one step in metrics.jsonl.
 
     `metrics` are the scalars that the step returned, on the host; `seconds` is how long it took,
     and `processed` the tokens of its batch, including those without a loss. `flops_per_token` and
     `peak` (FLOP/s of one device) may be unknown: then mfu is None. A loss averaged over no tokens
-    is left out.
+    is left out; `of_items`, the figures about items of the state, are no means.
     """
     rate = processed / seconds
-    figures = {name: float(value) for name, value in metrics.items() if _is_there(name, metrics)}
+    others = OF_THE_STEP.union(of_items)
+    figures = {
+        name: float(value)
+        for name, value in metrics.items()
+        if name in others or _has_tokens(name, metrics)
+    }
     mfu = None
     if peak and flops_per_token:
         mfu = flops_per_token * rate / (devices * peak)
@@ -158,9 +164,9 @@ def step_figures(
     }
 
 
-def _is_there(name: str, metrics: dict[str, Any]) -> bool:
+def _has_tokens(name: str, metrics: dict[str, Any]) -> bool:
     """Returns False for a mean over no tokens, and for the figures of a source with none here."""
     _, slash, source = name.partition("/")
     if slash:
         return bool(metrics.get(f"tokens/{source}", 1))
-    return name in of_the_step(all_items()) or bool(number_of(metrics))
+    return bool(number_of(metrics))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.models.abstract import matmuls
 from spmdtrain.train import step
-from spmdtrain.train.all_parts import PARTS
+from spmdtrain.train.all_parts import parts_of
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.distillation.run_teacher import teacher_of
 from spmdtrain.train.given.arrays import Checked, check_batch, check_params
@@ -44,7 +44,7 @@ def make_loss(setup: Setup) -> Checked:
         with matmuls(compute):
             gradients, sums = find(params, None, batch, None)
         losses = {name: x for name, x in sums.items() if name not in COUNTS}
-        mean = objective(losses, PARTS) / jnp.maximum(total_of(number_of(sums)), 1)
+        mean = objective(losses, parts_of(setup.config)) / jnp.maximum(total_of(number_of(sums)), 1)
         return mean, {path: x.astype(params[path].dtype) for path, x in gradients.items()}
 
     @jax.custom_vjp
