@@ -266,7 +266,6 @@ TYPED = ("spmdtrain/cli", "spmdtrain/config/schema")
 # editor and a search for a file show no more than its name.
 SHARED_NAMES = {
     "stages.py",
-    "words.py",
 }
 
 # Folders of fewer than three files, and why each is one.

@@ -353,8 +353,8 @@ def test_a_curve_that_is_thinned_keeps_its_spikes_and_its_mean():
     y = np.sin(x / 100)
     y[7777] = 9.5
     few = thinned(x, y, 100)
-    assert len(few.x) == 100 and few.most is not None and few.least is not None
-    assert few.most.max() == 9.5 and few.least.min() == y.min()
+    assert len(few.x) == 100 and few.highest is not None and few.lowest is not None
+    assert few.highest.max() == 9.5 and few.lowest.min() == y.min()
     assert few.mean.mean() == pytest.approx(y.mean())
     assert np.isfinite(smoothed(np.array([1.0, math.nan, 3.0]), 2)).all()
     level = smoothed(np.full(50, 2.0), 20)

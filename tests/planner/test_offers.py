@@ -9,9 +9,9 @@ import pytest
 from spmdtrain.cli import main
 from spmdtrain.config import ConfigError, load
 from spmdtrain.planner.cost.hardware import DEVICES
+from spmdtrain.planner.offers.offer_tables import offers_text, offers_values
 from spmdtrain.planner.offers.offers import offers
 from spmdtrain.planner.offers.picture import picture, rows_of_offers, rows_of_plans
-from spmdtrain.planner.offers.words import offers_text, offers_values
 from spmdtrain.planner.plan import plan
 
 SETTINGS = (

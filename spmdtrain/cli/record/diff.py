@@ -134,7 +134,7 @@ def _program(compared: "Compared") -> Iterator[str]:
 
 
 def _pair(name: str, pair: Sequence[float]) -> str:
-    from spmdtrain.lab.page.words import size
+    from spmdtrain.lab.page.formats import size
 
     return f"{name} {size(pair[0])} -> {size(pair[1])}"
 
@@ -163,7 +163,7 @@ def _loss(compared: "Compared") -> Iterator[str]:
 
 
 def _speed(compared: "Compared") -> Iterator[str]:
-    from spmdtrain.lab.page.words import seconds
+    from spmdtrain.lab.page.formats import seconds
 
     speed = compared.speed
     if speed is None:
@@ -226,6 +226,6 @@ def _value(value: Any) -> str:
 
 
 def _count(count: int, word: str) -> str:
-    from spmdtrain.lab.page.words import plural
+    from spmdtrain.lab.page.formats import plural
 
     return plural(count, word)

@@ -71,7 +71,7 @@ def middle_of(profiles: list["StepProfile"]) -> "StepProfile":
 
 def describe(profile: "StepProfile") -> list[str]:
     """Describes a profile: sorts of work, parts, and the longest instructions."""
-    from spmdtrain.lab.page.words import plural, seconds, share
+    from spmdtrain.lab.page.formats import plural, seconds, share
 
     def table(title: str, rows: Mapping[str, float]) -> list[str]:
         order = sorted(rows.items(), key=lambda row: -row[1])
@@ -114,7 +114,7 @@ def _nameless(parts: Mapping[str, float]) -> list[str]:
 
 
 def _others(profiles: list["StepProfile"]) -> list[str]:
-    from spmdtrain.lab.page.words import seconds
+    from spmdtrain.lab.page.formats import seconds
 
     if len(profiles) == 1:
         return []

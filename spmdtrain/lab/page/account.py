@@ -1,8 +1,8 @@
 """Accounts for the time of a run by class, from its events, as a launcher does.
 
-`spmdtrain launch` keeps the account while it listens to a process (processes/goodput.py). Here the
-same account reads what the process has left in events.jsonl. Only what no process can write is
-unknown: how much of the time before the next attempt a hanging process took. It counts as `down`.
+`spmdtrain launch` keeps this account while it listens to a process (processes/goodput.py). Here it
+is computed afterwards, from events.jsonl. One figure is lost, which no process can write: how long
+a process hung before the next attempt. That time counts as `down`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,12 +12,12 @@ from spmdtrain.processes import pulse
 from spmdtrain.processes.goodput import DOWN, Goodput, Report
 
 ENDINGS = ("finished", "preempted", "stopped", "stopped_early")
-ORDERLY = (0, 3)  # exit codes that undo nothing: finished, and asked to end
+ORDERLY = (0, 3)  # exit codes after which no step is repeated: finished, and asked to end
 Event = Mapping[str, Any]
 
 
 class Stretch(NamedTuple):
-    """A stretch of time of one class: from `begin` to `end`, in seconds since the epoch."""
+    """A period of one class of time, from `begin` to `end`, in seconds since the epoch."""
 
     begin: float
     end: float
@@ -25,20 +25,18 @@ class Stretch(NamedTuple):
 
 
 def account(events: Iterable[Event], until: float | None = None) -> Report | None:
-    """Returns the time of a run by class, from its launch to its last event, or `until` later.
+    """Returns the time of a run by class, from its launch to its last event, or up to `until`.
 
-    None if the run has no event of a launch, as one of an older version.
+    None if the run has no event of a launch, as in older versions.
     """
-    found = _read(events, until)
-    return found and found[0]
+    accounted = _read(events, until)
+    return accounted and accounted[0]
 
 
 def stretches(events: Iterable[Event], until: float | None = None) -> list[Stretch]:
-    """Returns the stretches of a run's time, oldest first, whether or not their steps were undone
-    later.
-    """
-    found = _read(events, until)
-    return found[1] if found else []
+    """Returns the periods of a run's time, oldest first, including those of undone steps."""
+    accounted = _read(events, until)
+    return accounted[1] if accounted else []
 
 
 def _read(events: Iterable[Event], until: float | None) -> tuple[Report, list[Stretch]] | None:
@@ -79,18 +77,18 @@ def _read(events: Iterable[Event], until: float | None) -> tuple[Report, list[St
 
 
 def attempts_of(events: Iterable[Event]) -> list[list[Event]]:
-    """Returns the events of each attempt; those before the first launch are left out."""
-    found: list[list[Event]] = []
+    """Returns the events of each attempt, without those before the first launch."""
+    attempts: list[list[Event]] = []
     for event in events:
         if event["event"] == "launched":
-            found.append([])
-        if found:
-            found[-1].append(event)
-    return found
+            attempts.append([])
+        if attempts:
+            attempts[-1].append(event)
+    return attempts
 
 
 def attempt_end(attempt: list[Event], following: list[Event] | None) -> tuple[float, int | None]:
-    """Returns when an attempt ended, as far as its files show, and its exit code, if it had one."""
+    """Returns when an attempt ended, as far as its files tell, and its exit code if recorded."""
     last = attempt[-1]
     if last["event"] == "ended":
         return last["time"], last["exit_code"]
@@ -103,11 +101,11 @@ def attempt_end(attempt: list[Event], following: list[Event] | None) -> tuple[fl
 
 
 def _messages(attempt: list[Event]) -> list[tuple[float, str, int]]:
-    """Returns (time, what, step) of the messages that the process sent, in order of time."""
-    found = [message for event in attempt for message in _of_event(event)]
+    """Returns (time, class, step) of the messages that the process sent, in order of time."""
+    sent = [message for event in attempt for message in _of_event(event)]
     is_stepping = False
     messages = []
-    for time, what, step in sorted(found, key=lambda message: message[0]):
+    for time, what, step in sorted(sent, key=lambda message: message[0]):
         if what == _GO_ON:
             what = pulse.STEP if is_stepping else pulse.FIRST_STEP
         elif what in (pulse.STEP, pulse.FIRST_STEP):
@@ -120,7 +118,7 @@ _GO_ON = "go on"  # with the steps, or with the first one
 
 
 def _of_event(event: Event) -> Iterator[tuple[float, str, int]]:
-    """Yields the messages that an event stands for."""
+    """Yields the messages that correspond to an event."""
     time, step = event["time"], event["step"]
     name = event["event"]
     begin = time - event.get("seconds", 0.0)

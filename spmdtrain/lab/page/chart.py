@@ -1,7 +1,7 @@
-"""Draws charts over steps as SVG, readable without a script, on paper and by a screen reader.
+"""Draws charts over steps as SVG, readable without a script, on paper and with a screen reader.
 
-A plot stretches to any width: its SVG holds lines without text, whose strokes do not scale, and its
-ticks are HTML next to it. The page's script adds a crosshair and a range.
+A plot stretches to any width: its SVG has only lines, whose strokes do not scale, and its ticks are
+HTML beside it. The script of the page adds a crosshair and a zoom.
 """
 
 import json
@@ -13,17 +13,17 @@ from typing import Literal
 import numpy as np
 
 from spmdtrain.lab.page.columns import Thinned, thinned
-from spmdtrain.lab.page.words import number, safe
+from spmdtrain.lab.page.formats import number, safe
 
 WIDTH, HEIGHT = 1000.0, 100.0  # of a plot's coordinates
 MARGIN = 0.05  # of the height, above and below the curves
-FAR = 3.0  # times the 99.5th percentile: a first step beyond it would flatten the rest
+FAR = 3.0  # times the 99.5th percentile; values beyond it are cut off, as of a first step
 Kind = Literal["line", "faint", "dots"]
 
 
 @dataclass(frozen=True)
 class Line:
-    """A curve of a chart; `style` names its CSS classes. Faint ones are not read aloud."""
+    """A curve of a chart. `style` names its CSS classes. Screen readers skip faint ones."""
 
     label: str
     style: str
@@ -44,7 +44,7 @@ class Chart:
     from_zero: bool = False
     is_tall: bool = False
     lines: list[Line] = field(default_factory=list)
-    marks: list[tuple[float, str]] = field(default_factory=list)  # (step, why): what went wrong
+    marks: list[tuple[float, str]] = field(default_factory=list)  # (step, why) of troubles
 
     def add(
         self, label: str, style: str, x: np.ndarray, y: np.ndarray, kind: Kind = "line"
@@ -57,17 +57,17 @@ class Chart:
             self.lines.append(Line(label, style, points, kind))
 
     def html(self) -> str:
-        """Returns the figure; empty if there is nothing to draw."""
+        """Returns the figure, or "" if there is nothing to draw."""
         if not self.lines:
             return ""
         scale = _Scale(self)
         read = [line for line in self.lines if line.kind != "faint"]
-        said = "; ".join(
+        at_end = "; ".join(
             f"{line.label} {number(float(line.points.mean[-1]), 4)} "
             f"at step {line.points.x[-1]:,.0f}"
             for line in read
         )
-        spoken = safe(f"{self.title}. {self.note}. At the end: {said}.")
+        spoken = safe(f"{self.title}. {self.note}. At the end: {at_end}.")
         body = "".join(
             [
                 *(f'<path class="grid" d="M0 {scale.y(v):.1f}H1000"/>' for v in scale.ticks),
@@ -102,10 +102,10 @@ class Chart:
 
 
 class _Scale:
-    """The scale of a chart, which places values: x in 0 to 1000, y in 0 (top) to 100."""
+    """The scale of a chart: places values at x from 0 to 1000 and y from 0 (top) to 100."""
 
     def __init__(self, chart: Chart):
-        parts = [each for line in chart.lines for each in line.points[1:] if each is not None]
+        parts = [column for line in chart.lines for column in line.points[1:] if column is not None]
         values = np.concatenate(parts)
         low, high = float(values.min()), float(values.max())
         if not chart.is_log and not chart.from_zero:
@@ -131,24 +131,24 @@ class _Scale:
 
     def _ticks(self, count: int) -> list[float]:
         if not self._is_log:
-            found = round_numbers(self.low, self.high, count)
-            return [value for value in found if self.low <= value <= self.high]
-        found = powers(self.low, self.high, 7)
-        if len(found) >= 2:
-            return found
+            ticks = round_numbers(self.low, self.high, count)
+            return [value for value in ticks if self.low <= value <= self.high]
+        ticks = powers(self.low, self.high, 7)
+        if len(ticks) >= 2:
+            return ticks
         return [v for v in round_numbers(10**self.low, 10**self.high, count) if v > 0]
 
 
-def powers(low: float, high: float, most: int) -> list[float]:
-    """Returns at most `most` round numbers between the powers of ten `low` and `high`."""
+def powers(low: float, high: float, count: int) -> list[float]:
+    """Returns at most `count` round numbers between the powers of ten `low` and `high`."""
     whole = range(math.floor(low), math.ceil(high) + 1)
-    found: list[float] = []
+    numbers: list[float] = []
     for digits in ((1, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,)):
-        found = [digit * 10.0**power for power in whole for digit in digits]
-        found = [value for value in found if low <= math.log10(value) <= high]
-        if len(found) <= most:
-            return found
-    return found[:: -(-len(found) // most)]
+        numbers = [digit * 10.0**power for power in whole for digit in digits]
+        numbers = [value for value in numbers if low <= math.log10(value) <= high]
+        if len(numbers) <= count:
+            return numbers
+    return numbers[:: -(-len(numbers) // count)]
 
 
 def round_numbers(low: float, high: float, count: int) -> list[float]:
@@ -171,7 +171,7 @@ def tick(value: float) -> str:
 
 
 def _drawn(line: Line, scale: _Scale) -> str:
-    x, mean, least, most = line.points
+    x, mean, lowest, highest = line.points
     if line.kind == "dots":
         dots = "".join(f"M{u:.1f} {v:.1f}h0" for u, v in _at(x, mean, scale))
         return (
@@ -179,9 +179,9 @@ def _drawn(line: Line, scale: _Scale) -> str:
             f'<path class="dots {line.style}" d="{dots}"/>'
         )
     band = ""
-    if least is not None and most is not None:
-        back = _path(x[::-1], least[::-1], scale)[1:]
-        band = f'<path class="band {line.style}" d="{_path(x, most, scale)}L{back}Z"/>'
+    if lowest is not None and highest is not None:
+        back = _path(x[::-1], lowest[::-1], scale)[1:]
+        band = f'<path class="band {line.style}" d="{_path(x, highest, scale)}L{back}Z"/>'
         if line.kind == "faint":
             return band
     return f'{band}<path class="{line.kind} {line.style}" d="{_path(x, mean, scale)}"/>'
@@ -196,13 +196,13 @@ def _path(x: np.ndarray, y: np.ndarray, scale: _Scale) -> str:
 
 
 def _data(lines: Sequence[Line]) -> str:
-    """Returns the points that the script reads out, as JSON that ends no element."""
+    """Returns the points for the script, as JSON that cannot close an HTML element."""
     values = [
         {
             "label": line.label,
             "style": line.style,
-            "x": [round(float(each)) for each in line.points.x],
-            "y": [float(f"{each:.4g}") for each in line.points.mean],
+            "x": [round(float(step)) for step in line.points.x],
+            "y": [float(f"{value:.4g}") for value in line.points.mean],
         }
         for line in lines
     ]

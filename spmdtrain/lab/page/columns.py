@@ -1,6 +1,6 @@
 """Reads the figures of metrics.jsonl as columns, and thins them for drawing.
 
-A run of a million steps takes eight bytes per figure here, not an object per line.
+A figure takes eight bytes, so that a run of a million steps fits; lines are not kept as objects.
 """
 
 import math
@@ -17,7 +17,7 @@ EVALUATION = "eval_"  # the names of an evaluation's figures begin so
 
 
 class Columns:
-    """A table of figures: a float64 array for each name, with NaN where a row lacks one.
+    """A table of figures: a float64 array for each name, with NaN where a row has none.
 
     Rows are in order of arrival.
     """
@@ -75,9 +75,9 @@ class MetricsFile:
         return self
 
     def _take_in(self, file: BinaryIO) -> None:
-        there = os.fstat(file.fileno())
-        identity = (there.st_dev, there.st_ino)
-        if self._file != identity or there.st_size < self._offset:
+        status = os.fstat(file.fileno())
+        identity = (status.st_dev, status.st_ino)
+        if self._file != identity or status.st_size < self._offset:
             self._start_over()
         self._file = identity
         file.seek(self._offset)
@@ -141,12 +141,12 @@ def _those_that_parse(lines: list[bytes]) -> Iterator[Any]:
 def _matrix(rows: list[tuple[Any, ...]]) -> np.ndarray:
     """Returns rows of values as float64 [rows, values]; values that are not numbers become NaN."""
     try:
-        found = np.array(rows, np.float64)
+        matrix = np.array(rows, np.float64)
     except (ValueError, TypeError, OverflowError):  # a stranger's line
-        found = None
-    if found is None or found.ndim != 2:
-        found = np.array([[_float(value) for value in row] for row in rows], np.float64)
-    return found
+        matrix = None
+    if matrix is None or matrix.ndim != 2:
+        matrix = np.array([[_float(value) for value in row] for row in rows], np.float64)
+    return matrix
 
 
 def _float(value: Any) -> float:
@@ -157,20 +157,19 @@ def _float(value: Any) -> float:
 
 
 class Thinned(NamedTuple):
-    """A thinned curve: at `x` the mean, and the least and the most of the points around.
+    """A thinned curve: at `x` the mean, the minimum and the maximum of the points around it.
 
-    `least` and `most` are None if no point was left out.
+    `lowest` and `highest` are None if no point was left out.
     """
 
     x: np.ndarray
     mean: np.ndarray
-    least: np.ndarray | None
-    most: np.ndarray | None
+    lowest: np.ndarray | None
+    highest: np.ndarray | None
 
 
 def thinned(x: np.ndarray, y: np.ndarray, buckets: int) -> Thinned:
-    """Returns at most `buckets` points of a curve: means, with the extremes around them, so no
-    spike is lost.
+    """Returns at most `buckets` points of a curve: means, with extremes so that no spike is lost.
 
     Largest-triangle thinning picks points instead, which biases the mean of a noisy curve.
     """
@@ -187,8 +186,8 @@ def thinned(x: np.ndarray, y: np.ndarray, buckets: int) -> Thinned:
 def smoothed(y: np.ndarray, span: int) -> np.ndarray:
     """Returns the mean over the `span` values around each, so that it does not lag behind.
 
-    The first values have fewer around them, as many on each side: a loss falls steeply there. The
-    last ones have half of them, those before, so that the end is as calm as the rest.
+    Near the start the window shrinks symmetrically, since a loss falls steeply there. At the end
+    only its earlier half is left, so that the end is nearly as smooth as the rest.
     """
     if not len(y):
         return y
@@ -209,17 +208,17 @@ def known(y: np.ndarray) -> np.ndarray:
 
 def median(y: np.ndarray) -> float:
     """Returns the median of the finite values; NaN if there are none."""
-    there = known(y)
-    return float(np.median(there)) if len(there) else math.nan
+    finite = known(y)
+    return float(np.median(finite)) if len(finite) else math.nan
 
 
 def quantile(y: np.ndarray, at: float) -> float:
     """Returns a quantile of the finite values; NaN if there are none."""
-    there = known(y)
-    return float(np.quantile(there, at)) if len(there) else math.nan
+    finite = known(y)
+    return float(np.quantile(finite, at)) if len(finite) else math.nan
 
 
 def mean(y: np.ndarray) -> float:
     """Returns the mean of the finite values; NaN if there are none."""
-    there = known(y)
-    return float(there.mean()) if len(there) else math.nan
+    finite = known(y)
+    return float(finite.mean()) if len(finite) else math.nan

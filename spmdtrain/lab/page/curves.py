@@ -1,6 +1,4 @@
-"""Draws the curves of the page: losses, norms, rate, speed, memory, and the histogram of step
-times.
-"""
+"""Draws the curves of the page: losses, norms, rate, speed, memory, and a histogram of steps."""
 
 import math
 
@@ -8,18 +6,18 @@ import numpy as np
 
 from spmdtrain.lab.page.chart import Chart, powers
 from spmdtrain.lab.page.columns import known, median, quantile, smoothed
+from spmdtrain.lab.page.formats import safe, seconds
 from spmdtrain.lab.page.heading import last_step
 from spmdtrain.lab.page.read import RunRead
 from spmdtrain.lab.page.troubles import LOST, story
-from spmdtrain.lab.page.words import safe, seconds
 
-SPAN = 20  # steps of a mean
+SPAN = 20  # steps that a mean covers
 POINTS = 1200  # of all runs in a chart
 FEWEST_POINTS = 100  # of a run in a chart
 MOST_SOURCES = 6
 MOST_MARKS = 60
 BINS = 36
-OF_NO_CHART = ("_stderr", "/sample_len")  # what the harness says about its own figures
+OF_NO_CHART = ("_stderr", "/sample_len")  # the harness's notes on its own figures
 BAD = ("skipped", "rolled_back", "diverged", "corrupted", LOST)
 
 
@@ -65,7 +63,7 @@ def _loss(runs: list[RunRead], last: float) -> Chart:
             _named(runs, run, "evaluation"), f"c{at}", held["step"], held["eval_loss"], "dots"
         )
         bad = [event for event in story(run) if event["event"] in BAD]
-        chart.marks += [(min(each["step"], last), each["event"]) for each in bad[-MOST_MARKS:]]
+        chart.marks += [(min(event["step"], last), event["event"]) for event in bad[-MOST_MARKS:]]
     return chart
 
 
@@ -86,7 +84,7 @@ def _sources(runs: list[RunRead], last: float) -> Chart:
 
 
 def _tasks(runs: list[RunRead], last: float) -> Chart:
-    """Returns the chart of `eval.tasks`; empty if no run has them."""
+    """Returns the chart of `eval.tasks`, empty if no run has them."""
     names = [
         name
         for name in sorted({n for run in runs for n in run.evaluations.names})
@@ -123,7 +121,7 @@ def _lines(
     from_zero: bool = False,
     span: int = 1,
 ) -> Chart:
-    """Returns the chart of one figure; empty if no run has it. The first step is left out."""
+    """Returns the chart of one figure without the first step, empty if no run has it."""
     note = f"mean of {span} steps around" if span > 1 else ""
     chart = Chart(key, title, note, last, _buckets(runs), from_zero=from_zero)
     for at, run in enumerate(runs):
@@ -143,7 +141,7 @@ def _times(runs: list[RunRead]) -> str:
     high = max(math.log10(float(np.quantile(every, 0.999)) * 1.02), low + 0.01)
     edges = np.logspace(low, high, BINS + 1)
     counts = [np.histogram(values, edges)[0] / max(len(values), 1) for values in times]
-    top = max(float(each.max()) for each in counts) or 1.0
+    top = max(float(shares.max()) for shares in counts) or 1.0
 
     def place(value: float) -> float:
         return 1000 * (math.log10(value) - low) / (high - low)
@@ -160,7 +158,7 @@ def _times(runs: list[RunRead]) -> str:
             body.append(f'<path class="mid c{at}" d="M{place(median(values)):.0f} 0V100"/>')
     ticks = powers(low, high, 6)
     labels = "".join(f'<span style="left:{place(t) / 10:.1f}%">{seconds(t)}</span>' for t in ticks)
-    said = "; ".join(
+    medians = "; ".join(
         f"{run.name}: median {seconds(median(values))}, "
         f"99 % within {seconds(quantile(values, 0.99))}"
         for run, values in zip(runs, times, strict=True)
@@ -168,7 +166,7 @@ def _times(runs: list[RunRead]) -> str:
     return (
         "<figure class=chart id=step-times><figcaption><b>Time of a step</b> <span>share of the "
         "steps, log scale; lines: medians</span></figcaption>"
-        f'<p class="dim">{safe(said)}</p><div class="plot"><svg viewBox="0 0 1000 100" '
-        f'preserveAspectRatio="none" role="img" aria-label="{safe("Time of a step. " + said)}">'
+        f'<p class="dim">{safe(medians)}</p><div class="plot"><svg viewBox="0 0 1000 100" '
+        f'preserveAspectRatio="none" role="img" aria-label="{safe("Time of a step. " + medians)}">'
         f'{"".join(body)}</svg><div class="x" aria-hidden="true">{labels}</div></div></figure>'
     )

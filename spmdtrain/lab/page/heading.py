@@ -1,6 +1,4 @@
-"""Writes the head of the page: the state in a sentence, six figures or a table of runs, and
-remarks.
-"""
+"""Writes the head of the page: the state in a sentence, figures or a table of runs, and remarks."""
 
 import math
 import re
@@ -14,9 +12,9 @@ import numpy as np
 from spmdtrain.lab.page.account import Event, account
 from spmdtrain.lab.page.columns import known, mean, median, quantile, smoothed
 from spmdtrain.lab.page.cost.alarm import alarm
+from spmdtrain.lab.page.formats import number, plural, safe, seconds, share
 from spmdtrain.lab.page.read import RunRead
 from spmdtrain.lab.page.troubles import LOST, story, troubles
-from spmdtrain.lab.page.words import number, plural, safe, seconds, share
 from spmdtrain.processes import pulse
 from spmdtrain.processes.goodput import Report
 
@@ -33,17 +31,17 @@ STANDS_OUT = 6.0  # robust standard deviations of a norm around its neighbours
 MOVES = 0.002  # of held-out loss, between two evaluations
 FAR_ABOVE = 0.2  # of held-out loss over that of training
 INPUT_SHARE = 0.1  # of a step
-FEWEST = 30  # steps from which a rule speaks
-EVALUATIONS = 4  # from which a rule speaks
+FEWEST = 30  # steps that a rule needs
+EVALUATIONS = 4  # that a rule needs
 
 
 def time_spent(run: RunRead) -> Report | None:
-    """Returns the account of the run's time, until now if it lives."""
+    """Returns the account of the run's time, up to now if it is running."""
     return account(run.events, time.time() if run.is_alive else None)
 
 
 def state(run: RunRead) -> tuple[str, bool]:
-    """Returns the state of a run in words, and whether it is good."""
+    """Returns the state of a run in words, and True if it is good."""
     last = run.events[-1] if run.events else {}
     words = ""
     for event in run.events:
@@ -73,7 +71,7 @@ def last_step(run: RunRead) -> int:
 
 def mesh_of(run: RunRead) -> str:
     """Returns the axes of the mesh that are split, in words."""
-    starts = [each["mesh"] for each in run.events if isinstance(each.get("mesh"), dict)]
+    starts = [event["mesh"] for event in run.events if isinstance(event.get("mesh"), dict)]
     axes = starts[-1] if starts else run.config.get("mesh", {})
     split = [
         f"{axis} {count}"
@@ -84,7 +82,7 @@ def mesh_of(run: RunRead) -> str:
 
 
 def sentence(run: RunRead) -> str:
-    """Returns the state of the run as HTML: what, where, how far, and how it ended."""
+    """Returns a sentence of HTML: the model, its devices, its progress, and how the run ended."""
     words, is_good = state(run)
     what = run.setting("model", "make") or run.setting("model", "name", "a model")
     total = run.setting("train", "steps")
@@ -130,7 +128,7 @@ def cards(run: RunRead) -> str:
         note = f"steps {seconds(spent['seconds'][pulse.STEP])} of {seconds(spent['wall_seconds'])}"
     bad = troubles(run)
     rate = median(run.steps["tokens_per_second"][1:])
-    found = [
+    figures = [
         ("training loss", number(training_loss(run), 4), first),
         ("held-out loss", number(held, 4), best),
         ("tokens", number(float(known(run.steps["tokens"]).sum())), f"{number(rate)}/s, median"),
@@ -140,22 +138,22 @@ def cards(run: RunRead) -> str:
     ]
     inner = "".join(
         f"<div class=card><dt>{title}</dt><dd class=value>{value}</dd>"
-        f"<dd class=dim>{said}</dd></div>"
-        for title, value, said in found
+        f"<dd class=dim>{details}</dd></div>"
+        for title, value, details in figures
     )
     return f"<dl class=cards>{inner}</dl>"
 
 
 def _kinds(bad: list[Event]) -> str:
-    """Says how many events there are of each name."""
+    """Lists how many events there are of each name."""
     counts = Counter("failed" if event["event"] == "ended" else event["event"] for event in bad)
     return ", ".join(f"{count} {safe(name.replace('_', ' '))}" for name, count in counts.items())
 
 
 def figures(run: RunRead) -> dict[str, Any]:
-    """Returns the contents of the page's head as values for JSON; unknown ones are None."""
+    """Returns the figures of the page's head as JSON values; unknown ones are None."""
     took = run.steps["step_seconds"][1:]
-    found = {
+    numbers = {
         "loss": training_loss(run),
         "eval_loss": held_out_loss(run),
         "tokens": float(known(run.steps["tokens"]).sum()),
@@ -167,10 +165,10 @@ def figures(run: RunRead) -> dict[str, Any]:
         "run": run.directory,
         "state": state(run)[0],
         "step": last_step(run),
-        **{name: value if math.isfinite(value) else None for name, value in found.items()},
+        **{name: value if math.isfinite(value) else None for name, value in numbers.items()},
         "trouble": len(troubles(run)),
         "time": time_spent(run),
-        "worth_a_look": [unescape(re.sub("<[^>]*>", "", each)) for each in remarks(run)],
+        "worth_a_look": [unescape(re.sub("<[^>]*>", "", remark)) for remark in remarks(run)],
     }
 
 
@@ -203,17 +201,17 @@ def table(runs: list[RunRead]) -> str:
 
 
 def remarks(run: RunRead) -> list[str]:
-    """Returns what a careful reader would notice, as HTML, by explicit rules."""
+    """Returns remarks that a careful reader would make, as HTML, by explicit rules."""
     rules = (_of_lost, _of_slowing, _of_steps, _of_norms, _of_evaluations, _of_input)
-    found = [remark for rule in rules for remark in rule(run)]
+    lines = [remark for rule in rules for remark in rule(run)]
     words, is_good = state(run)
     if not is_good and not run.is_alive and run.events:
-        found.insert(0, f"{safe(words[0].upper() + words[1:])}.")
-    return found
+        lines.insert(0, f"{safe(words[0].upper() + words[1:])}.")
+    return lines
 
 
 def _of_lost(run: RunRead) -> list[str]:
-    """Names the attempts that were killed; the state of the run names the newest."""
+    """Names the killed attempts; the newest is named by the state of the run."""
     killed = [event for event in story(run) if event["event"] == LOST]
     if not killed or (len(killed) == 1 and run.events[-1]["event"] != "ended" and not run.is_alive):
         return []
@@ -226,18 +224,18 @@ def _of_lost(run: RunRead) -> list[str]:
 
 
 def _of_slowing(run: RunRead) -> list[str]:
-    found = alarm(run)
-    if found is None:
+    slower = alarm(run)
+    if slower is None:
         return []
-    asked = f"<code>{safe(run.command('profile', '--steps 3'))}</code> says in which part"
+    command = f"<code>{safe(run.command('profile', '--steps 3'))}</code> says in which part"
     why = {
         "input": "the wait for batches grew, so the input holds it up",
-        "step": f"the wait for batches did not grow, so it is the step itself: {asked}",
+        "step": f"the wait for batches did not grow, so it is the step itself: {command}",
     }
-    ratio = f"{found.ratio:.2f} times the predicted time, before it was {found.usual:.2f}"
-    if found.predicted is None:
-        ratio = f"{seconds(found.ratio)} a step, before it was {seconds(found.usual)}"
-    return [f"From step {found.first:,} on the run is slower, {ratio}: {why[found.component]}."]
+    ratio = f"{slower.ratio:.2f} times the predicted time, before it was {slower.usual:.2f}"
+    if slower.predicted is None:
+        ratio = f"{seconds(slower.ratio)} a step, before it was {seconds(slower.usual)}"
+    return [f"From step {slower.first:,} on the run is slower, {ratio}: {why[slower.component]}."]
 
 
 def _of_steps(run: RunRead) -> list[str]:
@@ -260,10 +258,10 @@ def _of_norms(run: RunRead) -> list[str]:
     around = smoothed(norms, 40)
     with np.errstate(invalid="ignore", divide="ignore"):
         ratio = norms / around
-    there = known(ratio)
-    if len(there) < FEWEST:
+    ratios = known(ratio)
+    if len(ratios) < FEWEST:
         return []
-    spread = 1.4826 * float(np.median(np.abs(there - np.median(there))))
+    spread = 1.4826 * float(np.median(np.abs(ratios - np.median(ratios))))
     hot = np.flatnonzero(ratio - 1 > max(STANDS_OUT * spread, 0.5))
     if not len(hot):
         return []
@@ -280,22 +278,22 @@ def _of_evaluations(run: RunRead) -> list[str]:
     losses = known(run.evaluations["eval_loss"])
     if len(losses) < EVALUATIONS:
         return []
-    found = []
+    lines = []
     move = float(losses[-1] - losses[-2])
     if move < -MOVES:
         more = 2 * last_step(run)
-        found.append(
+        lines.append(
             f"Held-out loss was still falling, by {-move:.3f} between the last two evaluations: "
             f"<code>--set train.steps={more}</code> continues the run."
         )
     if move > MOVES:
-        found.append(f"Held-out loss rose by {move:.3f} between the last two evaluations.")
+        lines.append(f"Held-out loss rose by {move:.3f} between the last two evaluations.")
     gap = float(losses[-1]) - training_loss(run)
     if gap > FAR_ABOVE:
-        found.append(
+        lines.append(
             f"Held-out loss is {gap:.2f} above that of training: overfitting, or other text."
         )
-    return found
+    return lines
 
 
 def _of_input(run: RunRead) -> list[str]:

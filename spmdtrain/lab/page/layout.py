@@ -1,14 +1,12 @@
-"""Shows how the run is laid out on its devices: the axes of the mesh, and the schedule of the
-pipeline.
-"""
+"""Shows the layout of a run on its devices: the mesh axes and the pipeline schedule."""
 
 import re
 from collections.abc import Iterable
 from typing import Any
 
 from spmdtrain.config.errors import UserError
+from spmdtrain.lab.page.formats import safe
 from spmdtrain.lab.page.read import RunRead
-from spmdtrain.lab.page.words import safe
 from spmdtrain.pipeline import schedule
 from spmdtrain.pipeline.draw import svg
 
@@ -33,7 +31,7 @@ COLOURS = {
 
 
 def layout(run: RunRead) -> str:
-    """Returns the mesh as a table and the pipeline's schedule as a picture."""
+    """Returns the mesh as a table, and the pipeline schedule as a picture."""
     sizes = mesh_sizes(run)
     if not sizes:
         return ""
@@ -52,8 +50,8 @@ def layout(run: RunRead) -> str:
 def mesh_sizes(run: RunRead) -> dict[str, int]:
     """Returns the sizes of the mesh axes: those of the last start, or else of the config."""
     starts = [event["mesh"] for event in run.events if isinstance(event.get("mesh"), dict)]
-    found = starts[-1] if starts else run.config.get("mesh")
-    items = found.items() if isinstance(found, dict) else ()
+    mesh = starts[-1] if starts else run.config.get("mesh")
+    items = mesh.items() if isinstance(mesh, dict) else ()
     return {name: count for name, count in items if name in AXES and type(count) is int}
 
 
@@ -63,11 +61,11 @@ def _pipeline(run: RunRead, sizes: dict[str, int]) -> str:
     kind = run.setting("pipeline", "schedule")
     chunks = run.setting("pipeline", "chunks", 1)
     batch = run.setting("train", "global_batch")
-    each = run.setting("train", "microbatch")
-    numbers = (batch, each, chunks)
+    microbatch = run.setting("train", "microbatch")
+    numbers = (batch, microbatch, chunks)
     if stages < 2 or kind not in schedule.SCHEDULE_KINDS or not _are_counts(numbers):
         return ""  # a schedule file may have been moved since
-    microbatches = batch // max(each * shards, 1)
+    microbatches = batch // max(microbatch * shards, 1)
     if not 0 < microbatches * stages * chunks <= MOST_UNITS:
         return ""
     try:
@@ -85,7 +83,7 @@ def _are_counts(values: Iterable[Any]) -> bool:
 
 
 def _themed(picture: str, words: str) -> str:
-    """Returns one of our pictures in the colours of the page, with a text alternative."""
+    """Returns a picture in the colours of the page, with a text alternative."""
     width, height = re.findall(r'viewBox="0 0 (\d+) (\d+)"', picture)[0]
     inner = picture[picture.index(">") + 1 :]
     inner = re.sub(r'<rect width="\d+" height="\d+" fill="#ffffff"/>', "", inner, count=1)

@@ -1,6 +1,4 @@
-"""Writes the page of one run, or of several in the same charts: one HTML file that loads
-nothing.
-"""
+"""Writes the page of one run, or of several in the same charts: a self-contained HTML file."""
 
 from functools import cache
 from importlib.resources import files
@@ -10,19 +8,19 @@ from spmdtrain.config.writing import replacing, writing
 from spmdtrain.lab.page.cost.machine import ledger, memory
 from spmdtrain.lab.page.cost.waterfall import waterfall
 from spmdtrain.lab.page.curves import curves
+from spmdtrain.lab.page.formats import number, safe
 from spmdtrain.lab.page.heading import cards, held_out_loss, remarks, sentence, table, training_loss
 from spmdtrain.lab.page.layout import layout
 from spmdtrain.lab.page.read import RunRead
 from spmdtrain.lab.page.spent import spent
 from spmdtrain.lab.page.tables import checkpoints, environment, settings
-from spmdtrain.lab.page.words import number, safe
 
 MOST_RUNS = 6  # number of distinguishable colours
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
 def write(path: Path, text: str) -> None:
-    """Replaces the page at `path`: a browser sees the old or the new one.
+    """Replaces the page at `path` at once: a browser sees the old one or the new one.
 
     Raises StorageError if it cannot be written.
     """
@@ -37,16 +35,16 @@ def write(path: Path, text: str) -> None:
 def page(runs: list[RunRead], reload_seconds: int = 0) -> str:
     """Returns the page. With `reload_seconds` a browser reloads it at that interval."""
     parts = [
-        ("remarks", "Worth a look", _each(runs, _remarks)),
+        ("remarks", "Worth a look", _by_run(runs, _remarks)),
         ("curves", "Curves", curves(runs)),
-        ("time", "Where the time went", _each(runs, spent)),
-        ("step", "A step by parts", _each(runs, waterfall)),
-        ("memory", "Memory of a device", _each(runs, memory)),
-        ("network", "Communication", _each(runs, ledger)),
-        ("layout", "Layout", _each(runs, layout)),
+        ("time", "Where the time went", _by_run(runs, spent)),
+        ("step", "A step by parts", _by_run(runs, waterfall)),
+        ("memory", "Memory of a device", _by_run(runs, memory)),
+        ("network", "Communication", _by_run(runs, ledger)),
+        ("layout", "Layout", _by_run(runs, layout)),
         ("settings", "Settings", settings(runs)),
-        ("checkpoints", "Checkpoints", _each(runs, checkpoints)),
-        ("environment", "Environment", _each(runs, environment)),
+        ("checkpoints", "Checkpoints", _by_run(runs, checkpoints)),
+        ("environment", "Environment", _by_run(runs, environment)),
     ]
     parts = [part for part in parts if part[2]]
     links = "".join(f'<a href="#{key}">{title}</a>' for key, title, _ in parts)
@@ -82,14 +80,14 @@ def _meta(runs: list[RunRead], reload_seconds: int) -> str:
     )
 
 
-def _each(runs: list[RunRead], part) -> str:
+def _by_run(runs: list[RunRead], part) -> str:
     """Returns a part of the page for each run, under its name if there are several."""
-    found = [(at, run, part(run)) for at, run in enumerate(runs)]
+    bodies = [(at, run, part(run)) for at, run in enumerate(runs)]
     if len(runs) == 1:
-        return found[0][2]
+        return bodies[0][2]
     return "".join(
         f'<h3><i class="swatch c{at}"></i>{safe(run.name)}</h3>{body}'
-        for at, run, body in found
+        for at, run, body in bodies
         if body
     )
 

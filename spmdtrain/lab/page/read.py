@@ -1,7 +1,7 @@
-"""Reads the files of a run for its page, whatever exists and however it ended.
+"""Reads the files of a run for its page, whichever exist and however the run ended.
 
-A file may be missing, cut by a kill or made by a stranger. Whatever cannot be read is left out;
-only a directory without any file of a run is refused.
+A file may be missing, cut off when a process was killed, or come from a stranger. What cannot be
+read is left out; only a directory without any file of a run is refused.
 """
 
 import json
@@ -26,7 +26,7 @@ from spmdtrain.config.run_files import (
 )
 from spmdtrain.lab.page.columns import Columns, MetricsFile
 
-# The types that the account of time expects of an event's figures.
+# The figures of events whose types the account of time relies on.
 NUMBERS = ("seconds", "bytes", "time")
 WHOLE = ("step", "to_step", "exit_code")
 MOST_BYTES = 64 << 20  # of a JSON document
@@ -50,31 +50,29 @@ class RunRead:
     is_alive: bool
 
     def setting(self, section: str, name: str, default: Any = None) -> Any:
-        """Returns a setting, or `default` if the config lacks it."""
-        there = self.config.get(section)
-        found = there.get(name) if isinstance(there, dict) else None
-        return default if found is None else found
+        """Returns a setting, or `default` if the config does not have it."""
+        table = self.config.get(section)
+        value = table.get(name) if isinstance(table, dict) else None
+        return default if value is None else value
 
     def command(self, name: str, options: str) -> str:
-        """Returns a command that repeats steps of the run, with the code that the run names, as it
-        is typed.
-        """
+        """Returns a command line for the run, with options for the code that the run names."""
         make = self.setting("model", "make")
         parts = [
-            self.setting("own", each) for each in ("optimizer", "learning_rate", "loss", "data")
+            self.setting("own", part) for part in ("optimizer", "learning_rate", "loss", "data")
         ]
-        homes = dict.fromkeys(each.partition(":")[0] for each in parts if isinstance(each, str))
+        homes = dict.fromkeys(part.partition(":")[0] for part in parts if isinstance(part, str))
         code = [f"--make {shlex.quote(make)}"] if isinstance(make, str) else []
         code += [f"--own {shlex.quote(home)}" for home in homes]
         return " ".join(["spmdtrain", name, shlex.quote(self.directory), options, *code])
 
     def of(self, event: str) -> list[dict[str, Any]]:
         """Returns the events with this name."""
-        return [each for each in self.events if each["event"] == event]
+        return [entry for entry in self.events if entry["event"] == event]
 
 
 class RunReader:
-    """A reader of one run, which may read repeatedly: of metrics.jsonl only what is new."""
+    """A reader of one run, which can read again: of metrics.jsonl it then reads only new lines."""
 
     def __init__(self, directory: Path):
         self._directory = directory
@@ -118,15 +116,15 @@ def _document(path: Path) -> dict[str, Any]:
     try:
         if not path.is_file() or path.stat().st_size > MOST_BYTES:
             return {}
-        found = json.loads(path.read_bytes())
+        document = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return document if isinstance(document, dict) else {}
 
 
 def _table(document: dict[str, Any], name: str) -> dict[str, Any]:
-    found = document.get(name)
-    return found if isinstance(found, dict) else {}
+    table = document.get(name)
+    return table if isinstance(table, dict) else {}
 
 
 def _events(path: Path) -> list[dict[str, Any]]:
@@ -134,19 +132,19 @@ def _events(path: Path) -> list[dict[str, Any]]:
         lines = path.read_bytes().splitlines() if path.is_file() else []
     except OSError:
         lines = []
-    found = []
+    events = []
     for line in lines:
         try:
             event = json.loads(line)
         except (ValueError, RecursionError):
             continue
         if isinstance(event, dict) and (whole := _whole(event)):
-            found.append(whole)
-    return found
+            events.append(whole)
+    return events
 
 
 def _whole(event: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns an event without figures of the wrong type; None if it lacks a name or a time."""
+    """Returns an event without figures of the wrong type, or None without a name or a time."""
     event = {
         name: value
         for name, value in event.items()
@@ -176,7 +174,7 @@ def _has_ended(events: list[dict[str, Any]]) -> bool:
 
 
 def _holds_lock(path: Path) -> bool:
-    """Returns True if a process, on this host or another, claims to be writing the run."""
+    """Returns True if a process on this host or another holds the lock of the run."""
     holder = _document(path)
     match holder:
         case {"host": str(host), "pid": int(pid)}:

@@ -1,13 +1,13 @@
-"""Shows where the time went: the account of the run's time, when it did what, and its events."""
+"""Shows where the time went: the account of the run's time, its course, and its events."""
 
 from collections import Counter
 
 from spmdtrain.lab.page.account import Event, Stretch, stretches
 from spmdtrain.lab.page.chart import round_numbers
+from spmdtrain.lab.page.formats import safe, seconds, share
 from spmdtrain.lab.page.heading import time_spent
 from spmdtrain.lab.page.read import RunRead
 from spmdtrain.lab.page.troubles import is_trouble, story
-from spmdtrain.lab.page.words import safe, seconds, share
 from spmdtrain.processes import pulse
 from spmdtrain.processes.goodput import DOWN, HANG, REPEATED
 
@@ -31,7 +31,7 @@ STRIP = 1000.0
 
 
 def spent(run: RunRead) -> str:
-    """Returns the account as a list and a strip over time; empty for a run without a launch."""
+    """Returns the account as a table and a timeline, or "" for a run without a launch."""
     account = time_spent(run)
     if account is None:
         return ""
@@ -41,7 +41,7 @@ def spent(run: RunRead) -> str:
         f'<td class=bar><div><i class="{what}" style="width:{100 * took / (wall or 1):.2f}%"></i>'
         f"</div></td>"
         f"<td class=num>{seconds(took)}</td><td class=num>{share(took, wall)}</td></tr>"
-        for what, took in sorted(account["seconds"].items(), key=lambda each: -each[1])
+        for what, took in sorted(account["seconds"].items(), key=lambda item: -item[1])
         if took > 0
     )
     return (
@@ -53,14 +53,14 @@ def spent(run: RunRead) -> str:
 
 
 def _strip(run: RunRead, wall: float) -> str:
-    found = stretches(run.events)
-    if not found or not wall:
+    periods = stretches(run.events)
+    if not periods or not wall:
         return ""
-    begin = found[0].begin
+    begin = periods[0].begin
     body = [
-        f'<rect class="{each.what}" x="{_x(each.begin - begin, wall):.1f}" y="14" height="20" '
-        f'width="{max(_x(each.end - each.begin, wall), 0.5):.1f}"/>'
-        for each in _coarse(found)
+        f'<rect class="{time.what}" x="{_x(time.begin - begin, wall):.1f}" y="14" height="20" '
+        f'width="{max(_x(time.end - time.begin, wall), 0.5):.1f}"/>'
+        for time in _coarse(periods)
     ]
     for event in story(run)[-MOST_EVENTS:]:
         kind = "bad" if is_trouble(event) else safe(event["event"])
@@ -73,10 +73,10 @@ def _strip(run: RunRead, wall: float) -> str:
         for at in round_numbers(0.0, wall, 6)
     )
     counts = Counter(event["event"] for event in story(run))
-    said = ", ".join(f"{count} {name}" for name, count in counts.items())
+    summary = ", ".join(f"{count} {name}" for name, count in counts.items())
     return (
         '<div class="plot strip"><svg viewBox="0 0 1000 52" preserveAspectRatio="none" role="img" '
-        f'aria-label="{safe("When the run did what. Events: " + said)}">{"".join(body)}</svg>'
+        f'aria-label="{safe("When the run did what. Events: " + summary)}">{"".join(body)}</svg>'
         f'<div class="x" aria-hidden="true">{ticks}</div></div>'
         '<p class="dim">Above the strip: launches, ends and trouble (red). Below it: saves, and '
         "lower, evaluations.</p>"
@@ -87,16 +87,16 @@ def _x(at: float, wall: float) -> float:
     return STRIP * at / wall
 
 
-def _coarse(found: list[Stretch]) -> list[Stretch]:
-    """Returns the longest stretches, in order: the others are too narrow to be seen."""
-    if len(found) <= MOST_STRETCHES:
-        return found
-    kept = sorted(found, key=lambda each: each.begin - each.end)[:MOST_STRETCHES]
-    return sorted(kept)
+def _coarse(periods: list[Stretch]) -> list[Stretch]:
+    """Returns the longest periods in order; the others are too narrow to be seen."""
+    if len(periods) <= MOST_STRETCHES:
+        return periods
+    longest = sorted(periods, key=lambda time: time.begin - time.end)[:MOST_STRETCHES]
+    return sorted(longest)
 
 
 def _events(run: RunRead) -> str:
-    """Returns the last events other than saves and evaluations, with their figures."""
+    """Returns the last events with their figures, except saves and evaluations."""
     plain = ("saved", "saving", "snapshot", "evaluated", "first_step", "compiled")
     shown = [event for event in story(run) if event["event"] not in plain][-MOST_SHOWN:]
     begin = run.events[0]["time"]

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from spmdtrain.config.run_files import DERIVED
+from spmdtrain.lab.page.formats import safe, seconds, size
 from spmdtrain.lab.page.read import RunRead
-from spmdtrain.lab.page.words import safe, seconds, size
 
 DEFAULT = "default"
 MOST_CHECKPOINTS = 15
@@ -15,29 +15,27 @@ LONGEST_VALUE = 120
 
 
 def settings(runs: list[RunRead]) -> str:
-    """Returns tables of the settings that differ between the runs, those that somebody chose, and
-    all.
-    """
+    """Returns tables of the settings that differ between runs, of chosen ones, and of all."""
     flat = [_flat(run) for run in runs]
-    names = list(dict.fromkeys(name for each in flat for name in each))
+    names = list(dict.fromkeys(name for of_run in flat for name in of_run))
     if not names:
         return ""
     differ = [
-        n for n in names if len({json.dumps(each.get(n), sort_keys=True) for each in flat}) > 1
+        n for n in names if len({json.dumps(of_run.get(n), sort_keys=True) for of_run in flat}) > 1
     ]
     chosen = [n for n in names if any(_is_chosen(run.origin.get(n)) for run in runs)]
-    found = ""
+    tables = ""
     if len(runs) > 1:
-        said = _table(runs, flat, differ) if differ else "<p>Nothing: all settings are alike.</p>"
-        found += f"<h3>What differs</h3>{said}"
+        nothing = "<p>Nothing: all settings are alike.</p>"
+        tables += f"<h3>What differs</h3>{_table(runs, flat, differ) if differ else nothing}"
     if chosen:
-        found += f"<h3>What somebody chose</h3>{_table(runs, flat, chosen)}"
+        tables += f"<h3>What somebody chose</h3>{_table(runs, flat, chosen)}"
     every = _table(runs, flat, names)
-    return f"{found}<details><summary>all {len(names)} settings</summary>{every}</details>"
+    return f"{tables}<details><summary>all {len(names)} settings</summary>{every}</details>"
 
 
 def _is_chosen(origin: Any) -> bool:
-    """Returns True if somebody set this: it is neither a default nor follows from others."""
+    """Returns True if someone set this: it is neither a default nor derived from others."""
     return origin not in (None, DEFAULT, DERIVED)
 
 
@@ -52,10 +50,10 @@ def _flat(run: RunRead) -> dict[str, Any]:
 
 def _table(runs: list[RunRead], flat: list[dict[str, Any]], names: list[str]) -> str:
     def row(name: str) -> str:
-        values = "".join(f"<td>{_value(each.get(name))}</td>" for each in flat)
+        values = "".join(f"<td>{_value(of_run.get(name))}</td>" for of_run in flat)
         origin = runs[0].origin.get(name, "")
-        said = "" if origin == DEFAULT else safe(origin)
-        return f"<tr><th scope=row>{safe(name)}</th>{values}<td class=dim>{said}</td></tr>"
+        chosen_in = "" if origin == DEFAULT else safe(origin)
+        return f"<tr><th scope=row>{safe(name)}</th>{values}<td class=dim>{chosen_in}</td></tr>"
 
     heads = "".join(
         f'<th><i class="swatch c{at}"></i>{safe(run.name)}</th>' for at, run in enumerate(runs)
@@ -68,12 +66,12 @@ def _table(runs: list[RunRead], flat: list[dict[str, Any]], names: list[str]) ->
 
 
 def _value(value: Any) -> str:
-    said = "none" if value is None else value if isinstance(value, str) else json.dumps(value)
-    return safe(said if len(said) <= LONGEST_VALUE else said[:LONGEST_VALUE] + "…")
+    text = "none" if value is None else value if isinstance(value, str) else json.dumps(value)
+    return safe(text if len(text) <= LONGEST_VALUE else text[:LONGEST_VALUE] + "…")
 
 
 def checkpoints(run: RunRead) -> str:
-    """Returns the last saves: when they were complete, their cost, and their losses."""
+    """Returns a table of the last saves: when they were complete, their cost and their loss."""
     saved = run.of("saved")
     if not saved:
         return ""
@@ -103,7 +101,7 @@ def _loss(value: float | None) -> str:
 
 
 def _command(argv: Any) -> str | None:
-    """Returns what was typed, as a shell takes it again; None if it was not recorded."""
+    """Returns the command line of the run, quoted for a shell; None if it was not recorded."""
     if not isinstance(argv, list) or not argv:
         return None
     first, *rest = map(str, argv)
@@ -119,7 +117,7 @@ def environment(run: RunRead) -> str:
         return ""
     last = launches[-1]
     versions, devices = last.get("versions"), last.get("devices")
-    found = {
+    facts = {
         "command": _command(last.get("argv")),
         "host": last.get("host"),
         "processes": last.get("processes"),
@@ -132,7 +130,7 @@ def environment(run: RunRead) -> str:
     }
     rows = "".join(
         f"<tr><th scope=row>{safe(name)}</th><td>{safe(value)}</td></tr>"
-        for name, value in found.items()
+        for name, value in facts.items()
         if value is not None
     )
     return f"<div class=scroll><table class=environment><tbody>{rows}</tbody></table></div>"

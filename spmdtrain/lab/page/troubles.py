@@ -1,7 +1,7 @@
-"""Lists what went wrong in a run: what its events report, and attempts that did not end in order.
+"""Lists what went wrong in a run: troubles in its events, and attempts that did not end in order.
 
-A process that is killed can report nothing. Its attempt is known by what follows: another launch,
-or no process that writes the run.
+A killed process cannot report anything. Its attempt is recognised by what follows: another launch,
+or no process that holds the run.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,36 +11,36 @@ from spmdtrain.lab.page.read import RunRead
 
 REPORTED = ("skipped", "rolled_back", "quarantined", "corrupted", "diverged", "straggler")
 FATAL = ("corrupted", "diverged")  # reports after which the run ends
-LOST = "lost"  # the event that a killed process would have left
+LOST = "lost"  # the event that a killed process could not write
 WHY_LOST = "it ended without a message, as a killed process does"
 
 
 def story(run: RunRead) -> list[Event]:
-    """Returns the events of a run, with one called `lost` where an attempt left no end."""
+    """Returns the events of a run, with one called `lost` after each attempt without an end."""
     attempts = attempts_of(run.events)
     before_the_first = run.events[: len(run.events) - sum(map(len, attempts))]
-    told: list[Event] = list(before_the_first)
+    events: list[Event] = list(before_the_first)
     for number, attempt in enumerate(attempts):
         is_newest = number == len(attempts) - 1
-        told += attempt
+        events += attempt
         if attempt[-1]["event"] != "ended" and not (is_newest and run.is_alive):
-            told.append(_lost(attempt, None if is_newest else attempts[number + 1]))
-    return told
+            events.append(_lost(attempt, None if is_newest else attempts[number + 1]))
+    return events
 
 
 def troubles(run: RunRead) -> list[Event]:
-    """Returns the events that are trouble, each trouble once: its report, or else the end."""
+    """Returns the events that are trouble, each trouble once: its report, or else its end."""
     return list(_troubles(story(run)))
 
 
 def is_trouble(event: Event) -> bool:
-    """Returns True if an event is trouble: a report of it, or an end that is not in order."""
+    """Returns True if an event reports trouble, or is an end that is not in order."""
     name = event["event"]
     return name in (*REPORTED, LOST) or (name == "ended" and event["exit_code"] not in ORDERLY)
 
 
 def _troubles(events: Iterable[Event]) -> Iterator[Event]:
-    is_reported = False  # what will end this attempt
+    is_reported = False  # the cause of this attempt's end
     for event in events:
         if is_trouble(event) and not (event["event"] == "ended" and is_reported):
             yield event

@@ -1,4 +1,4 @@
-"""Repeats the steps of a run, from a state and with the same samples."""
+"""Repeats steps of a run from a state, with the same samples."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -36,8 +36,8 @@ def steps_again(
 ) -> Iterator[Again]:
     """Yields the steps after `opened.start`, up to `last`.
 
-    `state`: another state to start from, which is donated. `change(step, batch)` returns the batch
-    that a step gets instead of the run's.
+    They start from `state`, if there is one; it is donated. `change(step, batch)` returns the batch
+    that replaces the run's.
     """
     held = opened.begin() if state is None else state
     with batches(opened.setup, opened.data, opened.start, opened.sample) as ahead:

@@ -1,8 +1,8 @@
-"""Finds the first difference between a step and its record, in the order of the step.
+"""Finds the first difference between a step and its record, in the order of its computations.
 
-This is the order in which a step computes things: its tokens, its loss and the other figures, then
-each weight with its moments and averages, weights in the order of the backward pass. A fault shows
-in everything computed after it, so the first difference is nearest to the cause.
+These are its tokens, its loss and the other figures, then each weight with its moments and
+averages, in the order of the backward pass. An error affects everything computed after it, so the
+first difference is closest to the cause.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,16 +12,19 @@ from typing import Any
 from spmdtrain.checkpoints.leaves.fingerprint import Fingerprint
 from spmdtrain.checkpoints.meta import OF_ITEM, OPTIMIZER
 
-FIRST_FIGURES = ("learning_rate", "tokens", "loss")  # figures that a step has before its gradients
+FIRST_FIGURES = (
+    "learning_rate",
+    "tokens",
+    "loss",
+)  # figures that a step computes before its gradients
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The first thing in `step` that is not as recorded.
+    """The first difference between `step` and its record.
 
-    kind: "tokens", "figure" or "leaf"; `others` counts further differences of that kind.
-
-    `here` and `there`: the value of the replay and that of the record, for figures.
+    `kind` is "tokens", "figure" or "leaf", and `others` counts further differences of that kind.
+    For figures, `here` is the value of the replay and `there` that of the record.
     """
 
     step: int
@@ -47,9 +50,9 @@ class Mismatch:
         return f"after step {self.step} {self.name} differs{more}"
 
 
-def different_figures(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
-    """Returns the names of the figures that both have and that differ, in the order of a step."""
-    names = [name for name in here if name in there and here[name] != there[name]]
+def different_figures(here: Mapping[str, Any], recorded: Mapping[str, Any]) -> list[str]:
+    """Returns the common figures that differ, in the order of a step."""
+    names = [name for name in here if name in recorded and here[name] != recorded[name]]
     return sorted(names, key=lambda name: (_place_of_figure(name), name))
 
 
@@ -59,21 +62,21 @@ def _place_of_figure(name: str) -> int:
 
 
 def different_leaves(
-    here: Mapping[str, Fingerprint], there: Mapping[str, Fingerprint], paths: Sequence[str]
+    here: Mapping[str, Fingerprint], recorded: Mapping[str, Fingerprint], paths: Sequence[str]
 ) -> list[str]:
-    """Returns the leaves that differ, in the order of a step.
+    """Returns the common leaves that differ, in the order of a step.
 
-    `paths`: those of the parameters, in the order of the forward pass.
+    `paths` are those of the parameters, in the order of the forward pass.
     """
-    names = [name for name in here if name in there and here[name] != there[name]]
+    names = [name for name in here if name in recorded and here[name] != recorded[name]]
     return sorted(names, key=lambda name: place_of_leaf(name, paths))
 
 
 def place_of_leaf(name: str, paths: Sequence[str]) -> tuple[int, int, str]:
     """Returns the place of a leaf of the state in the order of a step.
 
-    The last parameter of the forward pass is the first of the backward pass. Of one parameter the
-    weight comes first, then its moments, then its averages.
+    The last parameter of the forward pass is the first of the backward pass. A weight comes before
+    its moments, and they before its averages.
     """
     kind = 0
     rest = name

@@ -1,6 +1,4 @@
-"""Opens a run at the point where a replay of its steps begins: the last checkpoint before them, or
-its start.
-"""
+"""Opens a run where a replay of its steps starts: at the last checkpoint before, or at step 0."""
 
 import contextlib
 import json
@@ -43,7 +41,7 @@ from spmdtrain.train.setup import Setup
 from spmdtrain.train.shard import shard_on
 from spmdtrain.train.state import TrainState
 
-# Settings that no step depends on: a run may continue with others.
+# Settings that do not affect steps: a run may continue with other ones.
 OF_NO_STEP = ("checkpoint.", "eval.", "log.", "data.read_ahead", "mesh.elastic")
 OF_RATE = "train.steps"  # the rate of a step depends on it, unless the schedule is constant
 SEAMS = ("optimizer", "learning_rate", "loss", "data")
@@ -51,12 +49,12 @@ SEAMS = ("optimizer", "learning_rate", "loss", "data")
 
 @dataclass(frozen=True)
 class Opened:
-    """A run, ready to be repeated from after `start` steps, at the global sample index `sample`.
+    """A run that is ready to be repeated from the state after `start` steps.
 
-    `begin()` returns a new copy of that state at each call, because a step donates its state.
-    `step` is the compiled step. `prints`: the fingerprints of leaves in checkpoints later than
-    `start`, by step. `elsewhere` is True if the replay computes on another mesh than the run did,
-    and `optimizer` is the caller's, if there is one.
+    `sample` is the global index of the next sample. Each call of `begin()` returns a new copy of
+    that state, because a step donates its state. `step` is the compiled step. `prints` has the
+    fingerprints of leaves in checkpoints after `start`, by step. `elsewhere` is True if the replay
+    runs on another mesh than the run did. `optimizer` is the one that a caller passed, or None.
     """
 
     run: Path
@@ -73,7 +71,7 @@ class Opened:
 
 
 @contextlib.contextmanager
-def open_replay(  # noqa: PLR0913 - one keyword for each thing that a caller may replace
+def open_replay(  # noqa: PLR0913 - a keyword for each part that a caller may replace
     run: str | Path,
     step: int,
     *,
@@ -85,13 +83,13 @@ def open_replay(  # noqa: PLR0913 - one keyword for each thing that a caller may
     own: Sequence[str] = (),
     settable: Sequence[str] = OF_REPLAY,
 ) -> Iterator[Opened]:
-    """Opens `run` at the newest checkpoint before `step`, to be replayed up to `to`.
+    """Opens `run` at the newest checkpoint before `step`, for a replay up to `to`.
 
-    `run` is the directory of a run, or a bundle, whose bad step is `step` at the latest. Without
-    such a checkpoint it begins like the run. `seams` are what `run` got as optimizer=,
-    learning_rate=, loss= and data=; `own` are the files and modules whose code may run if [own] of
-    the run names it. Raises UserError if the run has not taken these steps, or is not what its
-    checkpoints say.
+    `run` is the directory of a run, or a bundle whose bad step is no later than `step`. Without
+    such a checkpoint the replay starts as the run did. `seams` are the optimizer=, learning_rate=,
+    loss= and data= that were passed to the run; `own` are the files and modules whose code may run
+    if [own] of the run names it. Raises UserError if the run has not taken these steps, or does not
+    match its checkpoints.
     """
     run = as_run(run, "run")
     overrides = as_overrides(overrides)
@@ -105,36 +103,36 @@ def open_replay(  # noqa: PLR0913 - one keyword for each thing that a caller may
     saved, named = settings_at(written, last, own)
     if not make:
         refuse_own_code(run, saved, named)
-    given = dict.fromkeys(SEAMS) | dict(seams or {})
+    caller_parts = dict.fromkeys(SEAMS) | dict(seams or {})
     of_bundle = {"data"} if bundle and bundle.data else set()
-    refuse_own_parts(run, named, SEAMS, {part for part in SEAMS if given[part]} | of_bundle)
+    refuse_own_parts(run, named, SEAMS, {part for part in SEAMS if caller_parts[part]} | of_bundle)
     config = from_resolved(saved, overrides)
     config.check_repeatable()
-    if bundle and bundle.data and given["data"] is None:
+    if bundle and bundle.data and caller_parts["data"] is None:
         data = bundle.data
     else:
-        config, data = open_data(config, given["data"])
-    given = with_own_parts(config, given)
+        config, data = open_data(config, caller_parts["data"])
+    caller_parts = with_own_parts(config, caller_parts)
     holds = bundle.run if bundle else run
-    parts = {name: given[name] for name in SEAMS if name != "data"}
+    parts = {name: caller_parts[name] for name in SEAMS if name != "data"}
     devices = devices or devices_of(config)
     setup = shard_with_teacher(config, make, devices, data.tokenizer, **parts)
-    elsewhere = any(not each.startswith(OF_PLACES) for each in overrides)
+    elsewhere = any(not override.startswith(OF_PLACES) for override in overrides)
     with (
         kernels.decided(setup),
         contextlib.closing(Checkpoints(holds, setup, keep=None)) as checkpoints,
-        naming_settings(holds, setup, data, given),
+        naming_settings(holds, setup, data, caller_parts),
     ):
         source = _Source(holds, setup, data, written, checkpoints)
         opened = _opened(source, min(step, bundle.step) if bundle else step, elsewhere)
         if bundle and bundle.sample is not None and opened.start == (bundle.start or 0):
             opened = replace(opened, sample=bundle.sample)
-        yield replace(opened, optimizer=given["optimizer"])
+        yield replace(opened, optimizer=caller_parts["optimizer"])
 
 
 @dataclass(frozen=True)
 class _Source:
-    """The source that a replay reads from."""
+    """The run that a replay reads from."""
 
     run: Path
     setup: Setup
@@ -146,24 +144,24 @@ class _Source:
 def _opened(source: _Source, step: int, elsewhere: bool) -> Opened:
     checkpoints = source.checkpoints
     setup = source.setup
-    there = checkpoints.steps()
-    start = max((at for at in there if at < step), default=0)
+    saved_steps = checkpoints.steps()
+    start = max((at for at in saved_steps if at < step), default=0)
     check_one_start(source.written, start, step)
-    prints = {at: _prints_in(checkpoints.meta(at)) for at in there if at > start}
+    prints = {at: _prints_in(checkpoints.meta(at)) for at in saved_steps if at > start}
     sample = 0
-    kept: kernels.Names = {}
-    if start in there:
+    recorded_kernels: kernels.Names = {}
+    if start in saved_steps:
         meta = checkpoints.meta(start)
         where = f"step {start} of {source.run}"
         check_identity(meta, setup, source.data, where, recorded(source.run))
         recall_progress(source.data, meta)
         checkpoints.check_items(start, setup.state)
         sample = meta["sample"]
-        kept = kernels.keep(meta, setup)
+        recorded_kernels = kernels.keep(meta, setup)
     lowered = lower_step(setup)
     compiled, report = compile_step(setup, lowered)
     compiled, _ = with_stages(setup, compiled, report, start)
-    kernels.check_kept(kept, f"step {start} of {source.run}")
+    kernels.check_kept(recorded_kernels, f"step {start} of {source.run}")
     return Opened(
         run=source.run,
         setup=setup,
@@ -171,7 +169,7 @@ def _opened(source: _Source, step: int, elsewhere: bool) -> Opened:
         written=source.written,
         start=start,
         sample=source.written.sample_after(start, sample),
-        begin=_beginning(source, start if start in there else None),
+        begin=_beginning(source, start if start in saved_steps else None),
         step=compiled,
         prints=prints,
         elsewhere=elsewhere,
@@ -181,10 +179,10 @@ def _opened(source: _Source, step: int, elsewhere: bool) -> Opened:
 def settings_at(
     written: WrittenRun, step: int, own: Sequence[str] = ()
 ) -> tuple[dict[str, Any], NamedCode]:
-    """Returns (the resolved settings with which `step` was taken, the code that they named).
+    """Returns (the resolved settings of `step`, the code that they named).
 
-    They keep the parts of [own] that are in the files or modules `own`, and no other code. A run of
-    an older version recorded only those of its last start.
+    Only the parts of [own] in the files or modules `own` stay in the settings. A run of an older
+    version has recorded only the settings of its last start.
     """
     start = written.start_of(step)
     if start is None:
@@ -206,9 +204,9 @@ def check_one_start(written: WrittenRun, first: int, last: int) -> None:
 
 
 def changed_setting(written: WrittenRun, first: int, last: int) -> str | None:
-    """Returns the first setting that differs between the step after `first` and step `last`.
+    """Returns the first setting that changed between the step after `first` and step `last`.
 
-    None if no setting on which steps depend does, or if an old run did not record them.
+    None if none that affects steps has changed, or if an old run did not record them.
     """
     before, after = written.start_of(first + 1), written.start_of(last)
     if before is None or after is None:
@@ -229,9 +227,7 @@ def _prints_in(meta: Meta) -> dict[str, Fingerprint]:
 
 
 def _beginning(source: _Source, start: int | None) -> Callable[[], TrainState]:
-    """Returns the function that makes the state after `start` steps; None: as a new run makes its
-    first state.
-    """
+    """Returns the function that makes the state after `start` steps, or if None a first state."""
     if start is not None:
         return lambda: source.checkpoints.restore(start, source.setup.state)[0]
     if source.setup.config.train.init_from:
@@ -251,26 +247,26 @@ def _beginning(source: _Source, start: int | None) -> Callable[[], TrainState]:
 
 
 def devices_of(config: RunConfig) -> Sequence[jax.Device] | None:
-    """Returns as many devices as the mesh needs; None if it takes all."""
+    """Returns as many devices as the mesh needs, or None if it takes all."""
     sizes = config.mesh.sizes.values()
     if -1 in sizes:
         return None
     needed = math.prod(sizes)
-    found = jax.devices()
-    if needed > len(found):
+    devices = jax.devices()
+    if needed > len(devices):
         raise ConfigError(
             f"the mesh of the run needs {needed} devices",
-            found=f"{len(found)} x {found[0].device_kind}",
+            found=f"{len(devices)} x {devices[0].device_kind}",
             fix=f"--simulate-devices {needed}, or another mesh, as by --set mesh.data=-1",
         )
-    return found[:needed]
+    return devices[:needed]
 
 
 def with_changes(opened: Opened, overrides: Sequence[str], *, own_rate: bool = True) -> Opened:
     """Returns the same replay with `a.b=c` settings changed.
 
-    Without `own_rate` the learning rate is that of the settings, whatever the caller gave. Items of
-    the state that the changed settings do not have are left out.
+    Without `own_rate` the learning rate is that of the settings, even if a caller passed one. Items
+    of the state that do not exist with the changed settings are left out.
     """
     before = opened.setup
     setup = shard_on(
@@ -286,7 +282,7 @@ def with_changes(opened: Opened, overrides: Sequence[str], *, own_rate: bool = T
 
     def begin() -> TrainState:
         state = opened.begin()
-        kept = {name: value for name, value in state.items.items() if name in setup.state.items}
-        return replace(state, items=kept)
+        items = {name: value for name, value in state.items.items() if name in setup.state.items}
+        return replace(state, items=items)
 
     return replace(opened, setup=setup, step=step, begin=begin)

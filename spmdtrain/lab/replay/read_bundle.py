@@ -1,4 +1,4 @@
-"""Reads a bundle, which may come from somebody else: JSON, and arrays without pickle."""
+"""Reads a bundle. It may come from someone else, so it is JSON, and arrays without pickle."""
 
 import stat
 import zipfile
@@ -31,9 +31,9 @@ ENTRIES = {
 class Bundle:
     """The contents of a bundle of the bad step `step`.
 
-    `run`: the directory with its checkpoints; `start`: the checkpoint before the step, None if the
-    run had none. `sample`: the global index of the first sample after it. `data`: its samples, if
-    the bundle has them.
+    `run` is the directory with its checkpoints, and `start` the checkpoint before the step, or
+    None. `sample` is the global index of the first sample after it, and `data` has the samples, if
+    they are in the bundle.
     """
 
     step: int
@@ -82,7 +82,7 @@ def read_bundle(folder: Path) -> Bundle:
 
 
 def _run_of(folder: Path, before: int | None, checkpoint: str | None) -> Path:
-    """Returns the run whose checkpoint a bundle needs: the one that it is in, or that it names."""
+    """Returns the run whose checkpoint a bundle needs: the one around it, or the one it names."""
     here = folder.absolute().parent.parent
     if before is None or before in steps_in(here):
         return here
@@ -105,8 +105,8 @@ def _samples(folder: Path, start: Start) -> RecordedData | None:
         raise _damaged(folder, SAMPLES)
     try:
         _check_sizes(path)
-        with np.load(path, allow_pickle=False) as found:
-            rows = {name: found[name] for name in found.files}
+        with np.load(path, allow_pickle=False) as archive:
+            rows = {name: archive[name] for name in archive.files}
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
         raise _damaged(folder, SAMPLES) from None
     count = len(rows.get("sample", ()))
@@ -123,7 +123,7 @@ def _samples(folder: Path, start: Start) -> RecordedData | None:
 def _check_sizes(path: Path) -> None:
     """Raises ValueError for a small file that would unpack to far more than a bundle holds."""
     with zipfile.ZipFile(path) as archive:
-        unpacked = sum(each.file_size for each in archive.infolist())
+        unpacked = sum(entry.file_size for entry in archive.infolist())
     if unpacked > 4 * len(ENTRIES) * MOST_ENTRIES:
         raise ValueError("it unpacks to too much")
 

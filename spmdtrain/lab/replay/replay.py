@@ -1,7 +1,7 @@
-"""Repeats the steps of a run, and gives a verdict.
+"""Repeats the steps of a run, and decides whether they are equal.
 
-On the mesh of the run every figure must be bit-equal, and so must every leaf of a checkpoint on the
-way. On another mesh the figures must lie within the rounding of siblings (rounding.py).
+On the mesh of the run every figure must be bit-equal, and so must every leaf of the checkpoints in
+between. On another mesh the figures may differ as much as those of siblings (rounding.py).
 """
 
 from collections.abc import Sequence
@@ -33,10 +33,10 @@ LAST_STEP = 2**31 - 1
 class Replayed:
     """A replay of the steps after `start`, up to `last`.
 
-    `leaves`: by step with a checkpoint or fingerprints, how many leaves are equal, and of how many.
-    `first`: the first difference. `twice`: if there is one, whether a second replay equals the
-    first. `apart` and `limit`, on another mesh: the largest distance of a figure from the run,
-    relative to the figure, and how far rounding may move it there.
+    `leaves` has, by step with a checkpoint or fingerprints, the number of equal leaves and that of
+    all. `first` is the first difference, and `twice` says whether a second replay equals the first.
+    On another mesh `apart` is the largest relative distance of a figure from the run, and `limit`
+    how far rounding may move that figure.
     """
 
     run: str
@@ -52,7 +52,7 @@ class Replayed:
 
     @property
     def equal(self) -> bool:
-        """True if the steps are those that the run took."""
+        """True if the steps equal those of the run."""
         return self.first is None
 
     def document(self) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class Replayed:
         return {"equal": self.equal} | asdict(self)
 
 
-def replay(  # noqa: PLR0913 - one keyword for each thing that a caller may replace
+def replay(  # noqa: PLR0913 - a keyword for each part that a caller may replace
     run: str | Path,
     step: int | None = None,
     *,
@@ -76,12 +76,12 @@ def replay(  # noqa: PLR0913 - one keyword for each thing that a caller may repl
 ) -> Replayed:
     """Repeats the steps of `run` from the checkpoint before `step` up to `to`.
 
-    `run` may be a bundle, whose bad step is then the default of `step`. Without `to` the last one
-    is `step`. `overrides` are `a.b=c` strings for another mesh; `own` are the files and
-    modules whose code may run if [own] of the run names it; the other keywords are what the run
-    got, see `run`. Raises UserError if the run has not taken these steps or cannot be opened.
+    `run` may be a bundle; `step` is then its bad step by default. `to` defaults to `step`.
+    `overrides` are `a.b=c` strings for another mesh; `own` are the files and modules whose code may
+    run if [own] of the run names it; the other keywords are those that were passed to the run, see
+    `run`. Raises UserError if the run has not taken these steps or cannot be opened.
     """
-    step = as_whole(asked_step(Path(run), step), "step", 1, LAST_STEP)
+    step = as_whole(step_in_question(Path(run), step), "step", 1, LAST_STEP)
     last = step if to is None else as_whole(to, "to", 1, LAST_STEP)
     if last < step:
         raise ConfigError(f"to={last} is before step={step}", fix=f"to={step} or later")
@@ -92,8 +92,8 @@ def replay(  # noqa: PLR0913 - one keyword for each thing that a caller may repl
         return _elsewhere(opened, last) if opened.elsewhere else _here(opened, last)
 
 
-def asked_step(run: Path, step: int | None) -> int:
-    """Returns the step in question: the named one, or the bad step of a bundle."""
+def step_in_question(run: Path, step: int | None) -> int:
+    """Returns `step`, or by default the bad step of a bundle."""
     if step is not None:
         return step
     if not is_bundle(run):
@@ -102,7 +102,7 @@ def asked_step(run: Path, step: int | None) -> int:
 
 
 def prints_of(again: Again) -> dict[str, tuple[int, int]]:
-    """Returns the fingerprints of the state after a step, by the names that checkpoints give."""
+    """Returns the fingerprints of the state after a step, by the names in checkpoints."""
     return fingerprints(named_leaves(arrays_of(again.state)))
 
 
@@ -110,8 +110,8 @@ def _here(opened: Opened, last: int) -> Replayed:
     leaves: dict[int, tuple[int, int]] = {}
     first: Mismatch | None = None
     for again in steps_again(opened, last):
-        found = unlike(opened, again, leaves)
-        first = first or found
+        difference = unlike(opened, again, leaves)
+        first = first or difference
     twice = None if first is None else _is_repeated(opened, first.step)
     return Replayed(
         str(opened.run),
@@ -130,33 +130,34 @@ def unlike(
 ) -> Mismatch | None:
     """Returns the first difference of a step from the record; None if there is none.
 
-    If the record has fingerprints of this step, `leaves` gets how many are equal, and of how many.
+    If the record has fingerprints of this step, their counts (equal, all) are added to `leaves`.
     """
     step = again.step
-    found = _other_tokens(opened, again)
-    there = opened.written.figures.get(step, {})
-    names = different_figures(again.figures, there)
-    if names and found is None:
+    difference = _other_tokens(opened, again)
+    recorded = opened.written.figures.get(step, {})
+    names = different_figures(again.figures, recorded)
+    if names and difference is None:
         name = names[0]
-        found = Mismatch(step, "figure", name, again.figures[name], there[name], len(names) - 1)
+        values = again.figures[name], recorded[name]
+        difference = Mismatch(step, "figure", name, *values, others=len(names) - 1)
     saved = opened.prints.get(step) or opened.written.prints(step)
     if saved:
         paths = list(opened.setup.model.parameters)
         different = different_leaves(prints_of(again), saved, paths)
         if leaves is not None:
             leaves[step] = (len(saved) - len(different), len(saved))
-        if different and found is None:
-            found = Mismatch(step, "leaf", different[0], others=len(different) - 1)
-    return found
+        if different and difference is None:
+            difference = Mismatch(step, "leaf", different[0], others=len(different) - 1)
+    return difference
 
 
 def _other_tokens(opened: Opened, again: Again) -> Mismatch | None:
-    there = opened.written.tokens(again.step)
-    if there is None:
+    recorded = opened.written.tokens(again.step)
+    if recorded is None:
         return None
     first, second = np.asarray(sums_of_batch(setup_at(opened.setup, again.step), again.batch))
     here = text_of((int(first), int(second)))
-    return None if here == there else Mismatch(again.step, "tokens", "tokens", here, there)
+    return None if here == recorded else Mismatch(again.step, "tokens", "tokens", here, recorded)
 
 
 def _is_repeated(opened: Opened, last: int) -> bool:
@@ -174,16 +175,18 @@ def _is_repeated(opened: Opened, last: int) -> bool:
 
 
 def _elsewhere(opened: Opened, last: int) -> Replayed:
-    found = figures_again(opened, last)
-    most = limits(opened, last, found)
+    figures = figures_again(opened, last)
+    allowed_by_step = limits(opened, last, figures)
     first = None
     apart = limit = 0.0
-    for step, (here, allowed) in enumerate(zip(found, most, strict=True), opened.start + 1):
-        there = opened.written.figures.get(step, {})
+    for step, (here, allowed) in enumerate(
+        zip(figures, allowed_by_step, strict=True), opened.start + 1
+    ):
+        recorded = opened.written.figures.get(step, {})
         for name in FIGURES:
-            mine, theirs = here.get(name), there.get(name)
+            mine, theirs = here.get(name), recorded.get(name)
             if mine is None or theirs is None:
-                is_far = mine != theirs and name in there
+                is_far = mine != theirs and name in recorded
             else:
                 is_far = abs(mine - theirs) > allowed[name]
                 scale = max(abs(theirs), 1e-30)

@@ -1,4 +1,4 @@
-"""Measures how far a step stands out from those before it, in robust standard deviations."""
+"""Measures how far a step stands out from earlier ones, in robust standard deviations."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 
 FIGURES = ("loss", "grad_norm")
-RECENT = 64  # steps before the one in question, by which it is judged
-LEAST = 8  # steps before it that are needed for a verdict
-NEAR = 3  # steps right before it, which may belong to the spike
+RECENT = 64  # earlier steps with which a step is compared
+LEAST = 8  # earlier steps that a verdict needs
+NEAR = 3  # steps just before it, which may belong to the spike
 OUTSTANDING = 5.0  # deviations from which a step is a spike
 PER_MAD = 1.4826  # standard deviations of a normal distribution per median absolute deviation
-FLOOR = 0.002  # share of the median: a figure that hardly moves must not make a spike of nothing
+FLOOR = 0.002  # least deviation, relative to the median: for a figure that hardly moves
 
 
 def recent(figures: Mapping[int, Mapping[str, Any]], step: int) -> list[Mapping[str, Any]]:
-    """Returns the figures of the steps by which `step` is judged, oldest first."""
+    """Returns the figures of the steps with which `step` is compared, oldest first."""
     steps = range(max(1, step - RECENT), step - NEAR)
     return [figures[at] for at in steps if at in figures]
 
@@ -24,29 +24,29 @@ def recent(figures: Mapping[int, Mapping[str, Any]], step: int) -> list[Mapping[
 def deviations(
     before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]
 ) -> float | None:
-    """Returns the largest number of deviations by which a figure of `now` lies above those before.
+    """Returns by how many deviations a figure of `now` exceeds those before, at most.
 
-    None if that is unknown, infinite if a figure is not finite.
+    None if too few steps have it, infinite if a figure is not finite.
     """
-    most = None
+    largest = None
     for name in FIGURES:
-        known = [each[name] for each in before if each.get(name) is not None]
+        known = [figures[name] for figures in before if figures.get(name) is not None]
         if len(known) < LEAST:
             continue
         middle = float(np.median(known))
         spread = PER_MAD * float(np.median(np.abs(np.array(known) - middle)))
         spread = max(spread, FLOOR * abs(middle), 1e-12)
-        for each in now:
-            if name not in each:
+        for figures in now:
+            if name not in figures:
                 continue
-            value = each[name]
+            value = figures[name]
             above = math.inf if value is None else (value - middle) / spread
-            most = above if most is None else max(most, above)
-    return most
+            largest = above if largest is None else max(largest, above)
+    return largest
 
 
-def is_healed(seen: float, instead: float | None) -> bool:
-    """Returns True if a counterfactual has removed a spike, or half of it."""
-    if instead is None:
+def is_healed(before: float, after: float | None) -> bool:
+    """Returns True if a change has removed a spike of `before` deviations, or half of it."""
+    if after is None:
         return False
-    return instead < OUTSTANDING or instead < seen / 2
+    return after < OUTSTANDING or after < before / 2

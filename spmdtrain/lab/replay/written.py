@@ -1,6 +1,6 @@
-"""Reads what a run wrote about its steps: figures, hashes, fingerprints, and how each start began.
+"""Reads a run's records of its steps: figures, hashes, fingerprints and starts.
 
-A bundle (running/record/bundle.py) holds the same files, cut to the steps before a bad one.
+A bundle (running/record/bundle.py) has the same files, limited to the steps before a bad one.
 """
 
 import re
@@ -21,9 +21,9 @@ Figures = Mapping[str, Any]
 class WrittenRun:
     """The files of a run, by step.
 
-    `figures`: its lines of metrics.jsonl; numbers that are not finite are None, as in JSON.
-    `steps`: its lines of steps.jsonl. `events`: events.jsonl. `starts`: those of RUN/starts, in
-    order.
+    `figures` are the lines of metrics.jsonl, with None for numbers that are not finite, as in JSON.
+    `steps` are the lines of steps.jsonl, `events` those of events.jsonl, and `starts` the records
+    in RUN/starts, in order.
     """
 
     run: Path
@@ -38,7 +38,7 @@ class WrittenRun:
         return max(self.figures, default=0)
 
     def check_steps(self, first: int, last: int) -> None:
-        """Raises CheckpointError unless there are figures of the steps `first` to `last`."""
+        """Raises CheckpointError unless the steps `first` to `last` have figures."""
         missing = [step for step in range(first, last + 1) if step not in self.figures]
         if missing:
             raise CheckpointError(
@@ -48,17 +48,16 @@ class WrittenRun:
             )
 
     def start_of(self, step: int) -> Start | None:
-        """Returns the start that took `step`: the last one that began before it, if recorded.
+        """Returns the start that took `step`: the last one before it, if recorded.
 
-        A later start that began at or after `step` has not taken it again.
+        Starts at or after `step` have not taken it again.
         """
-        return next((each for each in reversed(self.starts) if each["from_step"] < step), None)
+        return next((start for start in reversed(self.starts) if start["from_step"] < step), None)
 
     def sample_after(self, step: int, saved: int) -> int:
-        """Returns the global index of the first sample after checkpoint `step`, given the index
-        `saved` in it.
+        """Returns the global index of the first sample after checkpoint `step`, which has `saved`.
 
-        A run that went back to this checkpoint left out samples.
+        They differ if the run went back to this checkpoint, since it then skips samples.
         """
         match self.steps.get(step + 1):
             case {"samples": [int() as first, int()]}:
@@ -74,8 +73,8 @@ class WrittenRun:
 
     def tokens(self, step: int) -> str | None:
         """Returns the hash of a step's tokens, if it was recorded."""
-        found = self.steps.get(step, {}).get("tokens")
-        return found if isinstance(found, str) else None
+        text = self.steps.get(step, {}).get("tokens")
+        return text if isinstance(text, str) else None
 
     def prints(self, step: int) -> dict[str, Fingerprint] | None:
         """Returns the fingerprints of the state after a step, if they were recorded."""
@@ -108,10 +107,10 @@ def steps_and_figures(
 
 
 def _by_step(lines: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Returns the lines by step; evaluations, which have no gradient norm, do not replace steps."""
-    found: dict[int, dict[str, Any]] = {}
+    """Returns the lines by step. Evaluations, which have no gradient norm, never replace steps."""
+    by_step: dict[int, dict[str, Any]] = {}
     for line in lines:
         step = line.get("step")
-        if isinstance(step, int) and ("grad_norm" in line or step not in found):
-            found[step] = line
-    return found
+        if isinstance(step, int) and ("grad_norm" in line or step not in by_step):
+            by_step[step] = line
+    return by_step

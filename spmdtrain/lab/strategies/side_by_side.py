@@ -7,7 +7,7 @@ from typing import Any
 from spmdtrain.lab.strategies.predicted import PredictedStrategy
 from spmdtrain.lab.strategies.trained import TrainedStrategy
 from spmdtrain.parallel.mesh import mesh_in_words
-from spmdtrain.planner.offers.words import offers_values
+from spmdtrain.planner.offers.offer_tables import offers_values
 from spmdtrain.running.report.json_lines import numbers
 
 TRAINED = (

@@ -10,8 +10,8 @@ from xml.sax.saxutils import escape
 
 from spmdtrain.parallel.mesh import mesh_in_words
 from spmdtrain.planner.estimate import Estimate
+from spmdtrain.planner.offers.offer_tables import layout_of
 from spmdtrain.planner.offers.offers import Offer
-from spmdtrain.planner.offers.words import layout_of
 from spmdtrain.planner.plan import Plan
 
 # Lengths in pixels.

@@ -1,3 +1,1 @@
-"""Shows what a step costs its devices: memory, traffic, seconds by part, and whether it got
-slower.
-"""
+"""Shows the costs of a step on its devices: memory, traffic, seconds by part, and slowing down."""

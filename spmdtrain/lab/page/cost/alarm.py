@@ -1,9 +1,8 @@
-"""Finds out whether the newest steps are slower than the range of those before them, and which
-component is to blame.
+"""Detects that the newest steps are slower than earlier ones, and names the component to blame.
 
 Steps are grouped into windows. The ratio of measured to predicted seconds of a window is compared
-with those of earlier windows; a prediction is one number for a run, so without one the seconds
-themselves say the same.
+with those of earlier windows. A prediction is one number for the whole run, so without one the
+seconds themselves do as well.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -14,18 +13,17 @@ from spmdtrain.lab.page.columns import median
 from spmdtrain.lab.page.read import RunRead, is_number
 
 WINDOW = 20  # steps
-BEFORE = 8  # windows that make the band
-FEWEST = 3  # of them, from which it speaks
+BEFORE = 8  # windows that define the band
+FEWEST = 3  # windows that a band needs
 SPREADS = 5.0  # robust standard deviations around their median
-LEAST = 0.1  # of their median: a smaller band is none
+LEAST = 0.1  # of their median: the narrowest band
 
 
 class Alarm(NamedTuple):
-    """An alarm, because the newest window left the band: its ratio, the `usual` one, and the
-    `component`.
+    """An alarm: the newest window, which starts with step `first`, is above the band.
 
-    `first` is the step with which the window begins. With a prediction the figures are measured
-    over predicted; without one they are seconds, and `predicted` is None.
+    It has its ratio, the `usual` one, and the `component` to blame. The figures are measured over
+    predicted seconds; without a prediction they are seconds, and `predicted` is None.
     """
 
     first: int
@@ -36,14 +34,14 @@ class Alarm(NamedTuple):
 
 
 def alarm(run: RunRead) -> Alarm | None:
-    """Returns an alarm if the newest steps are slower than the band, otherwise None."""
+    """Returns an alarm if the newest steps are slower than the band, or None."""
     took, waits = run.steps["step_seconds"][1:], run.steps["input_seconds"][1:]
     steps = run.steps["step"][1:]
     count = len(took) // WINDOW
     if count <= FEWEST:
         return None
     first = len(took) - min(count, BEFORE + 1) * WINDOW
-    seconds, waiting = (_windows(each[first:]) for each in (took, waits))
+    seconds, waiting = (_windows(column[first:]) for column in (took, waits))
     usual = float(np.median(seconds[:-1]))
     spread = 1.4826 * float(np.median(np.abs(seconds[:-1] - usual)))
     more = float(seconds[-1]) - usual
@@ -59,4 +57,4 @@ def alarm(run: RunRead) -> Alarm | None:
 
 
 def _windows(values: np.ndarray) -> np.ndarray:
-    return np.array([median(each) for each in values.reshape(-1, WINDOW)])
+    return np.array([median(window) for window in values.reshape(-1, WINDOW)])

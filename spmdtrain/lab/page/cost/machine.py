@@ -4,12 +4,12 @@ from collections import defaultdict
 from typing import Any
 
 from spmdtrain.lab.page.columns import known
+from spmdtrain.lab.page.formats import safe, share, size
 from spmdtrain.lab.page.read import RunRead, is_number
-from spmdtrain.lab.page.words import safe, share, size
 
 
 def memory(run: RunRead) -> str:
-    """Returns the memory of a device as bars: predicted, compiled, measured; empty if unknown."""
+    """Returns bars of a device's memory: predicted, compiled and measured, as far as known."""
     compiled = numbers_in(run.compiled.get("memory"))
     bars: list[tuple[str, dict[str, float]]] = []
     if predicted := numbers_in(run.predicted.get("memory_bytes")):
@@ -35,13 +35,13 @@ def memory(run: RunRead) -> str:
 
 
 def _bar(name: str, parts: dict[str, float], top: float) -> str:
-    order = sorted(parts.items(), key=lambda each: -each[1])
+    order = sorted(parts.items(), key=lambda item: -item[1])
     pieces = "".join(
         f'<i class="m{at % 6}" style="width:{100 * count / top:.2f}%"></i>'
         for at, (_, count) in enumerate(order)
         if count > 0
     )
-    said = ", ".join(
+    legend = ", ".join(
         f'<span class=part><i class="swatch m{at % 6}"></i>{safe(part.replace("_", " "))} '
         f"{size(count)}</span>"
         for at, (part, count) in enumerate(order)
@@ -49,20 +49,20 @@ def _bar(name: str, parts: dict[str, float], top: float) -> str:
     )
     return (
         f"<tr><th scope=row>{safe(name)}</th><td class=bar><div>{pieces}</div>"
-        f"<p class=dim>{said}</p></td><td class=num>{size(sum(parts.values()))}</td></tr>"
+        f"<p class=dim>{legend}</p></td><td class=num>{size(sum(parts.values()))}</td></tr>"
     )
 
 
 def ledger(run: RunRead) -> str:
-    """Returns what a device sends in a step, by mesh axis; empty if nothing crosses the network.
+    """Returns a table of what a device sends in a step by mesh axis, or "" if it sends nothing.
 
-    If nobody knows how often a loop runs, it returns what its body has once.
+    If a loop runs an unknown number of times, the collectives of its body are listed once.
     """
     sent: dict[str, float] = defaultdict(float)
     hidden: dict[str, float] = defaultdict(float)
     kinds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for each in run.compiled.get("traffic") or ():
-        match each:
+    for operation in run.compiled.get("traffic") or ():
+        match operation:
             case {"axis": str(axis), "kind": str(kind), "sent": count, "sent_beside_work": beside}:
                 if is_number(count) and is_number(beside) and count > 0:
                     sent[axis] += count
@@ -72,10 +72,10 @@ def ledger(run: RunRead) -> str:
         return _ledger_of_text(run) if run.compiled.get("traffic") is None else ""
     top = max(sent.values())
     rows = []
-    for axis, count in sorted(sent.items(), key=lambda each: -each[1]):
+    for axis, count in sorted(sent.items(), key=lambda item: -item[1]):
         made_of = ", ".join(
             f"{safe(kind)} {size(part)}"
-            for kind, part in sorted(kinds[axis].items(), key=lambda each: -each[1])
+            for kind, part in sorted(kinds[axis].items(), key=lambda item: -item[1])
         )
         rows.append(
             f"<tr><th scope=row>{safe(axis.replace('+', ' + '))}</th><td class=bar><div>"
@@ -96,14 +96,14 @@ def ledger(run: RunRead) -> str:
 
 
 def _ledger_of_text(run: RunRead) -> str:
-    """Returns the collectives that the text of the program has, each loop's body once."""
+    """Returns a table of the collectives in the program's text, with the body of a loop once."""
     rows = []
-    for each in run.compiled.get("collectives") or ():
-        match each:
+    for operation in run.compiled.get("collectives") or ():
+        match operation:
             case {"axis": str(axis), "kind": str(kind), "count": count, "bytes": held} if is_number(
                 count
             ) and is_number(held):
-                place = "a loop" if each.get("inside_loop") else "the step"
+                place = "a loop" if operation.get("inside_loop") else "the step"
                 rows.append(
                     f"<tr><th scope=row>{safe(axis.replace('+', ' + '))}</th><td>{safe(kind)}</td>"
                     f"<td class=num>{count:,.0f}</td><td class=num>{size(held)}</td>"
@@ -121,6 +121,6 @@ def _ledger_of_text(run: RunRead) -> str:
 
 
 def numbers_in(value: Any) -> dict[str, float]:
-    """Returns the entries of a table of a file that are numbers."""
+    """Returns the entries of a JSON object that are numbers, 0 or more."""
     items = value.items() if isinstance(value, dict) else ()
-    return {str(name): float(each) for name, each in items if is_number(each) and each >= 0}
+    return {str(name): float(number) for name, number in items if is_number(number) and number >= 0}

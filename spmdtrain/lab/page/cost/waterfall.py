@@ -5,12 +5,11 @@ from collections.abc import Mapping
 
 from spmdtrain.lab.page.columns import median
 from spmdtrain.lab.page.cost.machine import numbers_in
+from spmdtrain.lab.page.formats import plural, safe, seconds, share
 from spmdtrain.lab.page.read import RunRead
-from spmdtrain.lab.page.words import plural, safe, seconds, share
 
 MOST_PARTS = 12
-# What bounds the sorts of work that a trace tells apart, in the words of the planner. Its `host` is
-# what an idle device waits for.
+# What bounds the sorts of work in a trace, in the planner's words. Its `host` counts as idle here.
 BOUNDS = {
     "matmul": "compute",
     "kernel": "compute",
@@ -22,7 +21,7 @@ BOUNDS = {
 
 
 def waterfall(run: RunRead) -> str:
-    """Returns the parts of a step as waterfalls: predicted, and of the newest traced step."""
+    """Returns waterfalls of the parts of a step: predicted, and of the newest traced step."""
     return _predicted(run) + _measured(run)
 
 
@@ -48,7 +47,7 @@ def by_bound(run: RunRead) -> dict[str, tuple[float, float]]:
 
 
 def farthest_bound(run: RunRead) -> str | None:
-    """Returns the bound whose seconds exceed the prediction most; None if that is unknown."""
+    """Returns the bound whose seconds exceed the prediction most, or None if unknown."""
     more = {name: now - then for name, (then, now) in by_bound(run).items()}
     return max(more, key=lambda name: more[name]) if more else None
 
@@ -69,25 +68,25 @@ def _predicted(run: RunRead) -> str:
 
 
 def _measured(run: RunRead) -> str:
-    found = ""
+    tables = ""
     step, devices = run.profile.get("step"), run.profile.get("devices")
     for name, title in (("sorts", "sort of work"), ("parts", "part of the model")):
-        parts = {each: took for each, took in numbers_in(run.profile.get(name)).items() if took > 0}
+        parts = {part: took for part, took in numbers_in(run.profile.get(name)).items() if took > 0}
         if parts and type(step) is int and type(devices) is int:
             note = f"Traced in step {step:,}, the mean over {plural(devices, 'device')}."
-            found += _table(parts, title, "measured", note)
+            tables += _table(parts, title, "measured", note)
     if bounds := by_bound(run):
-        said = "; ".join(
+        bounds_in_words = "; ".join(
             f"{name} {seconds(now)}, predicted {seconds(then)}"
             for name, (then, now) in bounds.items()
         )
-        found += f"<p class=dim>By what bounds it: {safe(said)}.</p>"
-    return found
+        tables += f"<p class=dim>By what bounds it: {safe(bounds_in_words)}.</p>"
+    return tables
 
 
 def _table(parts: Mapping[str, float], title: str, how: str, note: str) -> str:
     total = sum(parts.values())
-    order = sorted(parts.items(), key=lambda each: -each[1])
+    order = sorted(parts.items(), key=lambda item: -item[1])
     if len(order) > MOST_PARTS:
         rest = sum(took for _, took in order[MOST_PARTS:])
         order = [*order[:MOST_PARTS], ("all else", rest)]

@@ -1,4 +1,4 @@
-"""Formats numbers and texts for people, and makes text safe for a page."""
+"""Formats numbers for people, and makes texts safe for a page."""
 
 import html
 import math
@@ -12,17 +12,17 @@ MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
 
 def safe(text: Any) -> str:
     """Returns a text from a file, escaped for HTML and of bounded length."""
-    said = str(text)
-    if len(said) > LONGEST:
-        said = said[: LONGEST - 1] + "…"
-    printable = "".join(
-        each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in said
+    shown = str(text)
+    if len(shown) > LONGEST:
+        shown = shown[: LONGEST - 1] + "…"
+    shown = "".join(
+        letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in shown
     )
-    return html.escape(printable)
+    return html.escape(shown)
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Returns a number in a few digits; a dash if it is unknown."""
+    """Returns a number with a few digits, or a dash if it is unknown."""
     if value is None or not math.isfinite(value):
         return "–"
     if value == 0:
@@ -39,7 +39,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def size(count: float | None) -> str:
-    """Returns a number of bytes in words."""
+    """Returns a number of bytes with a unit."""
     if count is None or not math.isfinite(count):
         return "–"
     for least, name in SIZES:
@@ -49,7 +49,7 @@ def size(count: float | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """Returns a length of time in words."""
+    """Returns a duration with a unit."""
     if value is None or not math.isfinite(value):
         return "–"
     if value == 0:
