@@ -6,6 +6,7 @@ import pytest
 
 from spmdtrain.config.errors import DataError
 from spmdtrain.data.chats.conversation import ChatFields
+from spmdtrain.data.texts.documents import read_chunks, values_of
 from spmdtrain.data.texts.parquet_columns import arrow_rows, parquet_rows
 
 arrow = pytest.importorskip("pyarrow")
@@ -13,7 +14,7 @@ parquet = pytest.importorskip("pyarrow.parquet")
 if not hasattr(arrow, "json_"):
     pytest.skip("this pyarrow has no type of JSON texts", allow_module_level=True)
 
-CALL = {"function": {"name": "f", "arguments": {"x": 1, "text": "é"}}}
+CALL = {"function": {"name": "f", "arguments": {"x": 1, "text": "é", "none": None}}}
 MESSAGES = [
     [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "tool_calls": [CALL]}],
     [],
@@ -75,12 +76,34 @@ def test_what_is_read_is_what_was_written(column, ending, tmp_path):
     whole = [None if each is None else (wanted or list)(each) for each in MESSAGES]
     for field in (ChatFields(), "messages"):
         values = [row for _, rows_, _ in rows(str(path), field, 0, 2**20) for row in rows_]
-        found = [row["messages"] if isinstance(field, ChatFields) else row for row in values]
-        assert found == whole
+        read = [row.get("messages") if isinstance(field, ChatFields) else row for row in values]
+        assert read == whole
 
 
-def test_a_text_that_is_no_json_is_refused_in_a_line(tmp_path):
-    table = arrow.table({"messages": arrow.array(["{"]).cast(JSON)})
+def test_rows_of_chunks_keep_the_nulls_of_a_writer_alone(tmp_path):
+    """A table adds keys with null to objects that lack them; JSON texts hold what was written."""
+    of_one, kind, _ = COLUMNS["messages"]
+    tools = [[{"name": "f", "unit": None}], [{"name": "g", "unit": "m"}], None, []]
+    write(
+        tmp_path / "a.parquet",
+        arrow.table({"messages": in_texts(of_one, kind), "tools": tools}),
+    )
+    (chunk,) = read_chunks(str(tmp_path / "a.parquet"), ChatFields())
+    first, last = values_of(chunk, ChatFields())[::3]
+    assert first == {"messages": MESSAGES[0], "tools": [{"name": "f"}]}
+    assert last == {"messages": MESSAGES[3], "tools": []}
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("{", "Expecting property name"),
+        ("[" * 99_999, "maximum recursion depth"),
+        ("9" * 5_000, ""),
+    ],
+)
+def test_a_text_that_is_no_json_is_refused_in_a_line(value, said, tmp_path):
+    table = arrow.table({"messages": arrow.array([value]).cast(JSON)})
     rows = write(tmp_path / "a.parquet", table)
-    with pytest.raises(DataError, match="cannot read .*a.parquet: Expecting property name"):
+    with pytest.raises(DataError, match=f"cannot read .*a.parquet: {said}"):
         list(rows(str(tmp_path / "a.parquet"), "messages", 0, 2**20))

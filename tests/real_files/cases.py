@@ -51,7 +51,7 @@ TOKENIZERS = {
 TABLES = ("to_json", "to_parquet", "save_to_disk")
 CHATS = (
     *("to_json of conversations", "to_parquet of conversations"),
-    "conversations of the type Json",
+    *("conversations of the type Json", "contents of several types", "conversations as JSON texts"),
 )
 NO_JSON = "and not a tokenizer.json; try the tokenizer.json of the same model"
 INDICES = ("uint16", "int32", "sequences in documents", "merged")
@@ -68,8 +68,8 @@ def _tables() -> list[Case]:
         ),
         *(Case("data", name, kind, script, (kind,), read.conversations) for kind in CHATS),
         Case(
-            *("data", name, "conversations as JSON texts", script),
-            *(("conversations as JSON texts",), read.conversations, "is not a list of messages"),
+            *("data", name, "prompts and completions as JSON texts", script),
+            *(("completions as JSON texts",), read.conversations, "holds messages as JSON"),
         ),
         Case("data", "trl", "pairs", script, ("pairs of trl",), read.conversations),
     ]

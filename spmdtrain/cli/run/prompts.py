@@ -10,6 +10,7 @@ from typing import Any
 
 from spmdtrain.config import ConfigError
 from spmdtrain.config.named_file import read_named
+from spmdtrain.data.chats.json_texts import are_messages, messages_of, refuse_messages
 
 # In place of the text of --chat: a conversation whose questions are lines of standard input.
 TALK = object()
@@ -93,15 +94,25 @@ def _of_line(line: str, where: str) -> Prompt:
         raise ConfigError(f"--prompts {where} is not a line of JSON: {error}") from None
     if HALF_A_PAIR.search(written):
         raise ConfigError(f"--prompts {where} has half a surrogate pair", found=f"{line:.60}")
-    prompt = row
-    if isinstance(row, dict):
-        prompt = row.get("prompt", row.get("messages"))
-    if isinstance(prompt, str) and prompt:
-        return prompt
-    if isinstance(prompt, list) and prompt and all(isinstance(item, dict) for item in prompt):
+    prompt = _prompt_of(row, where)
+    is_text = isinstance(prompt, str) and prompt
+    if is_text or (are_messages(prompt) and all(isinstance(message, dict) for message in prompt)):
         return prompt
     raise ConfigError(
         f"--prompts {where} is not a prompt",
         found=f"{line:.60}",
         fix='{"prompt": "text"} or {"messages": [{"role": "user", "content": "text"}]}',
     )
+
+
+def _prompt_of(row: Any, where: str) -> Any:
+    """Returns what a line of JSON asks. Raises ConfigError if messages are in a text of their own
+    JSON where a text can be.
+    """
+    if isinstance(row, dict) and "prompt" not in row:
+        messages = messages_of(row.get("messages"))
+        return None if isinstance(messages, str) else messages
+    prompt = row["prompt"] if isinstance(row, dict) else row
+    if isinstance(prompt, str):
+        refuse_messages(prompt, f"--prompts {where}")
+    return prompt

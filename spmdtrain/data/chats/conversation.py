@@ -5,16 +5,16 @@
     prompt and completion {"prompt": ..., "completion": ...}, each a text or a list of messages
 
 A row may also have a `system` text, `tools`, `documents` and `chat_template_kwargs`: variables of
-the template.
+the template. All but the texts may be JSON in a text.
 """
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from spmdtrain.config.errors import DataError
 from spmdtrain.data.chats.joined_prompts import echoes, seam
+from spmdtrain.data.chats.json_texts import messages_of, refuse_messages, value_of
 from spmdtrain.data.chats.roles import ANSWERS, ASKS
 
 # Where a conversation may be in a row, in this order.
@@ -105,6 +105,8 @@ def read_conversation(
     `where` names the row. Raises DataError, with that name, if it holds no conversation.
     """
     form = None if row is None else fields.form_in(row)
+    if row and form and len(form) == 1:
+        row = row | {form[0]: messages_of(row[form[0]])}
     if row is None or (form and all(row[name] is None for name in form)):
         return None
     if form is None:
@@ -174,6 +176,7 @@ def _prompt_of(row: dict[str, Any], where: str) -> Conversation:
 def _as_conversation(value: Any, role: str, where: str) -> Conversation:
     """Returns the conversation of messages, or of a text, which is a message of `role`."""
     if isinstance(value, str):
+        refuse_messages(value, where)
         value = [{"role": role, "content": value}]
     if not isinstance(value, list) or not value:
         raise DataError(f"{where} is neither a text nor messages", found=f"{value!r:.60}")
@@ -203,7 +206,7 @@ def _with_others(conversation: Conversation, row: dict, where: str) -> Conversat
             learned=(False, *conversation.learned),
         )
     tools, documents = (_list(row.get(name), f"{where}: {name!r}") for name in OTHERS[1:3])
-    variables = _from_json(row.get(OTHERS[3]), f"{where}: {OTHERS[3]!r}")
+    variables = value_of(row.get(OTHERS[3]), f"{where}: {OTHERS[3]!r}")
     if not isinstance(variables or {}, dict):
         raise DataError(f"{where}: {OTHERS[3]!r} is not an object", found=f"{variables!r:.60}")
     _check_depth([tools, documents, variables], where)
@@ -216,22 +219,12 @@ def _with_others(conversation: Conversation, row: dict, where: str) -> Conversat
 
 
 def _list(value: Any, where: str) -> list | None:
-    value = _from_json(value, where)
+    value = value_of(value, where)
     if value in (None, [], {}):
         return None
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise DataError(f"{where} is not a list of objects", found=f"{value!r:.60}")
     return value
-
-
-def _from_json(value: Any, where: str) -> Any:
-    """Returns a value that tables store as JSON text, because a column has one type."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value or "null")
-    except (ValueError, RecursionError):
-        raise DataError(f"{where} is not JSON", found=f"{value!r:.60}") from None
 
 
 # --- one message ----------------------------------------------------------------------------------
@@ -272,7 +265,7 @@ def _of_sharegpt(message: dict, where: str) -> dict[str, Any]:
             fix=f"one of {', '.join(ROLES_OF_SHAREGPT)}, or the keys role and content",
         )
     if name == "function_call":
-        call = _from_json(value, f"{where} has a message whose value")
+        call = value_of(value, f"{where} has a message whose value")
         return {"role": role, "tool_calls": [{"type": "function", "function": call}]} | others
     return {"role": role, "content": value} | others
 

@@ -6,7 +6,6 @@ document is encoded on its own, and chunks come out in the order they went in.
 
 import multiprocessing
 import os
-import reprlib
 import signal
 import threading
 from collections import deque
@@ -36,7 +35,7 @@ from spmdtrain.data.prepare.notes import (
     REPEATS,
     SPELLS,
 )
-from spmdtrain.data.texts.documents import Chunk, format_of, values_of
+from spmdtrain.data.texts.documents import Chunk, format_of, texts_of, values_of
 from spmdtrain.data.token_files.tokens import DTYPES, SECOND, storage_dtype
 from spmdtrain.data.tokenizers.tokenizer import Tokenizer, from_spec
 
@@ -101,27 +100,12 @@ def encoder(recipe: Recipe) -> Iterator[Callable[[Chunk], Encoded]]:
 
 def _encode_texts(chunk: Chunk, recipe: Recipe, tokenizer: Tokenizer) -> Encoded:
     assert isinstance(recipe.field, str), "texts have one field"
-    texts = []
-    sizes = []
-    for number, value in enumerate(values_of(chunk, recipe.field), chunk.first):
-        text = "" if value is None else value
-        texts.append(text)
-        sizes.append(_size(text, chunk, number, recipe.field))
+    sized = list(texts_of(chunk, recipe.field))
+    texts = [text for text, _ in sized]
+    sizes = [size for _, size in sized]
     encoded = tokenizer.encode_batch(texts, parse_special=recipe.parse_special)
     notes = [SPELLS * tokenizer.spells_special(text) for text in texts]
     return _joined(encoded, sizes, None, notes, recipe, tokenizer)
-
-
-def _size(text, chunk: Chunk, number: int, field: str) -> int:
-    """Returns the bytes of a text. Raises DataError, with file and row, if it is not text."""
-    where = f"{chunk.path}: {field!r} of row {number + 1}"
-    if not isinstance(text, str):
-        raise DataError(f"{where} is not a text", found=f"{reprlib.repr(text):.60}")
-    try:
-        return len(text.encode())
-    except UnicodeEncodeError as error:
-        wrong = f"half a surrogate pair at position {error.start}"
-        raise DataError(f"{where} is not a text: {wrong}") from None
 
 
 def _encode_conversations(

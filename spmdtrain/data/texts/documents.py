@@ -10,6 +10,7 @@ quick; the slow work (JSON, tokens) is done by the process that gets the chunk.
 
 import io
 import os
+import reprlib
 import shlex
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Any
 
 from spmdtrain.config.errors import DataError
 from spmdtrain.data.chats.conversation import ChatFields
+from spmdtrain.data.chats.json_texts import are_messages, messages_in
 from spmdtrain.data.texts.compressed import compression_of, opened, without_compression
 from spmdtrain.data.texts.files import decode, find_files, parse_json, read_json
 from spmdtrain.data.texts.other_kinds import LOOKED_AT, refuse_other_kinds
@@ -146,7 +148,7 @@ def values_of(chunk: Chunk, field: str | ChatFields) -> list:
     such field.
     """
     if format_of(chunk.path) != "jsonl":
-        return chunk.rows if isinstance(field, str) else [_without_nulls(row) for row in chunk.rows]
+        return chunk.rows
     numbered = enumerate(chunk.rows, chunk.first + 1)
     return [_value_of_line(line, f"{chunk.path}:{number}", field) for number, line in numbered]
 
@@ -170,30 +172,63 @@ def lines_of_separator(files: Iterable[str], split_on: str | None) -> list[str]:
     return [f"{named} is nowhere in {len(texts)} text file{'s'[: len(texts) > 1]}, {whole}"]
 
 
-def texts_in(
+def texts_of(chunk: Chunk, field: str) -> Iterator[tuple[str, int]]:
+    """Yields the text of each row of a chunk, "" for an empty row, and its bytes of UTF-8.
+
+    Raises DataError, with file and row, if a value is not a text.
+    """
+    for number, value in enumerate(values_of(chunk, field), chunk.first + 1):
+        text = "" if value is None else value
+        where = f"{chunk.path}: {field!r} of row {number}"
+        if not isinstance(text, str):
+            fix = f"{command_to_prepare(chunk.path)} --chat" if are_messages(text) else ""
+            raise DataError(f"{where} is not a text", found=f"{reprlib.repr(text):.60}", fix=fix)
+        try:
+            yield text, len(text.encode())
+        except UnicodeEncodeError as error:
+            wrong = f"half a surrogate pair at position {error.start}"
+            raise DataError(f"{where} is not a text: {wrong}") from None
+
+
+def texts_in(files: Iterable[str], field: str, split_on: str | None = None) -> Iterator[str]:
+    """Yields every text in files of documents. Raises DataError if a document is not a text."""
+    for file in files:
+        for chunk in read_chunks(file, field, split_on):
+            yield from (text for text, size in texts_of(chunk, field) if size)
+
+
+def texts_to_learn(
     files: Iterable[str],
     field: str,
-    split_on: str | None = None,
+    split_on: str | None,
     advance: Callable[[str, int], None] | None = None,
 ) -> Iterator[str]:
-    """Yields every text in files of documents, including each role and content of conversations.
+    """Yields what a tokenizer learns from: every text, and those in each message.
 
-    `advance(file, bytes read from it)` is called from time to time.
+    `advance(file, bytes read from it)` is called from time to time. Raises DataError, with file and
+    row, if a document is neither a text nor a conversation.
     """
     for file in files:
         for chunk in read_chunks(file, field, split_on):
-            for value in values_of(chunk, field):
-                if isinstance(value, str):
-                    yield value
-                elif isinstance(value, list):
-                    yield from texts_of_messages(value)
+            for number, value in enumerate(values_of(chunk, field), chunk.first + 1):
+                messages = messages_in(value) if isinstance(value, str) else value
+                if messages is None:
+                    yield value or ""
+                elif are_messages(messages):
+                    yield from texts_of_messages(messages)
+                elif messages:
+                    where = f"{chunk.path}: {field!r} of row {number}"
+                    raise DataError(
+                        f"{where} is neither a text nor messages",
+                        found=f"{reprlib.repr(value):.60}",
+                    )
             if advance:
                 advance(file, chunk.read)
 
 
-def texts_of_messages(messages: Any) -> Iterator[str]:
+def texts_of_messages(messages: list) -> Iterator[str]:
     """Yields the texts in a conversation: roles, contents, and parts of contents."""
-    for message in messages if isinstance(messages, list) else ():
+    for message in messages:
         if isinstance(message, dict):
             yield from (text for text in message.values() if isinstance(text, str))
             parts = message.get("content")
@@ -201,16 +236,6 @@ def texts_of_messages(messages: Any) -> Iterator[str]:
                 text = part.get("text") if isinstance(part, dict) else part
                 if isinstance(text, str):
                     yield text
-
-
-def _without_nulls(value: Any) -> Any:
-    """Returns a value without the nulls that a table adds, because all of its rows have the same
-    keys.
-    """
-    if isinstance(value, dict):
-        entries = value.items()
-        return {key: _without_nulls(inner) for key, inner in entries if inner is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _value_of_line(line: bytes, where: str, field: str | ChatFields) -> Any:
@@ -223,7 +248,7 @@ def _value_of_line(line: bytes, where: str, field: str | ChatFields) -> Any:
         raise DataError(f"{where} is not a JSON object", found=f"{line[:40]!r}")
     names = field.chosen(row) if isinstance(field, ChatFields) else [field]
     if names is None or not set(names).issubset(row):
-        is_meant = _is_text if isinstance(field, str) else _is_conversation
+        is_meant = _is_text if isinstance(field, str) else are_messages
         meant = {name: value for name, value in row.items() if is_meant(value)}
         by_length = sorted(meant, key=lambda name: -len(meant[name]))
         raise no_field(where, field, row, by_length)
@@ -232,15 +257,6 @@ def _value_of_line(line: bytes, where: str, field: str | ChatFields) -> Any:
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
-
-
-def _is_conversation(value: Any) -> bool:
-    return bool(
-        isinstance(value, list)
-        and value
-        and isinstance(value[0], dict)
-        and ("role" in value[0] or "from" in value[0])
-    )
 
 
 def _array(path: str) -> DataError:

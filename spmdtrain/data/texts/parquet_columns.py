@@ -24,6 +24,7 @@ JOINED = "it is two files in one; only one of them would be read"
 # The end of a stream of record batches, as written today and before Arrow 0.15.
 STREAM_ENDS = (b"\xff\xff\xff\xff\0\0\0\0", b"\0\0\0\0")
 
+UNREADABLE = (ValueError, OverflowError, RecursionError)  # Python's errors on damaged values
 EXTENSION, JSON_TEXT = b"ARROW:extension:name", "arrow.json"
 
 Parse = Callable[[Any], Any]
@@ -160,8 +161,18 @@ def _slices(column: Any, done: int, skip: int, read: int, most_bytes: int) -> It
     step = max(min(MOST_ROWS, most_bytes * count // max(column.nbytes, 1)), 1)
     parse = _parser(column)
     for begin in range(max(skip - first, 0), count, step):
-        values = column.slice(begin, step).to_pylist()
+        values = [_without_nulls(value) for value in column.slice(begin, step).to_pylist()]
         yield first + begin, values if parse is None else [parse(value) for value in values], read
+
+
+def _without_nulls(value: Any) -> Any:
+    """Returns a value without the nulls that a table adds, because all of its rows have the same
+    keys. Those in a JSON text are the writer's own.
+    """
+    if isinstance(value, dict):
+        held = value.items()
+        return {key: _without_nulls(inner) for key, inner in held if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _parser(column: Any) -> Parse | None:
@@ -195,7 +206,9 @@ def _parser_of_fields(fields: Iterable[Any]) -> Parse | None:
         return None
 
     def parse(row: Mapping[str, Any] | None) -> Any:
-        return row and {**row, **{name: parsers[name](row[name]) for name in parsers}}
+        return row and {
+            name: parsers[name](value) if name in parsers else value for name, value in row.items()
+        }
 
     return parse
 
@@ -251,6 +264,6 @@ def _reading_table(path: str, arrow: Any) -> Iterator[None]:
         yield
     except DataError:
         raise
-    except (arrow.ArrowException, OSError, EOFError, ValueError, OverflowError) as error:
+    except (arrow.ArrowException, OSError, EOFError, *UNREADABLE) as error:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise DataError(f"cannot read {path}: {first_line}") from None

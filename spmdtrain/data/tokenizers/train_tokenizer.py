@@ -10,7 +10,7 @@ import numpy as np
 from spmdtrain.config.errors import DataError
 from spmdtrain.config.writing import writing
 from spmdtrain.data.prepare.file_progress import plain_lines
-from spmdtrain.data.texts.documents import find_inputs, lines_of_separator, texts_in
+from spmdtrain.data.texts.documents import find_inputs, lines_of_separator, texts_to_learn
 from spmdtrain.data.tokenizers.tokenizer import END_NAMES
 
 BYTES = 256  # every byte is a token, so every text has tokens
@@ -77,12 +77,14 @@ def train_tokenizer(
 def _read(files: list[str], field: str, split_on: str | None) -> Iterator[str]:
     """Yields the texts of files, and reports progress if there is no terminal."""
     if sys.stderr.isatty():
-        yield from texts_in(files, field, split_on)
+        yield from texts_to_learn(files, field, split_on)
         return
     sizes = [os.path.getsize(file) for file in files]
     before = dict(zip(files, np.cumsum([0, *sizes[:-1]]).tolist(), strict=True))
     say = plain_lines(sum(sizes))
-    yield from texts_in(files, field, split_on, lambda file, read: say(before[file] + read, ""))
+    yield from texts_to_learn(
+        files, field, split_on, lambda file, read: say(before[file] + read, "")
+    )
     print("all is read; merging pairs", file=sys.stderr, flush=True)
 
 

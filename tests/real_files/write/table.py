@@ -45,6 +45,18 @@ match kind:
         rows = {"messages": [json.dumps(chat) for chat in CHATS]}
         datasets.Dataset.from_dict(rows).to_parquet(folder / "text.parquet")
         expected = CHATS
+    case "completions as JSON texts":
+        rows = [(json.dumps(chat[:1]), json.dumps(chat[1:])) for chat in CHATS]
+        made = [{"prompt": prompt, "completion": completion} for prompt, completion in rows]
+        datasets.Dataset.from_list(made).to_parquet(folder / "text.parquet")
+        expected = CHATS
+    case "contents of several types":
+        for chat in CHATS[::2]:
+            chat[0]["content"] = [{"type": "text", "text": chat[0]["content"]}]
+        rows = [{"messages": chat} for chat in CHATS]
+        made = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
+        made.to_parquet(folder / "text.parquet")
+        expected = [chat[1:] for chat in CHATS]
     case "conversations of the type Json":
         features = datasets.Features({"messages": datasets.Json()})
         made = datasets.Dataset.from_dict({"messages": CHATS}, features=features)
