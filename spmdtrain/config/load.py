@@ -39,6 +39,7 @@ DEFAULT = "default"
 NONE = "none"
 # A key of [model] that is not a setting: it brings in the settings of an existing model.
 FROM = "from"
+KIND = ("model", "rope_scaling", "kind")  # most settings of its table belong to one kind
 OWN = "own"  # the section of a person's code: a setting of the same name elsewhere is meant first
 MOST_NAMED = 24  # settings of a section listed in a refusal
 # What users of other trainers look for first. Dotted key -> the missing feature.
@@ -227,8 +228,8 @@ def _read(path: Path, above: tuple[Path, ...]) -> TomlTable:
 def _add_source(table: TomlTable, source: TomlTable, origin: Origin, where: str) -> None:
     """Applies a source on top of `table`; records in `origin` that its keys came from `where`.
 
-    A section whose name selects another class (model.name, optimizer.name) is emptied first: what
-    earlier sources set was meant for the other class.
+    A section whose name selects another class (model.name, optimizer.name) is emptied first, and so
+    is a table of another kind: what earlier sources set was meant for the other one.
     """
     source = _put_model_below(table, source, origin, where)
     for section, values in source.items():
@@ -237,6 +238,7 @@ def _add_source(table: TomlTable, source: TomlTable, origin: Origin, where: str)
             table[section] = {}
             for key in [key for key in origin if key.startswith(f"{section}.")]:
                 del origin[key]
+    _drop_other_kind(table, source, origin)
     _take_one_length(table, source, origin, where)
     _merge(table, source, origin, where)
 
@@ -266,6 +268,23 @@ def _put_model_below(table: TomlTable, source: TomlTable, origin: Origin, where:
         del origin[key]
     _merge(table, {"model": settings}, origin, f"{file}, model.{FROM}")
     return source | {"model": rest}
+
+
+def _drop_other_kind(table: TomlTable, source: TomlTable, origin: Origin) -> None:
+    """Drops [model.rope_scaling] if a later source sets another kind."""
+    before, after = _kind_in(table), _kind_in(source)
+    if None in (before, after) or before == after:
+        return
+    section, name, _ = KIND
+    del table[section][name]
+    for key in [key for key in origin if key.startswith(f"{section}.{name}.")]:
+        del origin[key]
+
+
+def _kind_in(table: Any) -> Any:
+    for name in KIND:
+        table = table.get(name) if isinstance(table, dict) else None
+    return table
 
 
 def _take_one_length(table: TomlTable, source: TomlTable, origin: Origin, where: str) -> None:
@@ -332,7 +351,7 @@ def _is_from(path: KeyPath) -> bool:
 
 
 def _is_name(path: KeyPath) -> bool:
-    return path[1:] == ("name",)
+    return path[1:] == ("name",) or path == KIND
 
 
 def _parse_override(path: KeyPath, text: str, table: TomlTable, origin: Origin) -> Any:

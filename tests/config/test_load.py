@@ -162,6 +162,43 @@ def test_another_name_in_an_extending_file_drops_the_earlier_table(write):
     assert "optimizer.beta1" not in config.origin
 
 
+LLAMA3 = """[model]
+name = "llama"
+[model.rope_scaling]
+kind = "llama3"
+factor = 8.0
+original_length = 32
+high_factor = 5.0
+"""
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model.rope_scaling.kind=linear", "model.rope_scaling.factor=2"],
+        ["model.rope_scaling.factor=2", "model.rope_scaling.kind=linear"],
+    ],
+)
+def test_another_kind_of_scaling_drops_the_earlier_one(write, overrides):
+    """Its settings belong to the kind before; by hand, nobody could take them out."""
+    linear = '[model.rope_scaling]\nkind = "linear"\nfactor = 2.0\n'
+    write(root=LLAMA3, x=f'extends = "root.toml"\n{linear}')
+    for config in (load("x.toml"), load("root.toml", overrides)):
+        scaling = config.model.rope_scaling
+        assert scaling.model_dump(exclude_unset=True) == {"kind": "linear", "factor": 2.0}
+        assert "model.rope_scaling.high_factor" not in config.origin
+        assert config.model.name == "llama"
+
+
+def test_a_setting_of_a_scaling_changes_that_one_alone(write):
+    write(x=LLAMA3)
+    more = ["model.rope_scaling.kind=llama3", "model.rope_scaling.factor=2"]
+    scaling = load("x.toml", more).model.rope_scaling
+    assert (scaling.factor, scaling.high_factor, scaling.original_length) == (2.0, 5.0, 32)
+    with pytest.raises(ConfigError, match="model.rope_scaling.factor is missing"):
+        load("x.toml", ["model.rope_scaling.kind=yarn"])
+
+
 def test_the_same_name_keeps_the_earlier_table_even_where_it_was_the_default(write):
     write(
         root="[model]\nlayers = 9", x='extends = "root.toml"\n[model]\nname = "gpt"\nembed = 64\n'

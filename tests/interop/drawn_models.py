@@ -18,6 +18,15 @@ YARN = {"kind": "yarn", "factor": 4.0, "original_length": 16}
 LLAMA3 = {"kind": "llama3", "factor": 8.0, "original_length": 32}
 LONGROPE = "longrope"  # whose lists are as long as the channels that turn
 
+TURNING = [name for name in directories.CONFIGS if name != "gpt2"]
+SCALINGS: dict[str, Any] = {
+    "linear": {"kind": "linear", "factor": 2.0},
+    "llama3": LLAMA3,
+    "yarn": YARN,
+    "yarn with a scale": YARN | {"scale": 1.3, "truncate": False},
+    "longrope": LONGROPE,
+}
+
 # Values of [model]; None takes a setting away.
 SETTINGS: dict[str, tuple[Any, ...]] = {
     "layers": (4, 5),
@@ -156,11 +165,12 @@ def _settings(seed: int) -> dict[str, Any]:
     settings = dict(as_published(Path(), dict(directories.CONFIGS[family])).settings)
     for _ in range(random_.choice((1, 1, 2, 3))):
         name = random_.choice([*SETTINGS])
-        _change(settings, name, random_.choice(SETTINGS[name]))
+        change(settings, name, random_.choice(SETTINGS[name]))
     return settings
 
 
-def _change(settings: dict[str, Any], name: str, value: Any) -> None:
+def change(settings: dict[str, Any], name: str, value: Any) -> None:
+    """Sets a setting of [model], or of a table in it; None takes it away."""
     table, _, inner = name.rpartition(".")
     if table:
         if not settings.get(table):
@@ -168,11 +178,20 @@ def _change(settings: dict[str, Any], name: str, value: Any) -> None:
         settings[table] = dict(settings[table])
         settings, name = settings[table], inner
     if value == LONGROPE:
-        value = _longrope(int(settings.get("head_dim", 8) * settings.get("rope_share", 1)) // 2)
+        turned = settings.get("head_dim", 8) * settings.get("rope_share", 1)
+        latent = settings.get("latent") or {"rope_dim": turned}
+        value = _longrope(int(latent["rope_dim"]) // 2)
     if value is None:
         settings.pop(name, None)
     else:
         settings[name] = value
+
+
+def scaled_by_hand(name: str, scaling: str) -> TransformerConfig:
+    """Returns the model of a published family with another scaling of its positions."""
+    settings = dict(as_published(Path(), dict(directories.CONFIGS[name])).settings)
+    change(settings, "rope_scaling", SCALINGS[scaling])
+    return as_model(settings)
 
 
 def _longrope(pairs: int) -> dict[str, Any]:

@@ -91,6 +91,17 @@ def test_a_model_that_came_in_at_another_length_has_the_logits_of_transformers(l
     logits_of_transformers(model, family, keys, tmp_path)
 
 
+@pytest.mark.hf
+@pytest.mark.parametrize("scaling", drawn_models.SCALINGS)
+@pytest.mark.parametrize("name", drawn_models.TURNING)
+def test_a_scaling_written_by_hand_has_the_logits_of_transformers_or_is_refused(
+    name, scaling, tmp_path
+):
+    model = drawn_models.scaled_by_hand(name, scaling)
+    family, keys = written(model) or pytest.skip("no family has it")
+    logits_of_transformers(model, family, keys, tmp_path)
+
+
 def logits_of_transformers(model, family: str, keys: dict, folder: Path) -> str:
     """Writes a folder of random weights and compares; raises ConfigError if logits differ."""
     values = {"precision": {"params": "float32", "compute": "float32"}}

@@ -33,8 +33,32 @@ def write_config(
     that was never imported. Raises ConfigError, which names `run`, if no family computes what the
     model does.
     """
-    wanted = function_of(model)
     dtypes = {"dtype": dtype, "torch_dtype": dtype}
+    if (family_and_keys := _described(model, base, dtypes, tokens)) is None:
+        raise ConfigError(
+            f"{run} {_no_family(model, base)}",
+            fix="the weights by our names: spmdtrain.weights(RUN) in Python",
+        )
+    return family_and_keys
+
+
+def remarks_on_export(model: TransformerConfig, base: Published) -> list[str]:
+    """Returns a line for a model that no family computes any more, unlike `base`, from which it
+    came.
+    """
+    if _described(model, base, {}, {}):
+        return []
+    return [f"a run of this model {_no_family(model, base)}"]
+
+
+def _described(
+    model: TransformerConfig,
+    base: Published | None,
+    dtypes: Mapping[str, Any],
+    tokens: Mapping[str, Any],
+) -> tuple[str, dict[str, Any]] | None:
+    """Returns the family of a model, and its config.json; None if no family computes it."""
+    wanted = function_of(model)
     if base is not None:
         imported = {name: value for name, value in base.keys.items() if name not in DROPPED}
         family = FAMILIES[base.family]
@@ -42,17 +66,14 @@ def write_config(
         rope = {name: made[name] for name in OF_ROPE if imported.get(name) is None and name in made}
         # First unchanged, but with both forms of the rotary keys; then with all keys rewritten.
         for keys in (imported | rope, imported | made):
-            keys = keys | dtypes | {"architectures": [family.architecture]}
+            keys = {**keys, **dtypes, "architectures": [family.architecture]}
             if _reads_as(keys, model) == wanted:
                 return base.family, keys
     for name, family in FAMILIES.items():
-        keys = _written(family, name, model) | dtypes | dict(tokens)
+        keys = {**_written(family, name, model), **dtypes, **tokens}
         if _reads_as(keys, model) == wanted:
             return name, keys
-    raise ConfigError(
-        f"{run} cannot be written for transformers: {_unusual(model)} belongs to no family",
-        fix="the weights by our names: spmdtrain.weights(RUN) in Python",
-    )
+    return None
 
 
 def function_of(model: TransformerConfig) -> dict[str, Any]:
@@ -158,14 +179,30 @@ def _name_of(known: Mapping[str, str], mlp: str) -> str | None:
     return next((theirs for theirs, ours in known.items() if ours == mlp), None)
 
 
-def _unusual(model: TransformerConfig) -> str:
-    """Returns the settings that differ from the family's presets, as text."""
-    preset = (GPT if model.name == "gpt" else Llama)()  # pyright: ignore[reportAttributeAccessIssue]
+def _no_family(model: TransformerConfig, base: Published | None) -> str:
+    """Returns why a model cannot be exported: the settings that differ from the model it came from,
+    or from our preset, as text.
+    """
+    preset = GPT() if model.name == "gpt" else Llama()  # pyright: ignore[reportAttributeAccessIssue]
+    usual = preset if base is None else as_model(base.settings)
+    settings = " with ".join(_differences(model.as_given(), usual.as_given()))
+    named = settings or f"name={model.as_given()['name']!r}"
+    return f"cannot be written for transformers: {named} belongs to no family"
+
+
+def _differences(now: Mapping[str, Any], usual: Mapping[str, Any], table: str = "") -> list[str]:
+    """Returns the settings, but for sizes, whose values differ: those of tables one by one."""
     sizes = ("layers", "embed", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_length")
     left_out = (*sizes, "dropout", "attention", "extra", "make", "tied", "norm_epsilon")
     left_out += ("rope_theta",)
-    then, now = preset.as_given(), model.as_given()
-    differences = [
-        f"{key}={now[key]!r:.60}" for key in now if key not in left_out and now[key] != then[key]
-    ]
-    return " with ".join(differences) or f"name={now['name']!r}"
+    lines = []
+    for key, value in now.items():
+        if key in left_out or value == usual.get(key):
+            continue
+        if isinstance(value, Mapping):
+            inner = _differences(value, usual.get(key) or {}, f"{table}{key}.")
+            # What another kind of table lacks is not what is unusual about it.
+            lines += [line for line in inner if not line.endswith(("=None", "=[]"))] or inner
+        else:
+            lines.append(f"{table}{key}={value!r:.60}")
+    return lines

@@ -14,6 +14,7 @@ import jax
 
 from spmdtrain.config.arguments import as_path
 from spmdtrain.config.errors import CheckpointError
+from spmdtrain.config.published.write_config import remarks_on_export
 from spmdtrain.config.run_files import newest_step
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.interop.published_weights import bytes_of
@@ -62,6 +63,7 @@ def import_model(
     head = "tied head" if config.model.tied else "a separate head"
     lines = [
         *published.remarks,
+        *remarks_on_export(config.model, published),
         f"{published.folder}: {published.family}, {setup.model.size:,} parameters, "
         f"{bytes_of(weights.tensors)}; {head}",
         f"{len(weights.tensors)} of {len(weights.in_files)} tensors read in {seconds:.1f} s "

@@ -15,7 +15,7 @@ from spmdtrain.checkpoints.model_code import check_model_code
 from spmdtrain.checkpoints.restore import read_newest_good
 from spmdtrain.config.errors import CheckpointError, ConfigError
 from spmdtrain.config.published.read_config import Published, is_published, read_published
-from spmdtrain.config.published.write_config import as_model, function_of
+from spmdtrain.config.published.write_config import as_model, function_of, remarks_on_export
 from spmdtrain.config.run_files import newest_step
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.tokenizers.difference import Spec
@@ -81,6 +81,9 @@ def weights_of(
             setup = with_wide_base(setup)
         params = _of_run(source, setup, say)
         around = original_folder(source)
+    if around is not None and not setup.config.model.make:
+        for line in remarks_on_export(setup.config.model, read_published(around)):
+            say(line)
     if around is not None and directory is not None and jax.process_index() == 0:
         keep_files(around, directory)
     return params

@@ -1,0 +1,65 @@
+"""What a person writes over the positions of a published model is exported, or named before
+training as what no family computes.
+"""
+
+import directories
+import drawn_models
+import jax
+import pytest
+
+from spmdtrain.config import load
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.published.read_config import read_published
+from spmdtrain.config.published.write_config import remarks_on_export, write_config
+from spmdtrain.running.published.import_model import import_model
+from spmdtrain.running.start.init_from import weights_of
+from spmdtrain.train.shard import shard
+
+FACTOR = "rope_scaling.factor=3.0 belongs to no family"  # in Phi-3's class: the ratio of lengths
+
+
+@pytest.mark.parametrize("scaling", drawn_models.SCALINGS)
+@pytest.mark.parametrize("name", drawn_models.TURNING)
+def test_a_refusal_names_what_was_written_and_nothing_else(name, scaling, tmp_path):
+    directories.write(tmp_path, directories.CONFIGS[name], {})
+    base, model = read_published(tmp_path), drawn_models.scaled_by_hand(name, scaling)
+    lines = remarks_on_export(model, base)
+    try:
+        write_config(model, base, dtype="float32", tokens={}, run=tmp_path)
+    except ConfigError as error:
+        refusal = error.what.removeprefix(f"{tmp_path} ")
+        assert lines == [f"a run of this model {refusal}"]
+        named = refusal.partition(": ")[2].removesuffix(" belongs to no family")
+        assert all(part.startswith("rope_scaling.") for part in named.split(" with "))
+        assert "None" not in named and "{" not in named
+        assert name in ("phi3", "deepseek_v3")
+    else:
+        assert lines == []
+
+
+@pytest.fixture(scope="module")
+def phi(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("phi")
+    directories.write(folder, directories.CONFIGS["phi3"])
+    return folder
+
+
+def test_an_import_says_what_cannot_go_out_again(phi, tmp_path):
+    one = jax.devices()[:1]
+    more = ["model.rope_scaling.factor=3"]
+    lines = import_model(phi, tmp_path / "odd", overrides=more, devices=one).lines
+    assert lines[0] == f"a run of this model cannot be written for transformers: {FACTOR}"
+
+
+@pytest.mark.parametrize(("text", "line"), [("factor = 3.0", FACTOR), ('use = "long"', None)])
+def test_a_run_says_before_training_what_cannot_go_out(text, line, phi, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        f"[model]\nfrom = {str(phi)!r}\n[model.rope_scaling]\n{text}\n"
+        "[train]\nsequence_length = 8\n[data]\ncorpus = 'synthetic'\n"
+    )
+    lines = []
+    weights_of(phi, shard(load(file), devices=jax.devices()[:1]), lines.append)
+    assert lines == (
+        [f"a run of this model cannot be written for transformers: {line}"] * bool(line)
+    )
