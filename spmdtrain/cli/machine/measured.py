@@ -67,7 +67,7 @@ def _gradients() -> Figures:
     config = RunConfig(precision={"compute": "bfloat16"})
     wide, narrow = (shrink(config, precision=which).config for which in ("float32", "asked"))
     witness = narrow_gradients(wide, narrow, Layout((), "one device"), Own())
-    return {"holds": witness.holds, "said": witness.said}
+    return {"holds": witness.holds, "said": witness.details}
 
 
 def _device(device) -> Figures:
