@@ -12,11 +12,11 @@ import io
 import os
 import reprlib
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from spmdtrain.config.errors import DataError
 from spmdtrain.data.chats.conversation import ChatFields
@@ -27,7 +27,7 @@ from spmdtrain.data.texts.other_kinds import LOOKED_AT, refuse_other_kinds
 from spmdtrain.data.texts.parquet_columns import arrow_rows, no_field, parquet_rows
 
 CHUNK_BYTES = 2**18  # approximate text per chunk: a fraction of a second's work
-FORMATS = {
+FORMATS = {  # the ending of a name -> the format; other names are text
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".json": "jsonl",
@@ -47,6 +47,15 @@ class Chunk:
     first: int  # the index of the first row
     rows: list  # JSON objects as bytes, or values of the field
     read: int  # bytes of the file on disk up to here
+
+
+class RowsWanted(NamedTuple):
+    """The arguments of `read_chunks`, which each format needs some of."""
+
+    path: str
+    field: str | ChatFields
+    split_on: str | None
+    skip: int
 
 
 def find_inputs(patterns: Iterable[str]) -> list[str]:
@@ -124,21 +133,13 @@ def command_to_prepare(path: str) -> str:
 def read_chunks(
     path: str, field: str | ChatFields, split_on: str | None = None, skip: int = 0
 ) -> Iterator[Chunk]:
-    """Yields the rows of a file from the row `skip` on.
+    """Returns the rows of a file from the row `skip` on, chunk by chunk.
 
     `field` says which columns to read from a table. `split_on` separates the rows of a text file.
     Raises DataError if the file cannot be read.
     """
-    kind = format_of(path)
     _refuse_columns(path)
-    if kind == "text":
-        yield from _text_chunks(path, split_on, skip)
-    elif kind == "jsonl":
-        yield from _line_chunks(path, skip)
-    else:
-        rows_of = parquet_rows if kind == "parquet" else arrow_rows
-        for first, rows, read in rows_of(path, field, skip, CHUNK_BYTES):
-            yield Chunk(path, first, rows, read)
+    return READERS[format_of(path)](RowsWanted(path, field, split_on, skip))
 
 
 def values_of(chunk: Chunk, field: str | ChatFields) -> list:
@@ -302,6 +303,10 @@ def _text_chunks(path: str, split_on: str | None, skip: int) -> Iterator[Chunk]:
             yield Chunk(path, number - len(rows), rows, raw.tell())
 
 
+def _read_text(wanted: RowsWanted) -> Iterator[Chunk]:
+    return _text_chunks(wanted.path, wanted.split_on, wanted.skip)
+
+
 def _separator(split_on: str) -> bytes:
     if not split_on:
         raise DataError("--split-on is empty: it separates no documents")
@@ -329,7 +334,8 @@ def _pieces(file: io.BufferedReader, separator: bytes) -> Iterator[tuple[int, by
     yield offset, bytes(held)
 
 
-def _line_chunks(path: str, skip: int) -> Iterator[Chunk]:
+def _read_lines(wanted: RowsWanted) -> Iterator[Chunk]:
+    path, skip = wanted.path, wanted.skip
     with opened(path) as (file, raw):
         refuse_other_kinds(file.peek(LOOKED_AT), path)
         first = 0
@@ -339,3 +345,22 @@ def _line_chunks(path: str, skip: int) -> Iterator[Chunk]:
                 begin = max(skip, first)
                 yield Chunk(path, begin, lines[begin - first :], raw.tell())
             first = after
+
+
+def _read_parquet(wanted: RowsWanted) -> Iterator[Chunk]:
+    for first, rows, read in parquet_rows(wanted.path, wanted.field, wanted.skip, CHUNK_BYTES):
+        yield Chunk(wanted.path, first, rows, read)
+
+
+def _read_arrow(wanted: RowsWanted) -> Iterator[Chunk]:
+    for first, rows, read in arrow_rows(wanted.path, wanted.field, wanted.skip, CHUNK_BYTES):
+        yield Chunk(wanted.path, first, rows, read)
+
+
+# The format of a file (`format_of`) -> how its rows are read.
+READERS: Mapping[str, Callable[[RowsWanted], Iterator[Chunk]]] = {
+    "text": _read_text,
+    "jsonl": _read_lines,
+    "parquet": _read_parquet,
+    "arrow": _read_arrow,
+}
