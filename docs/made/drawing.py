@@ -99,13 +99,22 @@ class Drawing:
 
     def curve(self, points: list[tuple[float, float]], *, colour: str) -> None:
         """Draws straight lines from point to point, and a dot at each."""
-        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        self._parts.append(
-            f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>'
-        )
+        self.outline(points, colour=colour)
         self._parts += [
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in points
         ]
+
+    def outline(
+        self, points: list[tuple[float, float]], *, colour: str, fill: bool = False
+    ) -> None:
+        """Draws straight lines from point to point; with `fill`, the area inside them."""
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        if fill:
+            self._parts.append(f'<polygon points="{line}" fill="{colour}"/>')
+        else:
+            self._parts.append(
+                f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>'
+            )
 
     def svg(self) -> str:
         """Returns the text of the picture."""

@@ -16,6 +16,7 @@ from spmdtrain.data.chats.conversation import of_messages
 from spmdtrain.data.chats.simple_template import CHATML, SimpleTemplate
 from spmdtrain.data.packing import pack_documents
 from spmdtrain.data.tokenizers.tokenizer import ByteTokenizer
+from spmdtrain.lab.page.columns import smoothed, thinned
 from spmdtrain.parallel.context.context_method import zigzag_order
 from spmdtrain.train.islands.meeting_times import Timetable
 from spmdtrain.train.sparsity.elements import largest_of_each
@@ -397,6 +398,42 @@ def width() -> str:
     return picture.svg()
 
 
+def report() -> str:
+    """A loss of 6,000 steps with two spikes, as the page of a run draws it."""
+    steps, left, top, wide, tall = 6000, 56, 30, 560, 170
+    random = np.random.default_rng(0)
+    at = np.arange(1.0, steps + 1)
+    loss = 1.6 + 4 * at**-0.3 + 0.12 * random.standard_normal(steps)
+    loss[[2199, 4399]] += 1.3
+    points = thinned(at, loss, 140)
+    line = thinned(at, smoothed(loss, 100), 140)
+    assert points.least is not None and points.most is not None
+    picture = Drawing(left + wide + 30, top + tall + 66)
+
+    def place(xs: np.ndarray, ys: np.ndarray) -> list[tuple[float, float]]:
+        across = left + wide * xs / steps
+        down = top + tall * (4.2 - np.minimum(ys, 4.2)) / 3
+        return list(zip(across.tolist(), down.tolist(), strict=True))
+
+    for value in (1.5, 2.5, 3.5):
+        ((_, y),) = place(np.zeros(1), np.array([value]))
+        picture.line((left, y), (left + wide, y), colour="#dddddd", width=1)
+        picture.words(left - 8, y + 4, f"{value}", anchor="end", size=11)
+    band = place(points.x, points.most) + place(points.x, points.least)[::-1]
+    picture.outline(band, colour=BLUE, fill=True)
+    picture.outline(place(line.x, line.mean), colour=STRONG[BLUE])
+    for step in range(0, steps + 1, 2000):
+        x = left + wide * step / steps
+        picture.words(x, top + tall + 18, f"{step:,}", anchor="middle", size=11)
+    picture.words(left, 16, "loss", size=11, colour=FAINT)
+    foot = top + tall + 46
+    picture.box(left, foot - 10, 14, 14, BLUE)
+    picture.words(left + 20, foot + 1, "every step, from minimum to maximum", size=11)
+    picture.line((left + 260, foot - 3), (left + 282, foot - 3), colour=STRONG[BLUE], width=2)
+    picture.words(left + 290, foot + 1, "mean of the steps around", size=11)
+    return picture.svg()
+
+
 def kept() -> str:
     """Which checkpoints of a run stay on disk, by the settings of [checkpoint]."""
     saved = list(range(100, 1300, 100))
@@ -440,6 +477,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "floats.svg": floats,
     "islands.svg": islands,
     "learned.svg": learned,
+    "report.svg": report,
     "ring.svg": ring,
     "sparse.svg": sparse,
     "warmup.svg": warmup,
