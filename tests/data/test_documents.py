@@ -19,7 +19,14 @@ from spmdtrain.data.batches import EvalWindows, Range, TrainStream
 from spmdtrain.data.corpus import token_corpus
 from spmdtrain.data.prepare import encode, token_shards
 from spmdtrain.data.prepare.prepare_corpus import Job, prepare
-from spmdtrain.data.texts.documents import find_inputs, read_chunks, texts_in, values_of
+from spmdtrain.data.texts.documents import (
+    FORMATS,
+    READERS,
+    find_inputs,
+    read_chunks,
+    texts_in,
+    values_of,
+)
 from spmdtrain.data.token_files.tokens import COUNTS, _read_shared, open_tokens
 from spmdtrain.data.tokenizers.tokenizer import open_tokenizer
 
@@ -90,6 +97,10 @@ def written(out: Path) -> list[list[int]]:
 
 
 WANTED = [[*text.encode(), END] for text in DOCUMENTS if text]
+
+
+def test_every_format_has_a_row_that_reads_it():
+    assert set(READERS) == {"text", *FORMATS.values()}
 
 
 @pytest.mark.parametrize("name", WRITERS)
