@@ -408,7 +408,7 @@ PICTURES = hook("pictures")
 
 
 def test_no_other_picture_is_committed():
-    made = {*PICTURES.COMMITTED, PICTURES.LOSS, hook("walk").PICTURE, *PAGES_MADE.figures.FIGURES}
+    made = {*PICTURES.COMMITTED, PICTURES.LOSS, hook("walk").PICTURE, *hook("figures").FIGURES}
     assert {path.name for path in (DOCS / "pictures").iterdir()} == made
 
 

@@ -405,9 +405,9 @@ def report() -> str:
     at = np.arange(1.0, steps + 1)
     loss = 1.6 + 4 * at**-0.3 + 0.12 * random.standard_normal(steps)
     loss[[2199, 4399]] += 1.3
-    points = thinned(at, loss, 140)
-    line = thinned(at, smoothed(loss, 100), 140)
-    assert points.least is not None and points.most is not None
+    x, _, low, high = thinned(at, loss, 140)
+    line, mean, _, _ = thinned(at, smoothed(loss, 100), 140)
+    assert low is not None and high is not None
     picture = Drawing(left + wide + 30, top + tall + 66)
 
     def place(xs: np.ndarray, ys: np.ndarray) -> list[tuple[float, float]]:
@@ -419,9 +419,9 @@ def report() -> str:
         ((_, y),) = place(np.zeros(1), np.array([value]))
         picture.line((left, y), (left + wide, y), colour="#dddddd", width=1)
         picture.words(left - 8, y + 4, f"{value}", anchor="end", size=11)
-    band = place(points.x, points.most) + place(points.x, points.least)[::-1]
+    band = place(x, high) + place(x, low)[::-1]
     picture.outline(band, colour=BLUE, fill=True)
-    picture.outline(place(line.x, line.mean), colour=STRONG[BLUE])
+    picture.outline(place(line, mean), colour=STRONG[BLUE])
     for step in range(0, steps + 1, 2000):
         x = left + wide * step / steps
         picture.words(x, top + tall + 18, f"{step:,}", anchor="middle", size=11)

@@ -15,7 +15,6 @@ DOCS = ROOT / "docs"
 sys.path.insert(0, str(Path(__file__).parent))
 
 import chapters  # noqa: E402  the folder is no package
-import figures  # noqa: E402
 import pictures  # noqa: E402
 import settings_page  # noqa: E402
 import walk  # noqa: E402
@@ -37,7 +36,9 @@ def with_examples(text: str) -> str:
 
 
 def texts() -> Iterator[tuple[Path, str]]:
-    """Each page or picture that is written, but for the curve of a run, with its text."""
+    """Each page or picture that is written, except the curve of a run, with its text."""
+    import figures  # imports jax
+
     for page in sorted(DOCS.glob("*.md")):
         text = page.read_text(encoding="utf-8")
         if TITLED.search(text):
