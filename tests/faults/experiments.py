@@ -68,7 +68,7 @@ EXPERIMENTS: dict[str, tuple[str, ...]] = {
     "a bit flips on a device": ("flipped copies", "watched"),
     "a process is slow": (
         "watched",
-        "running/guards/test_replicas.py::test_a_slow_process_is_said_once_and_what_waits_is_not_its_own",
+        "running/guards/test_replicas.py::test_a_slow_process_is_reported_once_without_its_waits",
     ),
     "other settings or other code on resume": (
         f"{RESUME}::test_a_checkpoint_that_does_not_fit_is_refused_by_name",

@@ -162,7 +162,7 @@ def test_who_is_slow(own, step, slow):
     assert slowest(own, step) == slow
 
 
-def test_a_slow_process_is_said_once_and_what_waits_is_not_its_own(monkeypatch):
+def test_a_slow_process_is_reported_once_without_its_waits(monkeypatch):
     now = [0.0]
     told = Told()
     monkeypatch.setattr(stragglers.jax, "process_count", lambda: 2)
