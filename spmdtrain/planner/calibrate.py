@@ -168,13 +168,13 @@ def _host_memory() -> int:
     return FALLBACK_MEMORY
 
 
-def write(found: dict[str, Any], path: Path) -> None:
+def write(measured: dict[str, Any], path: Path) -> None:
     """Writes the TOML file that `--hardware` reads."""
-    figures = {key: value for key, value in found.items() if key != "sources"}
+    figures = {key: value for key, value in measured.items() if key != "sources"}
     lines = ["# Written by `spmdtrain calibrate`: this machine, for --hardware."]
     lines += [f"{key} = {_number(value)}" for key, value in figures.items()]
     lines += ["", "[sources]"]
-    lines += [f'{key} = "{text}"' for key, text in found["sources"].items()]
+    lines += [f'{key} = "{text}"' for key, text in measured["sources"].items()]
     try:
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     except OSError as error:

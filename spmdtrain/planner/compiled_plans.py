@@ -23,9 +23,9 @@ LONGEST = 1200  # seconds for one layout; 1T over 3072 devices takes about 60
 class CompiledPlan:
     """A layout, with the figures of its compiled step.
 
-    held: bytes on a device, those of a step by XLA's account; None if it did not compile because of
-    `problem`. seconds: those of a step, predicted with the traffic that the compiled step hides;
-    None in the same case.
+    `held` are the bytes on a device during a step, by XLA's account, and `seconds` those of a step,
+    predicted with the traffic that the compiled step hides. Both are None if it did not compile;
+    `problem` says why.
     """
 
     plan: Plan
@@ -51,8 +51,8 @@ def compile_plans(plans: Sequence[Plan], arguments: Sequence[str]) -> list[Compi
     common to all: the config, --hardware, --devices and the settings that were typed. It takes a
     minute or two per layout on two cores.
     """
-    found = [_compile_plan(plan, arguments) for plan in plans]
-    return sorted(found, key=lambda each: each.rank)
+    compiled = [_compile_plan(plan, arguments) for plan in plans]
+    return sorted(compiled, key=lambda result: result.rank)
 
 
 def _compile_plan(plan: Plan, arguments: Sequence[str]) -> CompiledPlan:
@@ -78,7 +78,7 @@ def _compile_plan(plan: Plan, arguments: Sequence[str]) -> CompiledPlan:
 
 
 def _reason(code: int, errors: str) -> str:
-    """Returns the first line that says what went wrong, without the program's name."""
+    """Returns the first line that explains the failure, without the name of the program."""
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     telling = [line for line in lines if line.startswith("spmdtrain: ") or "error:" in line]
     if not telling:

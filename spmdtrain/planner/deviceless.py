@@ -1,4 +1,4 @@
-"""Compiles the real step for absent GPUs, for XLA's own figures of memory and collectives.
+"""Compiles the real step for absent GPUs, to get XLA's own figures of memory and collectives.
 
 Needs jax's CUDA plugin and the compiler wheels, but no driver and no GPU: `pip install --no-deps
 jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm`, of the versions of the installed
@@ -24,25 +24,25 @@ def compile_step(config: RunConfig, sizes: dict[str, int], device: Hardware) -> 
     """Compiles the step; returns the contents of RUN/compiled.json, "overlap" and "traffic".
 
     They come from hlo.report, hlo.overlaps and hlo.traffic. The last two are None if the text does
-    not tell them, e.g. because XLA does not say how often a loop runs; `unread` is the reason.
+    not show them, e.g. because a loop has no known trip count; `unread` is the reason.
     `model.vocab` must be set.
     """
     from spmdtrain.compiled import hlo
 
     start = time.perf_counter()
     made, mesh = executable(config, sizes, device)
-    found = hlo.report(made, mesh, time.perf_counter() - start)
+    report = hlo.report(made, mesh, time.perf_counter() - start)
     # A device that is not there has one kind of memory: what rests on the host counts as its own.
     if config.optimizer.memory == "host":
         elsewhere = host_bytes(workload_of(config, sizes))
         for part in ("argument_bytes", "output_bytes", "alias_bytes"):
-            found["memory"][part] -= elsewhere
+            report["memory"][part] -= elsewhere
     text = made.as_text()
     axes = dict(mesh.shape)
     try:
-        return found | {"overlap": hlo.overlaps(text, axes), "traffic": hlo.traffic(text, axes)}
+        return report | {"overlap": hlo.overlaps(text, axes), "traffic": hlo.traffic(text, axes)}
     except hlo.UNREADABLE as error:
-        return found | {"overlap": None, "traffic": None, "unread": str(error)}
+        return report | {"overlap": None, "traffic": None, "unread": str(error)}
 
 
 def executable(config: RunConfig, sizes: dict[str, int], device: Hardware) -> tuple[Any, Any]:
@@ -59,7 +59,7 @@ def executable(config: RunConfig, sizes: dict[str, int], device: Hardware) -> tu
 
 
 def described_devices(device: Hardware, count: int) -> list[Any]:
-    """Returns `count` such devices, host by host, that can be compiled for but cannot run."""
+    """Returns `count` such devices, host by host, to compile for; they cannot run anything."""
     from jax.experimental import topologies
 
     per_host = devices_per_host(count, device)

@@ -93,8 +93,8 @@ def estimate(
 ) -> Estimate:
     """Estimates time and memory of this config, in exactly its layout, on `devices` devices.
 
-    None means the product of the mesh's axes. `hardware` may be a name, e.g. "h200", or a TOML
-    file; `optimizer` is what `run` would get, whose state then counts in the memory. Raises
+    `devices` defaults to the product of the mesh axes. `hardware` may be a name, e.g. "h200", or a
+    TOML file. The memory includes the state of `optimizer`, if one is passed as to `run`. Raises
     ConfigError for whatever a run would refuse.
     """
     check_config(config)
@@ -122,17 +122,17 @@ def estimate_on_mesh(
 
 
 def sweep(
-    config: RunConfig, devices: int | None, hardware: Hardware, asked: str
+    config: RunConfig, devices: int | None, hardware: Hardware, request: str
 ) -> tuple[str, Sequence[tuple[float, Estimate]]]:
     """Estimates at several values of one figure of the hardware.
 
-    `asked` has the form "hardware.memory_bandwidth=2e12,3e12". Returns the figure's name, and each
-    value with its estimate.
+    `request` has the form "hardware.memory_bandwidth=2e12,3e12". Returns the figure's name, and
+    each value with its estimate.
     """
-    key, _, values = asked.removeprefix("hardware.").partition("=")
-    if not asked.startswith("hardware.") or not values:
+    key, _, values = request.removeprefix("hardware.").partition("=")
+    if not request.startswith("hardware.") or not values:
         raise ConfigError(
-            f"--sweep {asked}", fix="--sweep hardware.memory_bandwidth=2e12,3e12,4e12"
+            f"--sweep {request}", fix="--sweep hardware.memory_bandwidth=2e12,3e12,4e12"
         )
     config = with_vocab(config)
     rows = []
@@ -140,7 +140,7 @@ def sweep(
         try:
             value = float(text)
         except ValueError:
-            raise ConfigError(f"--sweep {asked}: {text!r} is not a number") from None
+            raise ConfigError(f"--sweep {request}: {text!r} is not a number") from None
         rows.append((value, estimate(config, devices, swept(hardware, key, value))))
     return key, rows
 

@@ -1,9 +1,9 @@
-"""Gives the planner its view of a custom model.
+"""Sizes a custom model for the planner.
 
-Parameters, gradients and optimizer state are counted in the model's abstract state, layout by
-layout, and FLOPs in its program. What a layer keeps for its backward, and what a step does apart
-from matmuls, are taken from a transformer of the sizes in [model] with as many FLOPs. `plan
---compile` and `estimate --compile` ask XLA for the real figures.
+Parameters, gradients and optimizer state are counted in the abstract state of the model, for each
+layout, and FLOPs in its program. Kept activations, and the time of a step apart from matmuls, are
+those of a transformer of the sizes in [model] with as many FLOPs. `plan --compile` and `estimate
+--compile` ask XLA for the real figures.
 """
 
 from dataclasses import replace
@@ -33,7 +33,7 @@ class OwnState(NamedTuple):
 
 
 class OwnModel:
-    """The model that `model.make` of a config names. `model.vocab` must be set."""
+    """The custom model that `model.make` names. `model.vocab` must be set."""
 
     def __init__(self, config: RunConfig, optimizer: "Optimizer | None" = None):
         from spmdtrain.models.choose import choose_model
@@ -41,7 +41,7 @@ class OwnModel:
         self._config, self._make = choose_model(config)
         self._optimizer = optimizer
         self.refusal: ConfigError | None = None  # why the model does not allow the last layout
-        self.divided = model_of(config)  # its sizes must be divisible by a mesh
+        self.divided = model_of(config)  # a mesh must divide its sizes
         self.shape = with_own_flops(config, self.divided)
         self._built = cache(self._build)
         self._states = cache(self._state)
@@ -91,13 +91,12 @@ class OwnModel:
         return OwnState(*resting_bytes(state, items), resident)
 
 
-def with_counted_moments(config: RunConfig, workload: Workload) -> Workload:
-    """Returns the workload of a shipped model with as many moments a weight as its optimizer keeps
-    on one device.
+def with_traced_optimizer_state(config: RunConfig, workload: Workload) -> Workload:
+    """Returns the workload of a shipped model with the size of its traced optimizer state.
 
-    They are counted in the abstract state: tables and vectors may have other moments than matrices,
-    and what factors hold depends on shapes. The workload of a custom model stays the same: its
-    state is counted layout by layout.
+    `moments` is counted in the abstract state on one device, since tables and vectors may have
+    other moments than matrices, and the size of factors depends on shapes. The workload of a custom
+    model stays the same, because its state is counted for each layout.
     """
     if config.model.make:
         return workload
@@ -135,7 +134,7 @@ def with_own_flops(config: RunConfig, model: TransformerConfig) -> TransformerCo
 
 
 def describe(config: RunConfig) -> str:
-    """Says in one line which part of an estimate is specific to this model."""
+    """Returns a line on the parts of an estimate that are specific to this model."""
     return (
         f"{config.model.make}: parameters, gradients, optimizer state and FLOPs are its own; "
         "activations, and times apart from matmuls, are those of a transformer with as many FLOPs "

@@ -21,7 +21,7 @@ from spmdtrain.planner.cost.software import Software
 from spmdtrain.planner.cost.step_time import step_time
 from spmdtrain.planner.cost.workload import MeshShape, Workload, may_move, workload_of
 from spmdtrain.planner.estimate import MOST_LAID_OUT, Estimate, our_software, with_vocab
-from spmdtrain.planner.own_model import OwnModel, with_counted_moments
+from spmdtrain.planner.own_model import OwnModel, with_traced_optimizer_state
 from spmdtrain.planner.settings.accepted import Accepted, settings_of
 
 # Layouts this close to the best are as good, within the error of the model.
@@ -38,7 +38,7 @@ Accepts = Callable[[Workload], bool]
 
 
 def anything(_: Workload) -> bool:
-    """Accepts every layout: of models that no run of ours trains."""
+    """Accepts every layout, for models that this framework does not train."""
     return True
 
 
@@ -88,7 +88,7 @@ def plan(config: RunConfig, devices: int, hardware: Hardware | str | Path) -> li
             "train": config.train.model_copy(update={"microbatch": 1}),
         }
     )
-    workload = with_counted_moments(
+    workload = with_traced_optimizer_state(
         unsplit, workload_of(unsplit, unsplit.mesh.sizes, hardware.device_kind)
     )
     workload = replace(workload, offloads=False)
@@ -107,11 +107,11 @@ def search(
 ) -> list[Plan]:
     """Returns layouts of `workload` on `devices` devices, fastest first.
 
-    `own` is the model if it is a custom one; `workload` then has the sizes in its settings. Only
-    layouts are listed that `accepts` accepts.
+    `own` is a custom model, whose settings `workload` then has. Only layouts that `accepts` allows
+    are listed.
 
-    The layouts that fit come first. Then, for each mesh on which nothing fits, comes the layout
-    that needs the least memory. Raises ConfigError if nothing fits at all.
+    Layouts that fit come first, then the leanest layout of each mesh on which none fits. Raises
+    ConfigError if nothing fits at all.
     """
     fitting: list[tuple[Workload, Memory]] = []
     leanest: dict[MeshShape, tuple[Workload, Memory]] = {}
@@ -123,11 +123,11 @@ def search(
         elif mesh not in leanest or memory.total < leanest[mesh][1].total:
             leanest[mesh] = candidate, memory
     meshes_that_fit = {candidate.mesh for candidate, _ in fitting}
-    misfits = [found for mesh, found in leanest.items() if mesh not in meshes_that_fit]
+    misfits = [pair for mesh, pair in leanest.items() if mesh not in meshes_that_fit]
     plans = [
-        Plan(_best_matmuls(each, memory, hardware, software, own, accepts))
+        Plan(_best_matmuls(layout, memory, hardware, software, own, accepts))
         for candidate, memory in fitting + misfits
-        for each in filter(accepts, _context_ways(candidate))
+        for layout in filter(accepts, _context_ways(candidate))
     ]
     plans.sort(key=lambda plan: (not plan.fits, plan.seconds))
     for check in (own, accepts):
@@ -150,9 +150,7 @@ def best_of_each_mesh(plans: Sequence[Plan], count: int) -> list[Plan]:
 
 
 def why_not(plan: Plan, best: Plan) -> str:
-    """Returns the memory of a plan that does not fit, or else the term in which it loses most
-    time.
-    """
+    """Returns the memory of a plan that does not fit, or else the term that costs it most."""
     if not plan.fits:
         needed = plan.memory.total / 1e9
         safe = SAFE_SHARE * plan.estimate.hardware.memory / 1e9
@@ -168,10 +166,10 @@ def why_not(plan: Plan, best: Plan) -> str:
 
 
 def why_axes(plans: Sequence[Plan]) -> list[str]:
-    """Returns lines that compare the best plan with those of other sizes of `expert` and `context`.
+    """Returns lines that compare the best plan with other sizes of `expert` and `context`.
 
-    `expert` is compared where there are experts, `context` where sequences are long enough to split
-    over it; why_not says what another size costs.
+    `expert` is compared if there are experts, `context` if sequences are long enough to be split;
+    why_not says what another size costs.
     """
     best = plans[0].workload
     lines: list[str] = []
@@ -216,11 +214,11 @@ def candidates(
     own: OwnModel | None = None,
     accepts: Accepts = anything,
 ) -> Iterator[Workload]:
-    """Yields every layout that divides the devices, the batch and the model, and is accepted.
+    """Yields every accepted layout that divides the devices, the batch and the model.
 
-    For a mesh on which even the leanest layout does not fit, it yields only that one, which shows
-    what is missing; or, if it would fit, the same with what layers keep, moments, or both on the
-    host.
+    For a mesh whose leanest layout does not fit it yields that one alone, which shows what is
+    missing. If that layout would fit with kept activations, moments or both on the host, it yields
+    that instead.
     """
     divided = workload.model
 
@@ -248,7 +246,7 @@ def candidates(
         zeros = (0, 1) if mesh.data > 1 else (0,)  # ZeRO-1 splits over `data`
         leanest = min(
             filter(allowed, _lean_layouts(lean, zeros)),
-            key=lambda each: memory_of(each, own).total,
+            key=lambda layout: memory_of(layout, own).total,
             default=None,
         )
         if leanest is None:
@@ -257,12 +255,12 @@ def candidates(
             yield from filter(allowed, _layouts_on_mesh(lean, zeros))
         else:
             moved = filter(allowed, _on_host(leanest))
-            on_host = (each for each in moved if memory_of(each, own).fits(hardware))
+            on_host = (layout for layout in moved if memory_of(layout, own).fits(hardware))
             yield next(on_host, leanest)
 
 
 def _on_host(workload: Workload) -> Iterator[Workload]:
-    """Yields the workload with more and more of it on the host, cheapest first."""
+    """Yields the workload with more and more bytes on the host, cheapest first."""
     offloads = workload.mesh.pipeline == 1
     moves = may_move(workload.config)
     if offloads:
@@ -274,7 +272,7 @@ def _on_host(workload: Workload) -> Iterator[Workload]:
 
 
 def _context_ways(workload: Workload) -> Iterator[Workload]:
-    """Yields the workload with each way of attention over `context` that is left to the run."""
+    """Yields the workload with each method of attention over `context` that the run allows."""
     yield workload
     is_split = workload.mesh.context > 1
     if is_split and workload.context_attention == "auto" and workload.takes_ulysses:
@@ -289,9 +287,9 @@ def _best_matmuls(
     own: OwnModel | None,
     accepts: Accepts,
 ) -> Estimate:
-    """Returns the faster step that fits, with whole matmuls over `tensor` or in pieces.
+    """Returns the faster step that fits, with matmuls over `tensor` whole or in pieces.
 
-    With whole matmuls it holds `memory`.
+    With whole matmuls it needs `memory`.
     """
     whole = Estimate(step_time(workload, hardware, software, closed_form=True), memory)
     cut = replace(workload, collective_matmul=True)
@@ -299,11 +297,11 @@ def _best_matmuls(
         return whole
     time = step_time(cut, hardware, software, closed_form=True)
     pieces = Estimate(time, memory_of(cut, own))
-    return min(whole, pieces, key=lambda each: (not each.fits, each.time.seconds))
+    return min(whole, pieces, key=lambda option: (not option.fits, option.time.seconds))
 
 
 def _sequence_parallel(workload: Workload, mesh: MeshShape) -> bool:
-    """Returns True if the residual stream is split over `tensor`, which it is if the tokens divide.
+    """Returns True if `tensor` splits the residual stream, which it does if the tokens divide.
 
     It saves memory and moves the same number of bytes: a reduce-scatter and an all-gather replace
     the all-reduce.
@@ -435,11 +433,11 @@ def _nothing_fits(
     accepts: Accepts,
 ) -> ConfigError:
     """Returns an error that says what is missing. `smallest` needs the least memory of all."""
-    asked = (
+    request = (
         f"{shape.parameters(workload.model) / 1e9:.3g} G parameters, {devices} x {hardware.name}"
     )
     if smallest is None:
-        return _nothing_divides(workload, devices, hardware, asked)
+        return _nothing_divides(workload, devices, hardware, request)
     needed = smallest.memory.total
     safe = SAFE_SHARE * hardware.memory
     more = devices
@@ -451,7 +449,7 @@ def _nothing_fits(
         fix = f"devices with {needed / SAFE_SHARE / 1e9:.0f} GB"
     return ConfigError(
         "the model fits nowhere",
-        asked=asked,
+        asked=request,
         found=f"at least {needed / 1e9:.1f} GB needed on a device, "
         f"{safe / 1e9:.1f} GB available (80 %)",
         fix=fix,
@@ -459,17 +457,17 @@ def _nothing_fits(
 
 
 def _nothing_divides(
-    workload: Workload, devices: int, hardware: Hardware, asked: str
+    workload: Workload, devices: int, hardware: Hardware, request: str
 ) -> ConfigError:
     meshes = mesh_shapes(workload.model, workload.train.sequence_length, devices, hardware)
     shards = sorted({mesh.batch_shards for mesh in meshes})
     if not shards:
         return ConfigError(
-            "no mesh of these devices divides the model", asked=asked, fix="another --devices"
+            "no mesh of these devices divides the model", asked=request, fix="another --devices"
         )
     return ConfigError(
         "no layout divides the batch",
-        asked=f"train.global_batch={workload.train.global_batch}, {asked}",
+        asked=f"train.global_batch={workload.train.global_batch}, {request}",
         fix=f"a global batch that is a multiple of one of {', '.join(map(str, shards))}",
     )
 

@@ -105,14 +105,14 @@ def plan_rules(
 def assign(
     workload: Workload, hardware: Hardware, software: Software, *, by_rules: bool = True
 ) -> list[Assignment]:
-    """Returns assignments that fit and that none beats in both time and memory, fastest first.
+    """Returns the fitting assignments that none beats in both time and memory, fastest first.
 
-    `by_rules`: only those that can be written as `[rules]`.
+    With `by_rules`, only those that can be written as `[rules]`.
     """
     if workload.mesh.tensor == 1:
         raise ConfigError("one device along mesh.tensor splits nothing", fix="--set mesh.tensor=8")
     streams = _possible_streams(workload)
-    found: list[Assignment] = []
+    assignments: list[Assignment] = []
     for first in streams:  # the loop over layers ends with the stream that it started with
         reached = [Assignment({}, (first,), 0.0, -saved_bytes(first, workload))]
         for kind, next_streams in (
@@ -128,10 +128,10 @@ def assign(
             ]
             reached = _extend_all(reached, kind, moves, workload, hardware, software)
         # The streams before and after attention are the second and the third.
-        found += [replace(each, streams=each.streams[1:3]) for each in reached]
+        assignments += [replace(last, streams=last.streams[1:3]) for last in reached]
     free_bytes = SAFE_SHARE * hardware.memory - step_memory(workload).total
     room = max(0.0, free_bytes)
-    return undominated([each for each in found if each.more_bytes <= room])
+    return undominated([assignment for assignment in assignments if assignment.more_bytes <= room])
 
 
 def _extend_all(
@@ -144,7 +144,8 @@ def _extend_all(
 ) -> list[Assignment]:
     """Takes one step of the dynamic program: each assignment with each way of the next kind.
 
-    `moves`: (way, stream after it). For each stream reached, keeps the assignments that none beats.
+    `moves` are (way, stream after it). For each stream that is reached, the assignments that no
+    other one beats are left.
     """
     extended = []
     for assignment in assignments:
@@ -152,10 +153,10 @@ def _extend_all(
             around = (assignment.streams[-1], stream)
             cost = cost_of(kind, way, around, workload, hardware, software)
             extended.append(assignment.extended(kind, way, stream, cost))
-    kept = []
+    best = []
     for stream in dict.fromkeys(stream for _, stream in moves):
-        kept += undominated([each for each in extended if each.streams[-1] == stream])
-    return kept
+        best += undominated([step for step in extended if step.streams[-1] == stream])
+    return best
 
 
 def _possible_streams(workload: Workload) -> list[str]:
@@ -173,7 +174,7 @@ def _rules_can_say(way: str, stream: str, first: str) -> bool:
     return stream == first and (way == "tokens") == (first == "time")
 
 
-def undominated(found: Sequence[Assignment]) -> list[Assignment]:
+def undominated(assignments: Sequence[Assignment]) -> list[Assignment]:
     """Returns the assignments that none beats in both seconds and bytes, fastest first.
 
     If seconds agree to nine digits, the leanest counts as faster, then the default stream.
@@ -183,11 +184,11 @@ def undominated(found: Sequence[Assignment]) -> list[Assignment]:
         seconds = float(f"{assignment.seconds:.9g}")
         return seconds, assignment.more_bytes, assignment.streams != ("whole", "whole")
 
-    kept: list[Assignment] = []
-    for assignment in sorted(found, key=order):
-        if not kept or assignment.more_bytes < kept[-1].more_bytes:
-            kept.append(assignment)
-    return kept
+    best: list[Assignment] = []
+    for assignment in sorted(assignments, key=order):
+        if not best or assignment.more_bytes < best[-1].more_bytes:
+            best.append(assignment)
+    return best
 
 
 def cost_of(
@@ -306,11 +307,11 @@ def reshard_seconds(
 def saved_bytes(stream: str, workload: Workload) -> float:
     """Returns the bytes of kept activations that `stream` saves compared with a whole stream."""
     mesh = workload.mesh
-    kept = step_memory(workload).activations
+    activations = step_memory(workload).activations
     if stream == "time":
         context = mesh.context * mesh.tensor
         split = replace(workload, mesh=replace(mesh, tensor=1, context=context))
-        return kept - step_memory(split).activations
+        return activations - step_memory(split).activations
     if stream == "embed" and workload.remat == "full":
-        return (1 - 1 / mesh.tensor) * kept
+        return (1 - 1 / mesh.tensor) * activations
     return 0.0

@@ -1,7 +1,4 @@
-"""Renders answers: plain values for programs (`--json`), and text for people.
-
-Nothing is estimated here.
-"""
+"""Renders answers, as plain values for programs (`--json`) and as text for people."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -56,7 +53,7 @@ def estimate_values(estimate: Estimate) -> dict[str, Any]:
 
 
 def _assumed(hardware: Hardware) -> dict[str, Any]:
-    """Returns the figures that belong to a cluster, not to a chip."""
+    """Returns the figures of the cluster, which a chip does not have."""
     return {
         "network_bandwidth": hardware.network_bandwidth,
         "network_source": _network_source(hardware),
@@ -204,15 +201,15 @@ def compiled_text(compiled: Mapping[str, Any], memory: Memory, needed: Mapping[s
     ]
     for name, ours, theirs in _compared_memory(memory_in(compiled), memory):
         lines.append(f"  {name:<36}{ours / 1e9:>9.3f} {theirs / 1e9:>9.3f}")
-    for each in compiled["collectives"] or []:
-        in_a_loop = "  in a loop" if each["inside_loop"] else ""
+    for collective in compiled["collectives"] or []:
+        in_a_loop = "  in a loop" if collective["inside_loop"] else ""
         lines.append(
-            f"  {each['count']:>3} x {each['kind']:<20} over {each['axis']:<16}"
-            f"{each['bytes'] / 1e6:>10.2f} MB{in_a_loop}"
+            f"  {collective['count']:>3} x {collective['kind']:<20} over {collective['axis']:<16}"
+            f"{collective['bytes'] / 1e6:>10.2f} MB{in_a_loop}"
         )
-    for each in compiled["overlap"] or []:
+    for pair in compiled["overlap"] or []:
         lines.append(
-            f"  {each['beside_work']:>3} of {each['count']} {each['kind']} over {each['axis']} "
+            f"  {pair['beside_work']:>3} of {pair['count']} {pair['kind']} over {pair['axis']} "
             "overlap matmuls or loops"
         )
     if "unread" in compiled:
@@ -231,9 +228,10 @@ def compiled_text(compiled: Mapping[str, Any], memory: Memory, needed: Mapping[s
 def sent_by_axis(traffic: Sequence[Mapping[str, Any]]) -> list[tuple[str, float, float]]:
     """Lists (mesh axes, bytes that a device sends over them in a step, those that overlap work)."""
     totals: dict[str, tuple[float, float]] = {}
-    for each in traffic:
-        sent, hidden = totals.get(each["axis"], (0.0, 0.0))
-        totals[each["axis"]] = (sent + each["sent"], hidden + each["sent_beside_work"])
+    for collective in traffic:
+        sent, hidden = totals.get(collective["axis"], (0.0, 0.0))
+        beside = hidden + collective["sent_beside_work"]
+        totals[collective["axis"]] = (sent + collective["sent"], beside)
     return [(axis, *total) for axis, total in totals.items() if total[0]]
 
 
@@ -271,8 +269,8 @@ def plan_values(plans: Sequence[Plan]) -> list[dict[str, Any]]:
     return [estimate_values(plan.estimate) | {"why": plan.why} for plan in plans]
 
 
-def plan_text(shown: Sequence[Plan], found: Sequence[Plan]) -> str:
-    """Renders a table, best first, and the line to paste. `shown` are some of the plans `found`."""
+def plan_text(shown: Sequence[Plan], plans: Sequence[Plan]) -> str:
+    """Renders `shown`, some of the `plans`, as a table, best first, with the line to paste."""
     rows = [PLAN_COLUMNS, *map(_plan_cells, shown)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     notes = ["why not", *(plan.why for plan in shown)]
@@ -280,14 +278,14 @@ def plan_text(shown: Sequence[Plan], found: Sequence[Plan]) -> str:
         "  ".join([*map(str.rjust, row, widths), note])
         for row, note in zip(rows, notes, strict=True)
     ]
-    fitting = sum(plan.fits for plan in found)
+    fitting = sum(plan.fits for plan in plans)
     close = sum(plan.why.startswith("as good") for plan in shown)
     summary = (
-        f"{fitting} layouts fit, {len(found) - fitting} meshes do not; "
+        f"{fitting} layouts fit, {len(plans) - fitting} meshes do not; "
         f"{close} of those shown are within {WITHIN_ERROR:.0%}"
     )
     pasted = " ".join(f"--set {setting}" for setting in shown[0].settings)
-    of_axes = why_axes(found)
+    of_axes = why_axes(plans)
     if of_axes:
         summary = "\n".join([summary, "", *of_axes])
     return "\n".join([*table, "", summary, "", pasted])
@@ -295,10 +293,10 @@ def plan_text(shown: Sequence[Plan], found: Sequence[Plan]) -> str:
 
 def compiled_plans_values(compiled: Sequence[CompiledPlan]) -> list[dict[str, Any]]:
     return [
-        estimate_values(each.plan.estimate)
-        | {"xla_bytes_per_device": each.held, "compiled_step_seconds": each.seconds}
-        | {"fits": each.fits, "problem": each.problem}
-        for each in compiled
+        estimate_values(result.plan.estimate)
+        | {"xla_bytes_per_device": result.held, "compiled_step_seconds": result.seconds}
+        | {"fits": result.fits, "problem": result.problem}
+        for result in compiled
     ]
 
 
@@ -309,11 +307,11 @@ def compiled_plans_text(compiled: Sequence[CompiledPlan]) -> str:
     compiled program.
     """
     rows: list[tuple[str, ...]] = [("XLA", "compiled", *PLAN_COLUMNS)]
-    for each in compiled:
+    for result in compiled:
         own = ("-", "-")
-        if each.held is not None and each.seconds is not None:
-            own = (f"{each.held / 1e9:.1f} GB", f"{each.seconds:.4g} s")
-        rows.append((*own, *_plan_cells(each.plan)))
+        if result.held is not None and result.seconds is not None:
+            own = (f"{result.held / 1e9:.1f} GB", f"{result.seconds:.4g} s")
+        rows.append((*own, *_plan_cells(result.plan)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     notes = ["", *map(_compiled_note, compiled)]
     table = [
@@ -327,10 +325,10 @@ def compiled_plans_text(compiled: Sequence[CompiledPlan]) -> str:
     return "\n".join([*table, "", pasted])
 
 
-def _compiled_note(each: CompiledPlan) -> str:
-    if each.held is None:
-        return f"does not compile: {each.problem}"
-    if not each.fits:
+def _compiled_note(result: CompiledPlan) -> str:
+    if result.held is None:
+        return f"does not compile: {result.problem}"
+    if not result.fits:
         return "does not fit"
     return ""
 
@@ -361,7 +359,7 @@ def _plan_cells(plan: Plan) -> tuple[str, ...]:
 # `spmdtrain plan --rules`
 
 
-def rules_values(found: Sequence[Assignment]) -> list[dict[str, Any]]:
+def rules_values(assignments: Sequence[Assignment]) -> list[dict[str, Any]]:
     return [
         {
             "ways": assignment.ways,
@@ -370,7 +368,7 @@ def rules_values(found: Sequence[Assignment]) -> list[dict[str, Any]]:
             "seconds": assignment.seconds,
             "more_bytes": assignment.more_bytes,
         }
-        for assignment in found
+        for assignment in assignments
     ]
 
 

@@ -103,7 +103,10 @@ def _data_bytes(workload: Workload) -> float:
     """
     _, elements = held_elements(workload, resident_elements(workload))
     sums = data_sums(workload, FLOAT32)
-    shares = ((each.group.size - 1) / each.group.size * each.element_bytes for each in sums)
+    shares = (
+        (collective.group.size - 1) / collective.group.size * collective.element_bytes
+        for collective in sums
+    )
     return sum(shares) * elements
 
 

@@ -16,7 +16,7 @@ from spmdtrain.pipeline.layer_vjp import LayerGradient
 from spmdtrain.planner.cost import memory, shape
 from spmdtrain.planner.cost.workload import MeshShape, workload_of
 from spmdtrain.planner.estimate import estimate
-from spmdtrain.planner.own_model import with_counted_moments
+from spmdtrain.planner.own_model import with_traced_optimizer_state
 from spmdtrain.planner.plan import plan
 from spmdtrain.running.compile_step import lower_step
 from spmdtrain.train.all_parts import ITEM_NAMES
@@ -186,7 +186,7 @@ def test_a_search_counts_what_a_setting_adds_to_the_state(adds, layout):
     config = tiny(*WIDE, *ADDS[adds], *layout)
     sizes = dict(config.mesh.sizes)
     alone = tiny(*WIDE, *ADDS[adds])
-    searched = with_counted_moments(alone, workload_of(alone, alone.mesh.sizes))
+    searched = with_traced_optimizer_state(alone, workload_of(alone, alone.mesh.sizes))
     closed_form = memory.closed_form_state(replace(searched, mesh=MeshShape(**sizes)))
     exact = memory.exact_state(config, sizes)
     # Vectors, and factors of matrices, are whole on each device: half a MiB of 50 and more.

@@ -21,7 +21,7 @@ from spmdtrain.config.schema import AdamW, Soap
 from spmdtrain.models.abstract import Parameter
 from spmdtrain.planner.cost import memory
 from spmdtrain.planner.cost.workload import workload_of
-from spmdtrain.planner.own_model import with_counted_moments
+from spmdtrain.planner.own_model import with_traced_optimizer_state
 from spmdtrain.running import loop
 from spmdtrain.train import state as train_state
 from spmdtrain.train.updates import optimizers, transformations
@@ -306,7 +306,7 @@ def test_the_planner_counts_factors_and_bases_which_a_mesh_splits(mesh):
     alone = tiny("optimizer.name=soap", "model.embed=512", "model.ffn=2048")
     sizes = dict(config.mesh.sizes)
     exact = memory.exact_state(config, sizes)
-    moments = with_counted_moments(alone, workload_of(alone, dict(alone.mesh.sizes))).moments
+    moments = with_traced_optimizer_state(alone, workload_of(alone, dict(alone.mesh.sizes))).moments
     workload = dataclasses.replace(workload_of(config, sizes), moments=moments)
     assert memory.closed_form_state(workload) == pytest.approx(exact, rel=0.03)
     assert exact[1] > 6 * exact[0]

@@ -127,7 +127,8 @@ def _refuse_for_one(parsed: argparse.Namespace, several: bool) -> None:
 
 
 def _compare(parsed: argparse.Namespace, config: RunConfig, kinds: "Sequence[Hardware]") -> int:
-    from spmdtrain.planner.offers import picture, words
+    from spmdtrain.planner.offers import picture
+    from spmdtrain.planner.offers.offer_tables import offers_text, offers_values
     from spmdtrain.planner.offers.offers import offers
 
     unknown = set(parsed.price or {}) - {kind.name for kind in kinds}
@@ -140,7 +141,7 @@ def _compare(parsed: argparse.Namespace, config: RunConfig, kinds: "Sequence[Har
     if parsed.svg:
         rows = picture.rows_of_offers(offered)
         write_picture(parsed.svg, picture.picture(f"{offered[0].tokens:.4g} tokens", rows))
-    print(json.dumps(words.offers_values(offered)) if parsed.json else words.offers_text(offered))
+    print(json.dumps(offers_values(offered)) if parsed.json else offers_text(offered))
     return DONE
 
 

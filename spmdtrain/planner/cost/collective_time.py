@@ -114,10 +114,10 @@ def all_to_all_seconds(sent: float, group: Group, hardware: Hardware) -> float:
         return 0.0
     on_a_host = members_on_a_host(group, hardware)
     inside, across = on_a_host - 1, group.size - on_a_host
-    each = sent / (group.size - 1)
-    links = inside * (each / (LINK_SHARE * hardware.link_bandwidth) + hardware.link_latency)
+    message = sent / (group.size - 1)
+    links = inside * (message / (LINK_SHARE * hardware.link_bandwidth) + hardware.link_latency)
     network = LINK_SHARE * hardware.network_bandwidth
-    return max(links, across * (each / network + hardware.network_latency))
+    return max(links, across * (message / network + hardware.network_latency))
 
 
 def relayed_seconds(sent: float, across: float, group: Group, hardware: Hardware) -> float:

@@ -42,7 +42,7 @@ class Dispatch:
 
     @property
     def is_one_round(self) -> bool:
-        """True if one round is enough for every routing."""
+        """True if one round is enough, whatever the router chooses."""
         return self.bucket.holds_all(self.tokens, self.experts.chosen, self.own)
 
     @property
@@ -64,7 +64,7 @@ class Dispatch:
 
     @property
     def padded(self) -> int:
-        """The number of `places` with room to fill each expert's rows up to whole tiles."""
+        """The number of `places`, with room to pad each expert's rows to whole tiles."""
         return self.places + min(self.own, self.places) * self.tile
 
     @property

@@ -24,7 +24,7 @@ from spmdtrain.config.toml_file import MOST_EXTENDED, read_toml
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of device in its box."""
+    """A kind of device, with the machine around it."""
 
     name: str
     bfloat16: float  # dense matrix FLOP/s
@@ -48,7 +48,7 @@ class Hardware:
 
     @property
     def device_kind(self) -> str:
-        """jax's name of the device; its own name if it is not listed."""
+        """The name that jax has for the device, or its own name if it is not listed."""
         listed = GPUS.get(self.name)
         return listed.device_kinds[0] if listed else self.name
 
@@ -124,7 +124,7 @@ BOXES: Mapping[str, Box] = {
 
 def _in_its_box(gpu: Gpu) -> Hardware:
     box = BOXES.get(gpu.name, Box())
-    figures = [each.name for each in fields(Hardware)[1:10]]
+    figures = [figure.name for figure in fields(Hardware)[1:10]]
     return Hardware(
         name=gpu.name,
         bfloat16=gpu.bfloat16,
@@ -153,15 +153,15 @@ NAME_OF_DEVICE_KIND: Mapping[str, str] = {
 
 def devices_per_host(count: int, device: Hardware) -> int:
     """Returns the devices per host if `count` devices fill hosts of equal size."""
-    most = min(count, device.per_host)
-    return max(size for size in range(1, most + 1) if count % size == 0)
+    largest = min(count, device.per_host)
+    return max(size for size in range(1, largest + 1) if count % size == 0)
 
 
 def hardware(name: str, above: tuple[Path, ...] = ()) -> Hardware:
     """Looks a device up by name, or reads a .toml file with the fields of `Hardware`.
 
-    Fields that are not given come from the hardware that `extends = "h100"` names. `above`: the
-    files whose `extends` led here. Raises ConfigError for an unknown name or a bad file.
+    Missing fields come from the hardware that `extends = "h100"` names. `above` are the files whose
+    `extends` led here. Raises ConfigError for an unknown name or a bad file.
     """
     if name.endswith(".toml"):
         return _read(Path(name), above)
@@ -175,14 +175,14 @@ def hardware(name: str, above: tuple[Path, ...] = ()) -> Hardware:
     return DEVICES[name]
 
 
-def described(given: Hardware | str | Path) -> Hardware:
-    """Returns `given`, or the hardware of that name or file. Raises ConfigError for neither."""
-    if isinstance(given, Hardware):
-        return given
-    if not isinstance(given, str | Path):
-        what = f"hardware={shown(given)} is not hardware"
+def described(description: Hardware | str | Path) -> Hardware:
+    """Returns hardware as it is, or looks its name or file up. Raises ConfigError for neither."""
+    if isinstance(description, Hardware):
+        return description
+    if not isinstance(description, str | Path):
+        what = f"hardware={shown(description)} is not hardware"
         raise ConfigError(what, fix=f"{', '.join(DEVICES)}, or a .toml file")
-    return hardware(str(given))
+    return hardware(str(description))
 
 
 def swept(device: Hardware, key: str, value: float) -> Hardware:
@@ -193,7 +193,7 @@ def swept(device: Hardware, key: str, value: float) -> Hardware:
 def _figure(key: str, value: object, where: str) -> float:
     """Returns `value` as the type of the field `key`."""
     known: dict[str, Any] = {
-        each.name: each for each in fields(Hardware) if each.name not in ("name", "sources")
+        figure.name: figure for figure in fields(Hardware) if figure.name not in ("name", "sources")
     }
     if key not in known:
         raise ConfigError(f"{where}: no such figure of a device", fix=", ".join(known))
@@ -215,33 +215,33 @@ def _read(path: Path, above: tuple[Path, ...]) -> Hardware:
         )
     if len(above) > MOST_EXTENDED:
         raise ConfigError(f"more than {MOST_EXTENDED} hardware files extend each other")
-    given = read_toml(path, f"hardware file {path}")
-    sources = given.pop("sources", {})
+    settings = read_toml(path, f"hardware file {path}")
+    sources = settings.pop("sources", {})
     if not isinstance(sources, dict) or not all(isinstance(text, str) for text in sources.values()):
         raise ConfigError(f"{path}: sources must be a table of strings", found=f"{sources!r:.80}")
     for key in ("name", "extends"):
-        if not isinstance(given.get(key, ""), str):
-            raise ConfigError(f"{path}: {key} must be a string", found=f"{given[key]!r:.80}")
-    name = given.pop("name", path.stem)
+        if not isinstance(settings.get(key, ""), str):
+            raise ConfigError(f"{path}: {key} must be a string", found=f"{settings[key]!r:.80}")
+    name = settings.pop("name", path.stem)
     start = None
-    if "extends" in given:
-        below = given.pop("extends")  # a file is looked for next to this one
+    if "extends" in settings:
+        below = settings.pop("extends")  # a file is looked for next to this one
         start = hardware(
             str(path.parent / below) if below.endswith(".toml") else below, (*above, path)
         )
-    given: dict[str, Any] = {
-        key: _figure(key, value, f"{path}: {key}") for key, value in given.items()
+    settings: dict[str, Any] = {
+        key: _figure(key, value, f"{path}: {key}") for key, value in settings.items()
     }
     needed = [
-        each.name
-        for each in fields(Hardware)[1:]
-        if each.default is MISSING and each.name != "sources"
+        figure.name
+        for figure in fields(Hardware)[1:]
+        if figure.default is MISSING and figure.name != "sources"
     ]
-    if start is None and (missing := [key for key in needed if key not in given]):
+    if start is None and (missing := [key for key in needed if key not in settings]):
         raise ConfigError(
             f"hardware file {path} lacks {', '.join(missing)}", fix='extends = "h100"'
         )
     if start is None:
-        return Hardware(name, **given, sources=sources)
-    own = dict.fromkeys(given, str(path))
-    return replace(start, name=name, **given, sources={**start.sources, **own, **sources})
+        return Hardware(name, **settings, sources=sources)
+    own = dict.fromkeys(settings, str(path))
+    return replace(start, name=name, **settings, sources={**start.sources, **own, **sources})

@@ -153,8 +153,8 @@ def _expert_kernels(sizes: LayerSizes, software: Software) -> int:
     """Returns the number of kernels of a device's experts, if each has its own."""
     assert sizes.model.experts is not None, "a model with experts"
     is_narrow = sizes.matmul != "compute" and software.narrow_experts
-    each = software.expert_kernels + is_narrow * software.narrow_kernels
-    return each * max(1, sizes.model.experts.count // sizes.exchange.size)
+    kernels = software.expert_kernels + is_narrow * software.narrow_kernels
+    return kernels * max(1, sizes.model.experts.count // sizes.exchange.size)
 
 
 class _Half(NamedTuple):
@@ -252,7 +252,7 @@ def _recomputation(remat: str, work: Mapping[str, Work]) -> float:
     elementwise = work["elementwise"].forward
     attention = work["attention"].forward
     if remat == "full":
-        return sum(each.forward for each in work.values())
+        return sum(term_work.forward for term_work in work.values())
     return {
         "none": 0.0,
         "dots": elementwise,
@@ -367,8 +367,8 @@ def _expert_time(sizes: LayerSizes, hardware: Hardware, software: Software) -> M
     tokens = -(-sizes.tokens // slices)
     dispatch = Dispatch(experts, tokens, sizes.exchange.size, software.expert_imbalance)
     once = _exchange_seconds(sizes, dispatch, hardware, software)
-    told = _in_rounds(dispatch.told_bytes / 2, dispatch, sizes, hardware)
-    once, told = (exposed(seconds, software.overlap.expert) for seconds in (once, told))
+    about_rows = _in_rounds(dispatch.told_bytes / 2, dispatch, sizes, hardware)
+    once, about_rows = (exposed(seconds, software.overlap.expert) for seconds in (once, about_rows))
     back = FORWARD_EXCHANGES if software.keeps_dispatched else BACKWARD_EXCHANGES
     router = _router_work(sizes, hardware, software)
     elementwise = _dispatch_passes(sizes, dispatch, hardware, software)
@@ -380,7 +380,9 @@ def _expert_time(sizes: LayerSizes, hardware: Hardware, software: Software) -> M
         "matmul": add_work(router, _grouped_work(sizes, dispatch, hardware, software)),
         "elementwise": elementwise,
         "tensor_collectives": _expert_sums(sizes, hardware, software),
-        "expert_exchange": Work(FORWARD_EXCHANGES * once + told, back * once + told, 0.0),
+        "expert_exchange": Work(
+            FORWARD_EXCHANGES * once + about_rows, back * once + about_rows, 0.0
+        ),
         "recompute": Work(0.0, again, 0.0),
     }
 
@@ -472,7 +474,7 @@ def _dispatch_passes(
     assert experts is not None, "a model with experts"
     size = bytes_of(sizes.dtype)
     token = size * model.embed * dispatch.rounds
-    there = 2 * token * (dispatch.messages + dispatch.padded)
+    outward = 2 * token * (dispatch.messages + dispatch.padded)
     back = token * (dispatch.padded + 2 * dispatch.messages + 2 * dispatch.tokens)
     forward_columns, backward_columns = _activation_columns(sizes, software)
     column = _column_bytes(sizes, dispatch)
@@ -481,9 +483,9 @@ def _dispatch_passes(
     arrivals = 1 if software.keeps_dispatched else 2
     return Work(
         software.elementwise_factor
-        * memory_seconds(there + back + forward_columns * column, hardware),
+        * memory_seconds(outward + back + forward_columns * column, hardware),
         software.elementwise_factor
-        * memory_seconds(arrivals * there + back + backward_columns * column, hardware),
+        * memory_seconds(arrivals * outward + back + backward_columns * column, hardware),
         0.0,
     )
 
@@ -597,12 +599,12 @@ def _unfused_attention_work(sizes: LayerSizes, hardware: Hardware, software: Sof
         count=matrices,
     )
     # Tiles beyond a window are skipped.
-    seen = shape.seen_share(model, keys)
-    scores = seen * seconds(queries, keys, model.head_dim)
-    values = seen * seconds(queries, model.value_width, keys)
+    visible = shape.seen_share(model, keys)
+    scores = visible * seconds(queries, keys, model.head_dim)
+    values = visible * seconds(queries, model.value_width, keys)
 
     # Softmax, mask and dropout: passes over the scores, counted for Megatron-LM of 2021.
-    score_bytes = seen * matrices * queries * keys * software.score_bytes * software.score_factor
+    score_bytes = visible * matrices * queries * keys * software.score_bytes * software.score_factor
     forward_passes = 6.5 if model.dropout else 4.0
     backward_passes = 5.5 if model.dropout else 4.0
     return Work(

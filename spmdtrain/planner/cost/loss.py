@@ -1,4 +1,4 @@
-"""Says how a step computes its loss: with whose kernel, and in how many chunks."""
+"""Determines how a step computes its loss: the implementation, and the number of chunks."""
 
 from functools import cache
 from typing import NamedTuple
@@ -20,9 +20,9 @@ class Loss(NamedTuple):
 
 
 def loss_of(workload: Workload, ways: int) -> Loss:
-    """Returns the loss as a run on the workload's GPU takes it: as measured there, or by default.
+    """Returns the loss of a run on the workload's GPU: the one measured as best, or the default.
 
-    `ways`: the parts into which the rows of the vocabulary are split.
+    `ways` is the number of parts into which the rows of the vocabulary are split.
     """
     microbatch, time = workload.microbatch, workload.train.sequence_length // workload.mesh.context
     rows = -(-shape.vocab(workload.model) // ways)

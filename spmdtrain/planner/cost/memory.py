@@ -157,8 +157,8 @@ def held_elements(workload: Workload, resident: float) -> tuple[float, float]:
 
 
 def _adapter_elements(workload: Workload) -> float:
-    each = workload.trained.adapter_elements(workload.model, workload.mesh.tensor)
-    return workload.layers_per_stage * each
+    adapters = workload.trained.adapter_elements(workload.model, workload.mesh.tensor)
+    return workload.layers_per_stage * adapters
 
 
 def _whole_under_zero(workload: Workload) -> float:
@@ -260,11 +260,10 @@ def kept_bytes(workload: Workload, remat: str | None = None) -> int:
 
 
 def _kept_of_experts(workload: Workload, remat: str) -> float:
-    """Returns the bytes that a layer with experts keeps more than one without: what its router
-    computes.
+    """Returns the bytes that a layer with experts keeps beyond one without: those of its router.
 
     The experts keep only the router's input, a token's gates and its choices. With "dots" the
-    logits are kept, and the rest is recomputed, except what was exchanged, which nothing reads.
+    logits are kept, and the rest is recomputed, except for what was exchanged, which nothing reads.
     """
     experts = workload.model.experts
     if experts is None or remat == "full":
@@ -484,14 +483,14 @@ def _pipelined_memory(
     elements += gathered_elements(workload) - resident_elements(workload)
     trained = share * elements + _adapter_elements(workload)
     layers_per_chunk = workload.layers_per_stage // workload.chunks
-    kept = layers_per_chunk * kept_bytes(workload)
+    kept_of_chunk = layers_per_chunk * kept_bytes(workload)
     deferred = layers_per_chunk * deferred_bytes(workload)
     rings = ring_slots(workload)
     full = workload.remat == "full"
 
     # A slot of the stash holds a chunk's input if its layers are recomputed.
     stream_bytes = workload.activation_bytes // workload.stream_ways
-    stashed = stream_bytes if full else kept
+    stashed = stream_bytes if full else kept_of_chunk
     # Received, sent back, and the embedding that enters next.
     carried = 3 * stream_bytes
     activations = (
@@ -516,7 +515,7 @@ def _pipelined_memory(
     if full:
         working = 2 * layers_per_chunk * recomputed
     else:
-        working = 2 * kept + recomputed
+        working = 2 * kept_of_chunk + recomputed
     working += _gathered_token_bytes(workload) + _widened_bytes(workload)
     working += _round_bytes(workload)
     if layers_per_chunk > 1:  # a scan of one layer is no loop: XLA keeps less of it
@@ -550,7 +549,7 @@ def _memory(
     activations: float = 0,
     logits: float = 0,
 ) -> Memory:
-    """Makes a `Memory`. `peak`: the most bytes on top of the state; the rest goes to `buffers`."""
+    """Makes a `Memory`. `peak` is the most bytes on top of the state; the rest is `buffers`."""
     numbers = 3  # tokens, targets, mask: 4 bytes each
     if workload.likeliest:
         numbers += 2 * workload.likeliest + 1  # ids, their log-probabilities, that of the rest
@@ -678,8 +677,8 @@ def _round_bytes(workload: Workload) -> float:
     columns = _expert_columns(workload)
     moved = ROUND_MESSAGES * dispatch.messages * model.embed
     of_rows = dispatch.padded * (ROUND_ROWS * model.embed + ROUND_COLUMNS * columns)
-    each = workload.compute_bytes + (0 if dispatch.is_one_round else FLOAT32)
+    bytes_of_element = workload.compute_bytes + (0 if dispatch.is_one_round else FLOAT32)
     # Those of a layer that has experts, not the mean over layers.
     of_layer = _expert_elements(workload) / shape.expert_share(model)
-    of_weights = each * workload.trained.share * of_layer
+    of_weights = bytes_of_element * workload.trained.share * of_layer
     return workload.compute_bytes * (moved + of_rows) + of_weights

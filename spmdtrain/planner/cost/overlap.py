@@ -23,9 +23,7 @@ FLEET = "fleet_overlap.json"  # in this folder
 
 @dataclass(frozen=True)
 class Overlap:
-    """The overlap of each kind of traffic: the share of its bytes whose transfer overlaps with
-    work.
-    """
+    """The share of the bytes of each kind of traffic whose transfer overlaps with work."""
 
     tensor: float = 0.0  # activations over `tensor`, around whole matmuls
     collective_matmul: float = 1.0  # the same, around matmuls in pieces
@@ -48,35 +46,35 @@ def exposed(seconds: float, share: float) -> float:
 
 
 def saving(share: float) -> float:
-    """Returns the share to hide so that this `share` of the seconds is saved."""
+    """Returns the share that must be hidden to save this `share` of the seconds."""
     return share / (1 - LOST_BESIDE_COLLECTIVES)
 
 
 def hidden_shares(
     traffic: Sequence[Mapping[str, Any]], *, pipelined: bool, collective_matmul: bool
 ) -> dict[str, float]:
-    """Returns field of `Overlap` -> share, given what a compiled step sends (`hlo.traffic`).
+    """Returns field of `Overlap` -> share, from the traffic of a compiled step (`hlo.traffic`).
 
     Kinds that the step does not send are left out, and so are sums over several axes at once, which
-    are small. With a pipeline, weights cross `fsdp` once a step and overlap with nothing: the
-    formulas know that without a share.
+    are small. With a pipeline, weights cross `fsdp` once a step without any overlap; the formulas
+    need no share for that.
     """
     kinds = {field.name for field in fields(Overlap)}
     sent: dict[str, float] = defaultdict(float)
     hidden: dict[str, float] = defaultdict(float)
-    for each in traffic:
-        kind = each["axis"]
+    for collective in traffic:
+        kind = collective["axis"]
         if kind == "pipeline":
-            kind = "hops" if each["kind"] == "collective-permute" else "vocabulary"
+            kind = "hops" if collective["kind"] == "collective-permute" else "vocabulary"
         elif kind == "tensor" and collective_matmul:
             kind = "collective_matmul"
         elif kind == "fsdp" and pipelined:
             continue
-        elif kind == "expert" and each["kind"] != "all-to-all":
+        elif kind == "expert" and collective["kind"] != "all-to-all":
             continue  # gradients of weights that `expert` does not own
         if kind in kinds:
-            sent[kind] += each["sent"]
-            hidden[kind] += each["sent_beside_work"]
+            sent[kind] += collective["sent"]
+            hidden[kind] += collective["sent_beside_work"]
     return {kind: hidden[kind] / total for kind, total in sent.items() if total}
 
 

@@ -1,8 +1,8 @@
-"""Gives closed forms of the named pipeline schedules: the planner's only look-up by name.
+"""Defines closed forms of the named pipeline schedules: the planner's only look-up by name.
 
-A table of a schedule (pipeline/schedule.py) says everything, but a search asks about thousands of
-layouts and cannot lay out a table for each. Tests hold the closed forms equal to the tables. They
-know of no frozen chunks, for which a table is laid out all the same.
+The table of a schedule (pipeline/schedule.py) has the exact answer, but a search tries thousands of
+layouts and cannot build a table for each. Tests keep the closed forms equal to the tables. They do
+not cover frozen chunks, for which a table is always built.
 
 The words are those of pipeline/schedule.py, and the letters in formulas those of the papers: p
 stages, m microbatches, v chunks per stage. There are two ways to run a schedule:
@@ -77,10 +77,10 @@ def pipeline_of(workload: Workload) -> Pipeline:
 
 
 def lay_out(kind: str, pipeline: Pipeline, *, closed_form: bool = False) -> Table | None:
-    """Returns the table that a run would execute; None: its closed form is to be taken.
+    """Returns the table that a run would execute, or None if its closed form should be used.
 
-    That is so for tables too large to lay out, whose closed form is then a little too much if
-    chunks are frozen, and if `closed_form` says so and there is an exact one.
+    That is the case for tables that are too large, whose closed form overestimates a little if
+    chunks are frozen, and with `closed_form` if there is an exact one.
     """
     if kind not in SCHEDULES:
         table = choose_table(kind, pipeline.stages, pipeline.chunks, pipeline.microbatches)

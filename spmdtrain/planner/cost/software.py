@@ -1,4 +1,4 @@
-"""Gives the share of a device's data-sheet figures that training software reaches.
+"""Defines the share of a device's data-sheet figures that training software reaches.
 
 There are few constants. Most are fixed: they come from a kernel's own benchmark, or from counting.
 Six are fitted (`FITTED`), by benchmarks/planner/fit.py, to the tables that
@@ -164,7 +164,7 @@ def our_software(
     )
     fused = {"a100": on_a100, "h100": on_h100}
     unfused = {
-        device: replace(each, name="spmdtrain-xla", attention_share=0.0)
-        for device, each in fused.items()
+        device: replace(constants, name="spmdtrain-xla", attention_share=0.0)
+        for device, constants in fused.items()
     }
     return {"spmdtrain": fused, "spmdtrain-xla": unfused}

@@ -510,7 +510,7 @@ def _reduction_seconds(workload: Workload, hardware: Hardware, software: Softwar
     elements = trained_parameters(workload, software)
     all_cards, gathered = software.all_network_cards, software.gathered_parameter_bytes
     sums = data_sums(workload, software.gradient_bytes, gathered)
-    seconds = sum(each.seconds(elements, hardware, all_cards) for each in sums)
+    seconds = sum(collective.seconds(elements, hardware, all_cards) for collective in sums)
     share = software.overlap.data
     if _sums_during_backward(workload):
         share = max(share, software.written_out_overlap)
@@ -530,6 +530,7 @@ def _optimizer_seconds(workload: Workload, hardware: Hardware, software: Softwar
     ways = 1
     if workload.zero or software.gathered_parameter_bytes:
         ways = workload.mesh.data
-    each = OPTIMIZER_BYTES + 2 * workload.held_item_bytes  # items are read and written
-    moved = each * trained_parameters(workload, software) / ways
+    # Items are read and written.
+    bytes_of_parameter = OPTIMIZER_BYTES + 2 * workload.held_item_bytes
+    moved = bytes_of_parameter * trained_parameters(workload, software) / ways
     return memory_seconds(moved, hardware)

@@ -1,4 +1,4 @@
-"""What `spmdtrain plan` prints of several offers: a table for people, values for programs."""
+"""Renders several offers of `spmdtrain plan`: a table for people, values for programs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,9 +10,9 @@ from spmdtrain.planner.report import estimate_values
 COLUMNS = ("hardware", "GPUs", "step", "days", "cost", "cost a G tokens", "mfu", "memory", "layout")
 
 
-def offers_values(found: Sequence[Offer]) -> list[dict[str, Any]]:
+def offers_values(offers: Sequence[Offer]) -> list[dict[str, Any]]:
     """Returns a JSON object of each offer: that of `estimate`, with tokens, days and cost."""
-    return [_values(offer) for offer in found]
+    return [_values(offer) for offer in offers]
 
 
 def _values(offer: Offer) -> dict[str, Any]:
@@ -36,15 +36,15 @@ def _values(offer: Offer) -> dict[str, Any]:
     }
 
 
-def offers_text(found: Sequence[Offer]) -> str:
-    """Renders a table, best first, how far off it may be, and the line to paste."""
-    fitting = [offer for offer in found if offer.best is not None]
+def offers_text(offers: Sequence[Offer]) -> str:
+    """Renders a table, best first, with its possible error and the line to paste."""
+    fitting = [offer for offer in offers if offer.best is not None]
     rows = [COLUMNS, *map(_cells, fitting)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
     refused = [
         f"{offer.devices} x {offer.hardware.name}: {offer.refusal}"
-        for offer in found
+        for offer in offers
         if offer.best is None
     ]
     if not fitting:
@@ -67,12 +67,12 @@ def offers_text(found: Sequence[Offer]) -> str:
 
 
 def _between(offer: Offer, error: float) -> str:
-    """Says between which days, and costs, the best offer lies at this error."""
+    """Returns the range of days, and of costs, of the best offer at this error."""
     low, high = 1 / (1 + error), 1 / (1 - error)
-    said = f"the first takes {low * offer.days:.3g} to {high * offer.days:.3g} days"
+    text = f"the first takes {low * offer.days:.3g} to {high * offer.days:.3g} days"
     if offer.cost is not None:
-        said += f" and costs {low * offer.cost:,.0f} to {high * offer.cost:,.0f}"
-    return said
+        text += f" and costs {low * offer.cost:,.0f} to {high * offer.cost:,.0f}"
+    return text
 
 
 def layout_of(offer: Offer) -> str:
@@ -84,14 +84,14 @@ def layout_of(offer: Offer) -> str:
 def _cells(offer: Offer) -> tuple[str, ...]:
     assert offer.best is not None, "an offer on which the model fits"
     cost = "-" if offer.cost is None else f"{offer.cost:,.0f}"
-    each = "-" if offer.cost is None else f"{1e9 * offer.cost / offer.tokens:.4g}"
+    cost_of_tokens = "-" if offer.cost is None else f"{1e9 * offer.cost / offer.tokens:.4g}"
     return (
         offer.hardware.name,
         str(offer.devices),
         f"{offer.best.seconds:.4g} s",
         f"{offer.days:.4g}",
         cost,
-        each,
+        cost_of_tokens,
         f"{offer.best.estimate.time.mfu:.1%}",
         f"{offer.best.memory.total / 1e9:.1f} GB",
         layout_of(offer),

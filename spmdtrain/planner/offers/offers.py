@@ -1,4 +1,4 @@
-"""What a training to N tokens takes on each kind and number of GPUs: days, and money.
+"""Computes the days and the cost of training to N tokens on each kind and number of GPUs.
 
 Days count the steps and what is lost to saves and to failures (checkpoints/intervals.py), but not
 the wait for machines or for repairs. Money is the price of a GPU hour times all GPU hours.
@@ -22,7 +22,7 @@ ERROR = {"dense": (0.08, 0.21), "experts": (0.12, 0.30)}
 
 @dataclass(frozen=True)
 class Offer:
-    """Some GPUs of one kind, with the best layout on them; None if nothing fits, and why.
+    """A number of GPUs of one kind, with the best layout on them; None if nothing fits, and why.
 
     `price` is that of a GPU hour in any currency; None if it is not known.
     """
@@ -78,25 +78,25 @@ def offers(
     prices = prices or {}
     if tokens is None:
         tokens = tokens_of(config)
-    found = [
+    offered = [
         _offer(config, kind, count, tokens, prices.get(kind.name))
         for kind in kinds
         for count in counts
     ]
-    by_cost = all(offer.price is not None for offer in found)
+    by_cost = all(offer.price is not None for offer in offered)
 
     def order(offer: Offer) -> tuple[bool, float]:
         if offer.best is None:
             return True, 0.0
         return False, (offer.cost or 0.0) if by_cost else offer.days
 
-    return sorted(found, key=order)
+    return sorted(offered, key=order)
 
 
 def tokens_of(config: RunConfig) -> float:
     """Returns the tokens of all steps of a run.
 
-    Raises ConfigError if it counts epochs: how many steps they are, only its data know.
+    Raises ConfigError if it counts epochs, whose number of steps depends on the data.
     """
     train = config.train
     if train.epochs is not None:

@@ -26,11 +26,11 @@ RANK_FILL = "#cfdff2"
 
 @dataclass(frozen=True)
 class RankedPlan:
-    """A plan in the picture: its value in the ranking, as number and in words, and its estimate."""
+    """A plan in the picture: its value in the ranking, as number and as text, and its estimate."""
 
     label: str
     value: float
-    said: str
+    value_text: str
     estimate: Estimate
 
 
@@ -55,9 +55,9 @@ def rows_of_offers(offers: Sequence[Offer]) -> list[RankedPlan]:
     for offer in fitting:
         assert offer.best is not None, "it fits"
         value = offer.cost if by_cost and offer.cost is not None else offer.days
-        said = f"{value:,.0f}" if by_cost else f"{value:.4g} days"
+        value_text = f"{value:,.0f}" if by_cost else f"{value:.4g} days"
         label = f"{offer.devices} x {offer.hardware.name}: {layout_of(offer)}"
-        rows.append(RankedPlan(label, value, said, offer.best.estimate))
+        rows.append(RankedPlan(label, value, value_text, offer.best.estimate))
     return rows
 
 
@@ -78,8 +78,8 @@ def picture(title: str, rows: Sequence[RankedPlan]) -> str:
         y = HEAD + ROW * number
         parts += [
             _text(8, y + 14, row.label),
-            _bar(LABEL, y, BAR * row.value / largest, RANK_FILL, row.said),
-            _text(LABEL + BAR * row.value / largest + 5, y + 14, row.said),
+            _bar(LABEL, y, BAR * row.value / largest, RANK_FILL, row.value_text),
+            _text(LABEL + BAR * row.value / largest + 5, y + 14, row.value_text),
             *_memory(row.estimate, categories, scale, y),
         ]
     parts += _legend(categories, HEAD - 24)
@@ -92,22 +92,22 @@ def picture(title: str, rows: Sequence[RankedPlan]) -> str:
 
 
 def _held(estimate: Estimate) -> dict[str, float]:
-    """Returns the bytes of each category on a device; together they are its memory."""
+    """Returns the bytes on a device by category, which add up to its memory."""
     sizes = estimate.memory.by_category()
     return {name: float(size) for name, size in sizes.items() if name != "total"}
 
 
 def _memory(estimate: Estimate, categories: Sequence[str], scale: float, y: float) -> list[str]:
     """Returns the memory of one plan: a bar by category, its total, and where a device is full."""
-    left = at = LABEL + BAR + GAP
+    start = at = LABEL + BAR + GAP
     parts = []
     sizes = _held(estimate)
     for number, name in enumerate(categories):
         long = scale * sizes.get(name, 0.0)
-        said = f"{name.replace('_', ' ')}: {sizes.get(name, 0.0) / 1e9:.3g} GB"
-        parts.append(_bar(at, y, long, FILLS[number % len(FILLS)], said))
+        tooltip = f"{name.replace('_', ' ')}: {sizes.get(name, 0.0) / 1e9:.3g} GB"
+        parts.append(_bar(at, y, long, FILLS[number % len(FILLS)], tooltip))
         at += long
-    full = left + scale * estimate.hardware.memory
+    full = start + scale * estimate.hardware.memory
     parts.append(f'<line x1="{full:.1f}" x2="{full:.1f}" y1="{y}" y2="{y + 20}" stroke="#222222"/>')
     end = max(at, full) + 5
     return [*parts, _text(end, y + 14, f"{estimate.memory.total / 1e9:.1f} GB")]
@@ -126,10 +126,10 @@ def _legend(categories: Sequence[str], y: float) -> list[str]:
     return parts
 
 
-def _bar(x: float, y: float, long: float, fill: str, said: str, high: int = 20) -> str:
+def _bar(x: float, y: float, long: float, fill: str, tooltip: str, high: int = 20) -> str:
     return (
         f'<rect x="{x:.1f}" y="{y}" width="{long:.1f}" height="{high}" fill="{fill}">'
-        f"<title>{escape(said)}</title></rect>"
+        f"<title>{escape(tooltip)}</title></rect>"
     )
 
 

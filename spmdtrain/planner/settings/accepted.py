@@ -1,4 +1,4 @@
-"""Says whether a run of a config accepts a layout: what a run refuses is not worth proposing."""
+"""Checks whether a run accepts a layout: one that it would refuse is not worth proposing."""
 
 from functools import cache
 from typing import Any
@@ -40,11 +40,11 @@ def settings_of(workload: Workload) -> list[str]:
 
 
 class Accepted:
-    """Whether a run of `config` would accept a layout of it.
+    """A check whether a run of `config` would accept a layout.
 
-    `refusal` is the error for the last one that it would not. Settings are checked together as a
-    run checks them, once for all layouts of a kind: those that split over the same axes, in the
-    same way. Sizes that must divide each other are for the caller to know.
+    `refusal` is the error for the last refused layout. Settings are checked together as a run
+    checks them, once for all layouts that split over the same axes in the same way. Sizes that must
+    divide each other are up to the caller.
     """
 
     def __init__(self, config: RunConfig):
@@ -103,7 +103,7 @@ class Accepted:
 
 
 def _kind(workload: Workload) -> tuple:
-    """Returns what the settings of alike layouts share: all but sizes."""
+    """Returns the settings that layouts of one kind share: all but sizes."""
     is_split = (size > 1 for size in workload.mesh.sizes.values())
     return (
         *is_split,
