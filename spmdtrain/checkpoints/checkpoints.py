@@ -222,9 +222,9 @@ class Checkpoints(SavedSteps):
         if saved == self._setup.model.stage_layout and describe(named_leaves(abstract)) == of_items(
             leaves, abstract
         ):
-            found = {item: read(item, shapes) for item, shapes in abstract.items()}
-            self._verify(step, meta, fingerprints(named_leaves(found)))
-            return found, meta
+            values = {item: read(item, shapes) for item, shapes in abstract.items()}
+            self._verify(step, meta, fingerprints(named_leaves(values)))
+            return values, meta
 
         def relaid(item: str, path: str) -> Any:
             tree = abstract[item][path]
@@ -235,9 +235,9 @@ class Checkpoints(SavedSteps):
                 return as_saved(self._setup, path, leaf, tuple(shape), saved)
 
             shapes = jax.tree_util.tree_map_with_path(shape_of, tree)
-            found = read(item, {path: shapes})
-            self._verify(step, meta, fingerprints(named_leaves({item: found})))
-            return lay_out_again(self._setup, path, found[path], tree, saved)
+            value = read(item, {path: shapes})
+            self._verify(step, meta, fingerprints(named_leaves({item: value})))
+            return lay_out_again(self._setup, path, value[path], tree, saved)
 
         return {
             item: {path: relaid(item, path) for path in abstract[item]} for item in abstract

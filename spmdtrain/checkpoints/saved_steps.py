@@ -64,11 +64,11 @@ class SavedSteps:
 
         With `ema`, trained weights are averages. Needs neither model nor mesh.
         """
-        found = self._read_item(step, "params")
+        weights = self._read_item(step, "params")
         if ema:
             self.averaged(step)  # raises if there is none
-            found |= self._read_item(step, "ema")
-        return found
+            weights |= self._read_item(step, "ema")
+        return weights
 
     def weight_shapes(self, step: int) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the results of `read_weight`, by path. Reads only the meta."""

@@ -148,11 +148,17 @@ def _needs_no_more(takes: Parameters, bound: Mapping[str, Any]) -> bool:
 
 def _check_arguments(config: RunConfig, part: str, targets: Sequence[Any]) -> None:
     """Refuses a value of [own.arguments] for which no part has an argument."""
-    takes = [_parameters(each) for each in targets if callable(each)]
-    own = {key: None for each in takes for key, kind in each.items() if kind.kind not in OPEN}
+    takes = [_parameters(target) for target in targets if callable(target)]
+    own = {
+        key: None
+        for parameters in takes
+        for key, parameter in parameters.items()
+        if parameter.kind not in OPEN
+    }
     known = [key for key in own if key not in (*PARTS[part], CONFIG)]
     for key in config.own.arguments.get(part, {}):
-        if key in (*PARTS[part], CONFIG) or not any(_accepts(each, key) for each in takes):
+        is_known = any(_accepts(parameters, key) for parameters in takes)
+        if key in (*PARTS[part], CONFIG) or not is_known:
             name = f"own.arguments.{part}.{key}"
             where = config.origin.get(name, "default")
             raise ConfigError(

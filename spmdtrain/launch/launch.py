@@ -137,7 +137,7 @@ class Launcher:
         token = hashlib.sha256(run.encode()).hexdigest()
         processes = list(self._place.flags(self._processes))
         with Peer(self._place, token, self._memory, processes) as peer:
-            if peer.fetch(lambda: self._asked_to_end > 0):
+            if peer.fetch(lambda: self._end_requests > 0):
                 say("the snapshots of this host's processes were fetched from the next host")
             yield
 
@@ -149,7 +149,7 @@ class Launcher:
             ending = self._attempt()
             if ending.line:
                 say(ending.line)
-            if ending.code in FINAL or self._asked_to_end:
+            if ending.code in FINAL or self._end_requests:
                 return self._over(ending.code)
             progressed = self._saved > saved_before
             without_progress = 1 if progressed else without_progress + 1
@@ -161,7 +161,7 @@ class Launcher:
             pause = min(PAUSE_SECONDS * 2 ** (without_progress - 1), LONGEST_PAUSE)
             say(f"attempt {self.attempts + 1} starts in {pause:.0f} s")
             self._sleep(pause)
-            if self._asked_to_end:
+            if self._end_requests:
                 return self._over(ending.code)
 
     def _over(self, code: int) -> int:
@@ -190,7 +190,7 @@ class Launcher:
             for rank, what, step in ranks.listen(POLL_SECONDS):
                 self._note(ranks, rank, what, step)
             is_another = time.monotonic() - since > 2 * signals.HANDED_ON_SECONDS
-            if self._asked_to_end > forwarded and is_another:
+            if self._end_requests > forwarded and is_another:
                 forwarded += 1
                 since = time.monotonic()
                 ranks.signal(signal.SIGTERM)
@@ -261,13 +261,13 @@ class Launcher:
         cause = next((rank for rank in by_age if _failed(rank)), early[0])
         code = cause.process.wait()  # it has ended, like all others
         ending = _failure(cause, code)
-        if self._asked_to_end and code < 0:  # before it could save
+        if self._end_requests and code < 0:  # before it could save
             return Ending(128 - code, ending.line)
         return ending
 
     def _sleep(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and not self._asked_to_end:
+        while time.monotonic() < deadline and not self._end_requests:
             time.sleep(min(0.1, seconds))
 
     def _on_signal(self, number: int, _frame: object) -> None:
@@ -279,7 +279,7 @@ class Launcher:
             self._warnings += 1
 
     @property
-    def _asked_to_end(self) -> int:
+    def _end_requests(self) -> int:
         """The number of requests to end so far.
 
         A second one ends a process immediately, so warnings count at most once.

@@ -87,8 +87,8 @@ def _of_slurm(environment: Mapping[str, str]) -> dict:
     if missing:
         raise ConfigError(f"Slurm does not set {' and '.join(missing)} of this task", fix=BY_SRUN)
     if not NODES.fullmatch(nodes):
-        found = f"SLURM_STEP_NODELIST={nodes!r:.80}"
-        raise ConfigError("Slurm's list of nodes cannot be read", found=found, fix=BY_SRUN)
+        variable = f"SLURM_STEP_NODELIST={nodes!r:.80}"
+        raise ConfigError("Slurm's list of nodes cannot be read", found=variable, fix=BY_SRUN)
     _check_rank(environment, "SLURM_PROCID", "SLURM_NTASKS", BY_SRUN)
     alone_on_host = number(environment, "SLURM_STEP_NUM_NODES") == tasks
     own_gpus = bool(environment.get("SLURM_GPUS_PER_TASK"))
@@ -126,8 +126,8 @@ def _open_mpi_method(environment: Mapping[str, str]) -> str:
 def _check_rank(environment: Mapping[str, str], rank: str, size: str, fix: str) -> None:
     at, of = number(environment, rank), number(environment, size)
     if at is None or of is None or at >= of:
-        found = f"{rank}={environment.get(rank, '')} {size}={environment.get(size, '')}"
-        raise ConfigError("the environment names no process of this run", found=found, fix=fix)
+        both = f"{rank}={environment.get(rank, '')} {size}={environment.get(size, '')}"
+        raise ConfigError("the environment names no process of this run", found=both, fix=fix)
 
 
 def _arguments(environment: Mapping[str, str], method: str, *, all_visible: bool) -> dict:
