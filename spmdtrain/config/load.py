@@ -23,7 +23,6 @@ from pydantic import TypeAdapter, ValidationError
 from spmdtrain.config.arguments import as_path, as_texts, shown
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.near import nearest, usual
-from spmdtrain.config.published.model_from import settings_of_model
 from spmdtrain.config.refusal import expectation
 from spmdtrain.config.run_files import CONFIG, DERIVED, given_in
 from spmdtrain.config.schema import RunConfig, Settings
@@ -254,6 +253,8 @@ def _put_model_below(table: TomlTable, source: TomlTable, origin: Origin, where:
     name = model[FROM]
     if not isinstance(name, str) or not name:
         raise _refused(f"model.{FROM}", name, where, "a run, or a folder of Hugging Face")
+    from spmdtrain.config.published.model_from import settings_of_model
+
     file, settings = settings_of_model(as_path(name, f"model.{FROM}"))
     rest = {key: value for key, value in model.items() if key != FROM}
     own = rest.get("name", settings["name"])

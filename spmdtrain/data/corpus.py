@@ -14,20 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from spmdtrain.config.errors import DataError
 from spmdtrain.config.schema import DataConfig
 from spmdtrain.data.shuffle import random_bits
-from spmdtrain.data.texts.compressed import compression_of
-from spmdtrain.data.texts.documents import command_to_prepare, format_of
-from spmdtrain.data.texts.files import find_files, read_text
-from spmdtrain.data.token_files.blocks import contents
-from spmdtrain.data.token_files.datatrove_file import ENDING, open_datatrove
-from spmdtrain.data.token_files.foreign_tokens import ForeignTokens, is_foreign, open_foreign
-from spmdtrain.data.token_files.references import read_references
 from spmdtrain.data.token_files.rows import Concatenated, StoredRow, reading
 from spmdtrain.data.token_files.tokens import (
     COUNTS,
@@ -40,13 +33,16 @@ from spmdtrain.data.token_files.tokens import (
     storage_dtype,
     token_paths,
 )
+from spmdtrain.data.tokenizers.text_ends import end_of_text
 from spmdtrain.data.tokenizers.tokenizer import (
     Tokenizer,
-    end_of_text,
     from_spec,
     open_tokenizer,
     tokenizer_fingerprint,
 )
+
+if TYPE_CHECKING:
+    from spmdtrain.data.token_files.foreign_tokens import ForeignTokens
 
 STDLIB_BYTES = 4_000_000  # the loss of a quick start visibly falls; read in a fraction of a second
 STDLIB_LEFT_OUT = {
@@ -359,6 +355,10 @@ def text_corpus(patterns: Iterable[str], tokenizer: str) -> Corpus:
     Large texts are better prepared as a token file. Raises DataError for files that are not plain
     text: they must be prepared.
     """
+    from spmdtrain.data.texts.compressed import compression_of
+    from spmdtrain.data.texts.documents import command_to_prepare, format_of
+    from spmdtrain.data.texts.files import find_files, read_text
+
     files = find_files(patterns)
     for file in files:
         if format_of(file) != "text" or compression_of(file):
@@ -383,6 +383,8 @@ def token_corpus(
     declare it. The files named by `validation` come last and validate. With `references`, a
     reference model's log-probabilities of pairs are read too, if all files have them.
     """
+    from spmdtrain.data.texts.files import find_files
+
     training = [_with_ending(pattern) for pattern in patterns]
     validating = [_with_ending(pattern) for pattern in validation]
     paths = find_files([*training, *validating])
@@ -411,6 +413,8 @@ def token_corpus(
 
 def _refuse_copies(training: Sequence[str], validating: Sequence[str]) -> None:
     """Raises DataError if a validation file has the same content as a training file."""
+    from spmdtrain.data.token_files.blocks import contents
+
     content = contents({path: path for path in (*training, *validating)})
     trained = {content[path]: path for path in training}
     for path in validating:
@@ -422,7 +426,7 @@ def _refuse_copies(training: Sequence[str], validating: Sequence[str]) -> None:
 
 
 def _joined(
-    sources: Sequence[TokenSource | ForeignTokens],
+    sources: "Sequence[TokenSource | ForeignTokens]",
     vocab: int,
     spec: dict | None,
     num_training: int | None,
@@ -477,11 +481,13 @@ def _joined(
     )
 
 
-def _with_references(corpus: Corpus, sources: Sequence[TokenSource | ForeignTokens]) -> Corpus:
+def _with_references(corpus: Corpus, sources: "Sequence[TokenSource | ForeignTokens]") -> Corpus:
     """Returns a corpus of pairs with its log-probabilities, if all of its files have them.
 
     They are float32 [documents, 2], and change the fingerprint.
     """
+    from spmdtrain.data.token_files.references import read_references
+
     read = [read_references(source) for source in sources if isinstance(source, TokenSource)]
     parts = [part for part in read if part is not None]
     if len(parts) < len(sources):
@@ -509,11 +515,14 @@ def _open_source(
     vocab: int | None,
     dtype: str | None,
     open_theirs: Callable[[str], Tokenizer],
-) -> tuple[TokenSource | ForeignTokens, tuple[int, dict | None]]:
+) -> "tuple[TokenSource | ForeignTokens, tuple[int, dict | None]]":
     """Returns a token file, its vocabulary, and the spec of its tokenizer.
 
     For a file of another program, `data.tokenizer` and the model determine both.
     """
+    from spmdtrain.data.token_files.datatrove_file import ENDING, open_datatrove
+    from spmdtrain.data.token_files.foreign_tokens import is_foreign, open_foreign
+
     bin_path, idx_path, json_path = token_paths(path)
     is_datatrove = path.endswith(ENDING)
     if not is_datatrove and not is_foreign(bin_path, idx_path, json_path):

@@ -7,7 +7,7 @@ evaluate on, and a fingerprint by which a resumed run recognises the same data.
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Union
 
 import numpy as np
 
@@ -23,15 +23,15 @@ from spmdtrain.data.corpus import CORPORA, Corpus, check_vocab, common_template,
 from spmdtrain.data.cut_documents import count_cut, cut_note
 from spmdtrain.data.epochs import Endless, counted_in_steps
 from spmdtrain.data.indices import sample_indices
-from spmdtrain.data.mixtures.mixture_phases import PhasedMixture, phased
-from spmdtrain.data.packing import PackedStream, PackedWindows
-from spmdtrain.data.recorded import RecordedData
 from spmdtrain.data.saved_logits.reader import SavedLogits, open_logits
 from spmdtrain.data.shuffle import random_bits
-from spmdtrain.data.streams.stream_data import StreamData, open_stream
 from spmdtrain.data.targets import check_targets
-from spmdtrain.data.token_files.cut_files import cut_shared_files
-from spmdtrain.data.token_files.references import no_references
+
+if TYPE_CHECKING:
+    from spmdtrain.data.mixtures.mixture_phases import PhasedMixture
+    from spmdtrain.data.packing import PackedStream
+    from spmdtrain.data.recorded import RecordedData
+    from spmdtrain.data.streams.stream_data import StreamData
 
 # tokens(seed, index): the ids of sample `index`, integers [sequence_length + 1]. Always the same
 # for the same arguments: that is why a resumed run continues bit-exactly.
@@ -108,10 +108,12 @@ class CorpusData:
     def samples_per_epoch(self, config: RunConfig) -> int:
         return self._train_stream(config).windows
 
-    def _train_stream(self, config: RunConfig) -> TrainStream | PackedStream:
+    def _train_stream(self, config: RunConfig) -> "TrainStream | PackedStream":
         length = config.train.sequence_length
         order = {"seed": config.train.seed, "shuffle": config.data.shuffle}
         if config.data.packing == "best_fit":
+            from spmdtrain.data.packing import PackedStream
+
             return PackedStream(self.corpus, self.train, length, taught=self.taught, **order)
         packing = config.data.packing
         return TrainStream(
@@ -123,6 +125,8 @@ class CorpusData:
         packing = config.data.packing
         count = self.validation.size - 1
         if packing == "best_fit":
+            from spmdtrain.data.packing import PackedWindows
+
             windows = PackedWindows(self.corpus, self.validation, length)
             count = windows.pairs or count
         else:
@@ -154,7 +158,7 @@ class MixtureData:
 
     names: tuple[str, ...]
     sources: tuple[CorpusData, ...]
-    mixture: PhasedMixture
+    mixture: "PhasedMixture"
 
     @property
     def fingerprint(self) -> str:
@@ -294,11 +298,16 @@ class SourceWindows:
         return batch
 
 
-Data = CorpusData | MixtureData | SourceData | StreamData | RecordedData
+Data = Union[CorpusData, MixtureData, SourceData, "StreamData", "RecordedData"]
 
 
 def check_data(data: Any) -> None:
     """Raises ConfigError if `data` is not the data of a run."""
+    if isinstance(data, CorpusData | MixtureData | SourceData):
+        return
+    from spmdtrain.data.recorded import RecordedData
+    from spmdtrain.data.streams.stream_data import StreamData
+
     kinds = (CorpusData, MixtureData, SourceData, StreamData, RecordedData)
     check_kind(data, kinds, "data", "config, data = st.open_data(config)")
 
@@ -332,7 +341,9 @@ def _open_single(config: RunConfig) -> CorpusData:
     return data
 
 
-def _open_stream(config: RunConfig) -> StreamData:
+def _open_stream(config: RunConfig) -> "StreamData":
+    from spmdtrain.data.streams.stream_data import open_stream
+
     settings = config.data
     if config.eval.every and not settings.validation_path:
         what = f"eval.every asks for evaluation, but data.corpus={settings.corpus!r} keeps no data"
@@ -344,6 +355,8 @@ def _open_stream(config: RunConfig) -> StreamData:
 
 def _open_mixture(config: RunConfig) -> MixtureData:
     """Opens the sources of `data.mix`. Raises DataError if their tokenizers differ."""
+    from spmdtrain.data.mixtures.mixture_phases import phased
+
     settings = config.data
     weights = [source.weight for source in settings.mix]
     mixture = phased(settings.phases, weights, config.train.sequence_length)
@@ -356,6 +369,8 @@ def _open_mixture(config: RunConfig) -> MixtureData:
             raise DataError(f"data.mix: {both} were made with different tokenizers")
         corpora.append(corpus)
     if settings.validation_fraction:
+        from spmdtrain.data.token_files.cut_files import cut_shared_files
+
         corpora = cut_shared_files(corpora, settings.validation_fraction)
     names = tuple(source.name for source in settings.mix)
     sources = [_cut(corpus, config, name) for corpus, name in zip(corpora, names, strict=True)]
@@ -365,7 +380,7 @@ def _open_mixture(config: RunConfig) -> MixtureData:
 
 MIXTURE = "mix"
 # `data.corpus`, or MIXTURE with `data.mix` -> how the data is opened.
-KINDS: Mapping[str, Callable[[RunConfig], CorpusData | MixtureData | StreamData]] = {
+KINDS: "Mapping[str, Callable[[RunConfig], CorpusData | MixtureData | StreamData]]" = {
     **dict.fromkeys(CORPORA, _open_single),
     **dict.fromkeys(STREAMED, _open_stream),
     MIXTURE: _open_mixture,
@@ -381,13 +396,15 @@ def _check_validation(config: RunConfig, sources: Sequence[CorpusData]) -> None:
 
 def progress_of(data: Data) -> dict[str, Any]:
     """Returns what a checkpoint stores about reading: a stream's knowledge of its files."""
-    return {"ledger": data.ledger.document()} if isinstance(data, StreamData) else {}
+    ledger = getattr(data, "ledger", None)
+    return {} if ledger is None else {"ledger": ledger.document()}
 
 
 def recall_progress(data: Data, meta: Mapping[str, Any]) -> None:
     """Gives a stream the knowledge in a checkpoint's meta, so that it need not read it again."""
-    if isinstance(data, StreamData) and "ledger" in meta:
-        data.ledger.recall(meta["ledger"])
+    ledger = getattr(data, "ledger", None)
+    if ledger is not None and "ledger" in meta:
+        ledger.recall(meta["ledger"])
 
 
 def _cut(corpus: Corpus, config: RunConfig, source: str = "") -> CorpusData:
@@ -429,6 +446,8 @@ def _check_pairs(corpus: Corpus, config: RunConfig) -> None:
             fix="spmdtrain data prepare FILE --chat --pairs --out NAME",
         )
     if config.train.needs_reference and corpus.references is None:
+        from spmdtrain.data.token_files.references import no_references
+
         raise no_references(corpus.files[0][1])
 
 

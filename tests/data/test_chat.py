@@ -18,9 +18,9 @@ from spmdtrain.data.chats.simple_template import CHATML, SimpleTemplate
 from spmdtrain.data.corpus import text_corpus
 from spmdtrain.data.prepare.prepare_corpus import Job, prepare
 from spmdtrain.data.token_files.tokens import open_tokens
+from spmdtrain.data.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
 from spmdtrain.data.tokenizers.offsets import Encoding
 from spmdtrain.data.tokenizers.tokenizer import (
-    HuggingFaceTokenizer,
     Tokenizer,
     from_spec,
     open_tokenizer,

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmdtrain.config.errors import DataError
+from spmdtrain.data.tokenizers.text_ends import begin_of_text, end_of_text
 from spmdtrain.data.tokenizers.tokenizer import (
-    begin_of_text,
-    end_of_text,
     from_spec,
     open_tokenizer,
     tokenizer_fingerprint,

@@ -36,10 +36,9 @@ from spmdtrain.data.texts.documents import (
     texts_in,
 )
 from spmdtrain.data.token_files.tokens import open_tokens
+from spmdtrain.data.tokenizers.text_ends import begin_of_text, end_of_text
 from spmdtrain.data.tokenizers.tokenizer import (
     Tokenizer,
-    begin_of_text,
-    end_of_text,
     from_spec,
     open_tokenizer,
     tokenizer_fingerprint,

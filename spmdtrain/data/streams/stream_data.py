@@ -30,10 +30,9 @@ from spmdtrain.data.streams.shard_reader import ShardReader
 from spmdtrain.data.streams.shards import Shard, find_shards
 from spmdtrain.data.streams.shuffle_blocks import WindowBlocks
 from spmdtrain.data.texts.documents import Chunk, read_chunks
+from spmdtrain.data.tokenizers.text_ends import begin_of_text, end_of_text
 from spmdtrain.data.tokenizers.tokenizer import (
     Tokenizer,
-    begin_of_text,
-    end_of_text,
     open_tokenizer,
     tokenizer_fingerprint,
 )

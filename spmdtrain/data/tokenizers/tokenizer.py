@@ -2,8 +2,6 @@
 
 A tokenizer's *spec* is a JSON value from which it can be rebuilt anywhere. It is stored with token
 files and in a run's config, so ids can be decoded after the tokenizer's own file has moved.
-
-The *end of text* is the token after each document, the *begin of text* that before it.
 """
 
 import hashlib
@@ -15,23 +13,13 @@ from typing import Protocol
 import numpy as np
 
 from spmdtrain.config.errors import DataError
-from spmdtrain.data.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
 from spmdtrain.data.tokenizers.offsets import Encoding
-from spmdtrain.data.tokenizers.other_libraries import refuse_other_library
-from spmdtrain.data.tokenizers.tokenizer_folder import (
-    adds_begin,
-    ends_named,
-    specials_named,
-    tokenizer_file,
-)
 
 UNDECODABLE = "\ufffd"
 # Ids that never occur in text, so they can end one. 0xFF is not a byte of UTF-8, and U+10FFFF is
 # never a character; as the last code point it shifts no other character's id.
 END_BYTE = 0xFF
 END_CHARACTER = "\U0010ffff"
-# The usual names of the end of text in published Hugging Face tokenizers.
-END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|end|>")
 
 
 class Tokenizer(Protocol):
@@ -200,6 +188,10 @@ def open_tokenizer(name: str, texts: Iterable[str] | None = None) -> Tokenizer:
         if not alphabet:
             raise DataError("the corpus is empty: it has no characters to make a tokenizer of")
         return CharacterTokenizer(alphabet)
+    from spmdtrain.data.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
+    from spmdtrain.data.tokenizers.other_libraries import refuse_other_library
+    from spmdtrain.data.tokenizers.tokenizer_folder import specials_named, tokenizer_file
+
     path = tokenizer_file(name)
     try:
         refuse_other_library(path)
@@ -209,95 +201,6 @@ def open_tokenizer(name: str, texts: Iterable[str] | None = None) -> Tokenizer:
     except OSError as error:
         raise DataError(f"cannot read the tokenizer {name}: {error.strerror}") from None
     return HuggingFaceTokenizer(content, str(name), specials_named(path.parent))
-
-
-def end_of_text(tokenizer: Tokenizer, requested: str, name: str) -> tuple[Tokenizer, int | None]:
-    """Returns the tokenizer with an end of text, and its id; None if `requested` is "none".
-
-    `requested` may be a token of the tokenizer or "auto". "auto" is the byte 0xFF; or the character
-    U+10FFFF, which is added to the alphabet; or, for a `tokenizer.json`, the token that the files
-    next to it name (`ends_named`), or else the special token with a known name.
-
-    `name` is the tokenizer's, as for `open_tokenizer`. Raises DataError if there is no such token.
-    """
-    if requested == "none":
-        return tokenizer, None
-    if requested != "auto":
-        return _with_named(tokenizer, requested, name, "end")
-    if isinstance(tokenizer, ByteTokenizer):
-        return tokenizer, END_BYTE
-    if isinstance(tokenizer, CharacterTokenizer):
-        if END_CHARACTER in tokenizer.alphabet:
-            raise DataError(
-                "the texts hold U+10FFFF, with which the tokenizer `characters` ends one",
-                fix="--end-of-text none, or --tokenizer bytes",
-            )
-        extended = CharacterTokenizer(tokenizer.alphabet + END_CHARACTER)
-        return extended, extended.id_of(END_CHARACTER)
-    assert isinstance(tokenizer, HuggingFaceTokenizer), "the only other kind"
-    for named in ends_named(tokenizer_file(name).parent):
-        token = named if isinstance(named, str) else tokenizer.token_of(named)
-        i = None if token is None else tokenizer.id_of(token)
-        if token is not None and i is not None:
-            return tokenizer.with_control([token]), i
-    for token in END_NAMES:
-        if token in tokenizer.control:
-            return tokenizer, tokenizer.control[token]
-    raise DataError(
-        f"no token of {name} is known to end a text",
-        found=", ".join(list(tokenizer.control)[:5]) or "no special tokens",
-        fix="--end-of-text TOKEN, or --end-of-text none",
-    )
-
-
-def begin_of_text(tokenizer: Tokenizer, requested: str, name: str) -> tuple[Tokenizer, int | None]:
-    """Returns the tokenizer with a begin of text, and its id, which is None if there is none.
-
-    `requested` is "none", a token of the tokenizer, or "auto". "auto" is the token that the
-    post-processor of a `tokenizer.json` puts before a text, as transformers does, unless the
-    `add_bos_token` in the file next to it disagrees. Bytes and characters have none.
-
-    `name` is the tokenizer's, as for `open_tokenizer`. Raises DataError if there is no such token,
-    or if the files disagree.
-    """
-    if requested == "none":
-        return tokenizer, None
-    if requested != "auto":
-        return _with_named(tokenizer, requested, name, "begin")
-    if not isinstance(tokenizer, HuggingFaceTokenizer):
-        return tokenizer, None
-    folder = tokenizer_file(name).parent
-    adds, ids = adds_begin(folder), tokenizer.begin_of_text()
-    # Where they disagree, so do the versions of transformers.
-    if len(ids) > 1 or adds not in (None, bool(ids)):
-        before = " ".join(tokenizer.token_of(i) or str(i) for i in ids) or "nothing"
-        setting = "" if adds is None else f", and add_bos_token={json.dumps(adds)}"
-        raise DataError(
-            f"the files of {name} do not say which token begins a text",
-            found=f"a post-processor that puts {before} before it{setting}",
-            fix="--begin-of-text TOKEN or none (for a stream: data.begin_of_text)",
-        )
-    if not ids:
-        return tokenizer, None
-    return tokenizer.with_control(filter(None, [tokenizer.token_of(ids[0])])), ids[0]
-
-
-def _with_named(tokenizer: Tokenizer, token: str, name: str, does: str) -> tuple[Tokenizer, int]:
-    """Returns the tokenizer with a token that a person named, and its id.
-
-    `does` is "end" or "begin", for the message. Raises DataError if there is no such token.
-    """
-    i = tokenizer.id_of(token)
-    if i is None:
-        raise DataError(f"the tokenizer {name} has no token {token!r} to {does} a text with")
-    return _with_control(tokenizer, token), i
-
-
-def _with_control(tokenizer: Tokenizer, token: str) -> Tokenizer:
-    """Returns the tokenizer with a token that text cannot produce, if that can be prevented."""
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        return tokenizer.with_control([token])
-    return tokenizer
 
 
 def from_spec(spec: dict) -> Tokenizer:
@@ -320,6 +223,8 @@ def from_spec(spec: dict) -> Tokenizer:
                 )
             control = others.get("control", [])
             if isinstance(control, list) and all(isinstance(token, str) for token in control):
+                from spmdtrain.data.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
+
                 return HuggingFaceTokenizer(content, path, control)
     raise DataError(f"not a tokenizer that this version knows: {json.dumps(spec)[:80]}")
 

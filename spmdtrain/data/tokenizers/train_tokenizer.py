@@ -11,7 +11,7 @@ from spmdtrain.config.errors import DataError
 from spmdtrain.config.writing import writing
 from spmdtrain.data.prepare.file_progress import plain_lines
 from spmdtrain.data.texts.documents import find_inputs, lines_of_separator, texts_to_learn
-from spmdtrain.data.tokenizers.tokenizer import END_NAMES
+from spmdtrain.data.tokenizers.text_ends import END_NAMES
 
 BYTES = 256  # every byte is a token, so every text has tokens
 FEWEST = 2  # times a pair must occur to become a token

@@ -13,7 +13,8 @@ from spmdtrain.config.published.longest import check_longest
 from spmdtrain.config.published.read_config import Published, read_published
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.chats.template_folder import folder_template, with_tokens
-from spmdtrain.data.tokenizers.tokenizer import begin_of_text, end_of_text, open_tokenizer
+from spmdtrain.data.tokenizers.text_ends import begin_of_text, end_of_text
+from spmdtrain.data.tokenizers.tokenizer import open_tokenizer
 from spmdtrain.interop.companion_files import ORIGINAL, TOKENIZER
 
 LONGEST_SAMPLE = 1024  # tokens of the sequences that an imported run is evaluated on
