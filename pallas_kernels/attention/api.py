@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.arguments import check_arrays, check_flag
-from pallas_kernels.attention import cudnn, hopper, tiling, triton, xla
+from pallas_kernels.attention import cudnn, tiling, xla
 from pallas_kernels.attention.problem import Inputs, Problem, call_of, prepare
 from pallas_kernels.calls import AttentionCall
 from pallas_kernels.choose import INTERPRET, VARIANT, choose, device_kind
@@ -17,7 +17,7 @@ from pallas_kernels.counting import is_counted, marked, seen_pairs
 from pallas_kernels.gpus import generation
 from pallas_kernels.partition import refuse_checked_vma
 
-IMPLEMENTATIONS = {"xla": xla, "mosaic": hopper, "triton": triton, "cudnn": cudnn}
+IMPLEMENTATIONS = ("xla", "mosaic", "triton", "cudnn")
 # The default order is reasoned, not measured. cuDNN's forward is published at 395 to 617 TFLOP/s on
 # an H100 (arXiv:2407.08608, head dims 64 and 128). What it refuses goes to our kernels, those of
 # the GPU's generation first: XLA writes its scores to memory.
@@ -102,7 +102,7 @@ def attention(  # noqa: PLR0913 - the question has as many parts
 def choose_for(problem: Problem, inputs: Inputs, return_lse: bool, implementation: str | None):
     """Returns the name of the implementation that runs this call; raises as `attention` does."""
     refusals: dict[str, Callable[[bool], str]] = {
-        name: partial(IMPLEMENTATIONS[name.partition(VARIANT)[0]].refusal, problem, inputs)
+        name: partial(_refusal, name.partition(VARIANT)[0], problem, inputs)
         for name in candidates()
     }
     if return_lse:
@@ -164,7 +164,24 @@ def implementation_of(name: str) -> tuple[Any, dict[str, Any]]:
     options: dict[str, Any] = {"interpret": True} if name.endswith(INTERPRET) else {}
     if variant:
         options["variant"] = variant
-    return IMPLEMENTATIONS[plain], options
+    return _module(plain), options
+
+
+def _module(name: str) -> Any:
+    """Returns the module of an implementation. Kernels are imported for calls that they may run."""
+    if name == "mosaic":
+        from pallas_kernels.attention import hopper
+
+        return hopper
+    if name == "triton":
+        from pallas_kernels.attention import triton
+
+        return triton
+    return {"xla": xla, "cudnn": cudnn}[name]
+
+
+def _refusal(name: str, problem: Problem, inputs: Inputs, interpret: bool) -> str:
+    return _module(name).refusal(problem, inputs, interpret)
 
 
 _attend.defvjp(_forward, _backward)

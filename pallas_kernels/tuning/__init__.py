@@ -1,7 +1,8 @@
 """Measures, on this GPU, which implementation of a call is correct and fastest.
 
 from pallas_kernels.chosen import using
-from pallas_kernels.tuning import Table, tune
+from pallas_kernels.tuning import Table
+from pallas_kernels.tuning.tune import tune
 
 with using({}) as decisions:  # which calls does the program have?
     jax.jit(step).trace(state)
@@ -19,4 +20,3 @@ table.py     the file
 """
 
 from pallas_kernels.tuning.table import Table as Table
-from pallas_kernels.tuning.tune import tune as tune

@@ -21,7 +21,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import type_handlers
 
-from spmdtrain.checkpoints.files.by_layer import write_by_layer
 from spmdtrain.checkpoints.files.hostile import (
     check_chunks,
     check_description,
@@ -314,6 +313,8 @@ class _WritesByLayer:
             name: len(of_leaf.shard_axes)
             for name, of_leaf in leaves_of(self._args.save_args).items()
         }
+        from spmdtrain.checkpoints.files.by_layer import write_by_layer
+
         write_by_layer(Path(folder), leaves_of(self._args.item), stacked)
 
 

@@ -19,13 +19,10 @@ from spmdtrain.models.layers import (
     Attention,
     Cache,
     Embedding,
-    ExpertMlp,
-    LatentAttention,
     Mlp,
     Norm,
     weight,
 )
-from spmdtrain.models.layers.multi_token import FurtherToken, predict_further, with_noise_of
 from spmdtrain.models.layers.weights import INIT_STD
 from spmdtrain.models.logits import logits_of
 from spmdtrain.models.stack import Round, SideLosses, Stack, sum_losses, with_losses
@@ -142,6 +139,8 @@ class Transformer(nnx.Module):
             what = "attention= and [model.latent] both make the attention of a layer"
             raise ConfigError(what, fix="one of them")
         if model.latent:
+            from spmdtrain.models.layers.attention.latent import LatentAttention
+
             parts["attention"] = LatentAttention
         if model.experts and mlp is not Mlp:
             what = "mlp= and [model.experts] both make the mlp of a layer"
@@ -153,15 +152,24 @@ class Transformer(nnx.Module):
         first = model.layers - model.stack_layers
         dense = partial(Block, model, **parts)
         self.first_blocks = Stack(dense, first, rngs) if first else None
-        of_layers = [parts | ({"mlp": ExpertMlp} if has else {}) for has in model.stack_pattern]
+        of_experts = {}
+        if model.experts:
+            from spmdtrain.models.layers.expert_mlp import ExpertMlp
+
+            of_experts = {"mlp": ExpertMlp}
+        of_layers = [parts | (of_experts if has else {}) for has in model.stack_pattern]
         makers = [partial(Block, model, first=first, **own) for own in of_layers]
         self.blocks = Stack(makers if len(makers) > 1 else makers[0], model.stack_layers, rngs)
         self.norm = norm(model)
         # Blocks like the last one, under its number.
         like_last = partial(Block, model, first=model.layers - 1, **of_layers[-1])
         depth = model.multi_token.depth if model.multi_token else 0
-        further = [FurtherToken(model, rngs, like_last, norm) for _ in range(depth)]
-        self.further = nnx.List(further) if further else None
+        self.further = None
+        if depth:
+            from spmdtrain.models.layers.multi_token import FurtherToken
+
+            further = [FurtherToken(model, rngs, like_last, norm) for _ in range(depth)]
+            self.further = nnx.List(further)
         self.embed_factor = model.embed_factor
         self.logit_scale, self.logit_cap = model.logit_factor, model.logit_cap
         if model.tied:
@@ -184,6 +192,8 @@ class Transformer(nnx.Module):
 
     def _of_first(self, ctx: ForwardContext) -> ForwardContext:
         """Returns the context of the first layers, with noise that no other layer has."""
+        from spmdtrain.models.layers.multi_token import with_noise_of
+
         return replace(with_noise_of(ctx, self.blocks.count + 1), frozen_layers=0)
 
     def _embedded(self, tokens_bt: jax.Array, ctx: ForwardContext) -> jax.Array:
@@ -226,6 +236,8 @@ class Transformer(nnx.Module):
         `x_bte` is the stream after the blocks; the products of hidden and table are the logits of
         the token after `tokens_nbt`, of which each depth reads its own.
         """
+        from spmdtrain.models.layers.multi_token import predict_further, with_noise_of
+
         assert self.further is not None, "a model with model.multi_token"
         contexts = [
             with_noise_of(ctx, self.blocks.count + 2 + depth) for depth, ctx in enumerate(contexts)

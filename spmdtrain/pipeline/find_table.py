@@ -2,7 +2,7 @@
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.pipeline import file, schedule
+from spmdtrain.pipeline import schedule
 from spmdtrain.pipeline.schedule import Table, without_backward_of
 from spmdtrain.pipeline.stage_layout import StageLayout
 
@@ -14,6 +14,8 @@ def choose_table(kind: str, stages: int, chunks: int, microbatches: int) -> Tabl
     """
     if kind in schedule.SCHEDULE_KINDS:
         return schedule.build(kind, stages, microbatches, chunks)
+    from spmdtrain.pipeline import file
+
     table = file.read(kind)
     sizes = {"stages": stages, "microbatches": microbatches, "chunks": chunks}
     for name, value in sizes.items():

@@ -4,7 +4,6 @@ import statistics
 from collections.abc import Sequence
 from typing import Literal
 
-from spmdtrain.checkpoints.intervals import plan_checkpoints
 from spmdtrain.processes.processes import of_process_0
 
 FIRST_AUTO = 10  # steps until the first save, from which `auto` measures the cost of one
@@ -40,6 +39,8 @@ class SaveInterval:
         taken = step_seconds[1:]  # the first step is not typical
         if not self._auto or not taken:
             return False
+        from spmdtrain.checkpoints.intervals import plan_checkpoints
+
         plan = plan_checkpoints(statistics.median(taken), stopped, self._devices)
         before = self.every
         self.every = of_process_0(plan.every)

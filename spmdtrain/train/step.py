@@ -16,7 +16,7 @@ from spmdtrain.models.abstract import matmuls
 from spmdtrain.train.all_parts import parts_of
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.given.arrays import Checked, check_batch, check_params, check_state_here
-from spmdtrain.train.gradients import grad_accumulation, grad_pipeline
+from spmdtrain.train.gradients import grad_accumulation
 from spmdtrain.train.gradients.inputs import FindGradients, StepInputs
 from spmdtrain.train.gradients.sums import means, number_of
 from spmdtrain.train.items.item import Metrics, Moved, Taken
@@ -151,11 +151,20 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
     return gradients_and_sums
 
 
+def _way_to_gradients(setup: Setup) -> Any:
+    """Returns the module that finds gradients on this mesh: over stages of a pipeline, or not."""
+    if not setup.pipeline:
+        return grad_accumulation
+    from spmdtrain.train.gradients import grad_pipeline
+
+    return grad_pipeline
+
+
 def find_gradients_of(setup: Setup) -> FindGradients:
     """Returns what `grad_accumulation.make_gradients` does, of inputs that parts may have changed.
     The mesh decides between accumulation and pipeline.
     """
-    way = grad_pipeline if setup.pipeline else grad_accumulation
+    way = _way_to_gradients(setup)
     gradients = way.make_gradients(setup, parts_of(setup.config))
     change = _make_input_changes(setup)
     return lambda params, inputs: gradients(params, change(inputs))
@@ -163,7 +172,7 @@ def find_gradients_of(setup: Setup) -> FindGradients:
 
 def make_losses(setup: Setup) -> Callable[..., Any]:
     """Returns `(params, batch) -> sums` in the same way, without dropout."""
-    way = grad_pipeline if setup.pipeline else grad_accumulation
+    way = _way_to_gradients(setup)
     losses = way.make_losses(setup, parts_of(setup.config))
     change = _make_input_changes(setup)
     return lambda params, batch: losses(params, change(StepInputs(None, batch)).batch)

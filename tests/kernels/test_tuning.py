@@ -25,12 +25,13 @@ from pallas_kernels.calls import (
 from pallas_kernels.chosen import using
 from pallas_kernels.loss import api as loss_api
 from pallas_kernels.loss import linear_cross_entropy
-from pallas_kernels.tuning import Table, tune
+from pallas_kernels.tuning import Table
 from pallas_kernels.tuning.decide import LEAST_GAIN, decide
 from pallas_kernels.tuning.measure import WORKER, Limits, Process, measure
 from pallas_kernels.tuning.on_jax import OnJax
 from pallas_kernels.tuning.right import complaint
 from pallas_kernels.tuning.table import SHIPPED
+from pallas_kernels.tuning.tune import tune
 from pallas_kernels.tuning.work import share_of_sheet
 
 ROOT = Path(__file__).parents[2]

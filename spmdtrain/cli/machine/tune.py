@@ -102,9 +102,9 @@ def _table(interpreted: bool):
 
 def _measure(parsed, config, calls, table, environment) -> str | None:
     """Returns jax's name of the GPU, or None if it could not be determined."""
-    from pallas_kernels.tuning import tune as tune_calls
     from pallas_kernels.tuning.measure import WORKER, Limits, Process
     from pallas_kernels.tuning.table import gpu_models
+    from pallas_kernels.tuning.tune import tune as tune_calls
 
     for remark in table.remarks:
         print(remark, file=sys.stderr)

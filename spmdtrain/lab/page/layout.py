@@ -7,8 +7,6 @@ from typing import Any
 from spmdtrain.config.errors import UserError
 from spmdtrain.lab.page.formats import safe
 from spmdtrain.lab.page.read import RunRead
-from spmdtrain.pipeline import schedule
-from spmdtrain.pipeline.draw import svg
 
 AXES = {
     "pipeline": "layers are split into stages",
@@ -63,7 +61,12 @@ def _pipeline(run: RunRead, sizes: dict[str, int]) -> str:
     batch = run.setting("train", "global_batch")
     microbatch = run.setting("train", "microbatch")
     numbers = (batch, microbatch, chunks)
-    if stages < 2 or kind not in schedule.SCHEDULE_KINDS or not _are_counts(numbers):
+    if stages < 2:
+        return ""
+    from spmdtrain.pipeline import schedule
+    from spmdtrain.pipeline.draw import svg
+
+    if kind not in schedule.SCHEDULE_KINDS or not _are_counts(numbers):
         return ""  # a schedule file may have been moved since
     microbatches = batch // max(microbatch * shards, 1)
     if not 0 < microbatches * stages * chunks <= MOST_UNITS:

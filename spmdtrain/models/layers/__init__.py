@@ -7,11 +7,9 @@ per key-value head, d head_dim, f ffn, v vocab.
 """
 
 from spmdtrain.models.layers.attention import Attention as Attention
-from spmdtrain.models.layers.attention import LatentAttention as LatentAttention
 from spmdtrain.models.layers.cache import Cache as Cache
 from spmdtrain.models.layers.cache import empty_cache as empty_cache
 from spmdtrain.models.layers.embedding import Embedding as Embedding
-from spmdtrain.models.layers.expert_mlp import ExpertMlp as ExpertMlp
 from spmdtrain.models.layers.mlp import Mlp as Mlp
 from spmdtrain.models.layers.norm import Norm as Norm
 from spmdtrain.models.layers.rope import rotate as rotate

@@ -16,7 +16,7 @@ from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers.mlp import ACTIVATIONS, Mlp
 from spmdtrain.models.layers.router import Router
 from spmdtrain.models.layers.weights import hidden_std, matmul_weight, recomputed
-from spmdtrain.parallel.experts import ExpertWeights
+from spmdtrain.parallel.experts.expert_weights import ExpertWeights
 
 
 class ExpertMlp(nnx.Module):

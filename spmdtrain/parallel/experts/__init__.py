@@ -14,6 +14,5 @@ bucket, m: messages of a bucket, q: rows that arrive, p: rows padded to whole ti
 l: experts of a device, e: width of the stream, f: width of an expert.
 """
 
-from spmdtrain.parallel.experts.expert_weights import ExpertWeights as ExpertWeights
 from spmdtrain.parallel.experts.layer import Experts as Experts
 from spmdtrain.parallel.experts.layer import make_experts as make_experts

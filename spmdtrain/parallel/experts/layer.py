@@ -5,7 +5,7 @@ b: sequences, t: tokens, e: width of the stream, k: choices of a token.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,11 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_kernels.counting import is_counted, marked
 from pallas_kernels.partition import locally
 from spmdtrain.parallel.axes import Rules
-from spmdtrain.parallel.experts.expert_weights import Activation, ExpertWeights
-from spmdtrain.parallel.experts.places import Places, find_places, on_one_device
-from spmdtrain.parallel.experts.rounds import backward, forward
 from spmdtrain.parallel.matmuls.tensor_matmul import SAVED
+
+if TYPE_CHECKING:
+    from spmdtrain.parallel.experts.expert_weights import Activation, ExpertWeights
+    from spmdtrain.parallel.experts.places import Places
 
 BUCKET_FACTOR = 1.25
 
@@ -30,9 +31,9 @@ class Experts(Protocol):
         x_bte: jax.Array,
         gates_btk: jax.Array,
         ids_btk: jax.Array,
-        weights: ExpertWeights,
+        weights: "ExpertWeights",
         *,
-        activation: Activation,
+        activation: "Activation",
     ) -> jax.Array: ...
 
 
@@ -55,12 +56,14 @@ def make_experts(
         x_bte: jax.Array,
         gates_btk: jax.Array,
         ids_btk: jax.Array,
-        weights: ExpertWeights,
+        weights: "ExpertWeights",
         *,
-        activation: Activation,
+        activation: "Activation",
     ) -> jax.Array:
         if is_counted():
             return _counted(x_bte, ids_btk, weights)
+        from spmdtrain.parallel.experts.places import find_places, on_one_device
+
         places = on_one_device(factor, activation)
         if rules is not None:
             places = find_places(rules, manual, x_bte.shape, weights, places.exchange)
@@ -74,7 +77,7 @@ def make_experts(
     return experts
 
 
-def _counted(x_bte: jax.Array, ids_btk: jax.Array, weights: ExpertWeights) -> jax.Array:
+def _counted(x_bte: jax.Array, ids_btk: jax.Array, weights: "ExpertWeights") -> jax.Array:
     """Returns a marker with the FLOPs of the rows, without padding."""
     of_row = 2.0 * (weights.up[0].size + weights.down[0].size)
     return marked(x_bte.shape, x_bte.dtype, of_row * ids_btk.size)
@@ -85,7 +88,9 @@ def _counted(x_bte: jax.Array, ids_btk: jax.Array, weights: ExpertWeights) -> ja
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _run(x_bte, gates_btk, ids_btk, weights: ExpertWeights, places: Places) -> jax.Array:
+def _run(x_bte, gates_btk, ids_btk, weights: "ExpertWeights", places: "Places") -> jax.Array:
+    from spmdtrain.parallel.experts.rounds import forward
+
     def local(x_bte, gates_btk, ids_btk, weights):
         x_ne, gates_nk = places.own_tokens(x_bte), places.own_tokens(gates_btk)
         ids_nk = places.own_tokens(ids_btk, -1)
@@ -96,12 +101,14 @@ def _run(x_bte, gates_btk, ids_btk, weights: ExpertWeights, places: Places) -> j
     return locally(local, in_specs, places.results)(x_bte, gates_btk, ids_btk, weights)
 
 
-def _run_forward(x_bte, gates_btk, ids_btk, weights, places: Places):
+def _run_forward(x_bte, gates_btk, ids_btk, weights, places: "Places"):
     arguments = (x_bte, gates_btk, ids_btk, weights)
     return _run(*arguments, places), arguments
 
 
-def _run_backward(places: Places, arguments, dy_bte: jax.Array):
+def _run_backward(places: "Places", arguments, dy_bte: jax.Array):
+    from spmdtrain.parallel.experts.rounds import backward
+
     def local(x_bte, gates_btk, ids_btk, weights, dy_bte):
         x_ne, gates_nk = places.own_tokens(x_bte), places.own_tokens(gates_btk)
         ids_nk = places.own_tokens(ids_btk, -1)

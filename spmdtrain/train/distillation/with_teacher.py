@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.published.teacher import teacher_settings
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import AbstractModel
 from spmdtrain.train.distillation.run_teacher import NAME, Teacher, check_tokens
@@ -18,9 +17,12 @@ def join_teacher(setup: Setup) -> Setup:
 
     Raises ConfigError if both cannot read the same batch.
     """
-    settings = teacher_settings(setup.config)
-    if settings is None:
+    if setup.config.distill.teacher is None:
         return setup
+    from spmdtrain.config.published.teacher import teacher_settings
+
+    settings = teacher_settings(setup.config)
+    assert settings is not None, "a teacher is named"
     check_tokens(setup)
     of_teacher = setup_alone(settings, setup.mesh, None, _all_frozen, None, None, NO_ITEMS)
     if of_teacher.context_method.zigzag != setup.context_method.zigzag:

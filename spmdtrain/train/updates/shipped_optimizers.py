@@ -35,9 +35,6 @@ from spmdtrain.config.schema import (
 from spmdtrain.models.abstract import Parameter
 from spmdtrain.train.updates.optimizers import GradientPoint, Rule, UpdateRules
 from spmdtrain.train.updates.parameter_kinds import is_matrix, is_table, stream_dim, width_rate
-from spmdtrain.train.updates.transformations.schedule_free import gradient_point, schedule_free
-from spmdtrain.train.updates.transformations.small_moments import in_8_bits, in_bfloat16
-from spmdtrain.train.updates.transformations.soap import BasisSettings, soap
 
 Transformation = optax.GradientTransformation
 EVERY = ParameterGroup(match="*")  # the group of what no group matches
@@ -58,6 +55,8 @@ def make_optimizer(
     build = BUILDERS[type(config)]
     point: GradientPoint | None = None
     if isinstance(config, ScheduleFreeAdamW):
+        from spmdtrain.train.updates.transformations.schedule_free import gradient_point
+
         point = partial(gradient_point, config.beta1)
 
     def choose(path: str, parameter: Parameter) -> Rule | None:
@@ -104,8 +103,12 @@ def shipped_update_rules(
 def _resting(transformation: Transformation, config: OptimizerConfig, path: str) -> Transformation:
     """Returns the transformation with its moments stored as `optimizer.moment_dtype` asks."""
     if config.moment_dtype == "bfloat16":
+        from spmdtrain.train.updates.transformations.small_moments import in_bfloat16
+
         return in_bfloat16(transformation)
     if config.moment_dtype == "8bit":
+        from spmdtrain.train.updates.transformations.small_moments import in_8_bits
+
         return in_8_bits(transformation, zlib.crc32(path.encode()) >> 1)
     return transformation
 
@@ -179,6 +182,8 @@ def _schedule_free_adamw(
         config.beta2, config.epsilon, eps_in_sqrt=False, bias_correction=True
     )
     base = optax.chain(squares, *_decay(config, path, parameter))
+    from spmdtrain.train.updates.transformations.schedule_free import schedule_free
+
     return schedule_free(base, config.beta1)
 
 
@@ -204,6 +209,8 @@ def _soap(config: Soap, path: str, parameter: Parameter) -> Transformation:
     """
     if not is_matrix(path, parameter) or is_table(parameter):
         return _adamw(config, path, parameter)
+    from spmdtrain.train.updates.transformations.soap import BasisSettings, soap
+
     bases = BasisSettings(
         config.basis_every, config.basis_beta, config.basis_largest, stream_dim(parameter)
     )

@@ -4,4 +4,3 @@ Letters as in layers/.
 """
 
 from spmdtrain.models.layers.attention.grouped import Attention as Attention
-from spmdtrain.models.layers.attention.latent import LatentAttention as LatentAttention

@@ -19,8 +19,6 @@ from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers.cache import Cache
 from spmdtrain.models.layers.kinds import by_kind, kind_of
 from spmdtrain.models.layers.weights import recomputed
-from spmdtrain.parallel.context.ring import ContextRing, ring_attention
-from spmdtrain.parallel.context.ulysses import heads_for_time, own_heads
 from spmdtrain.parallel.regions import Whole
 
 OF_QUERIES = ("batch", "time", "kv_heads", None, None)  # logical axes
@@ -96,6 +94,8 @@ class Attend:
 
     def _by_ring(self, q_btkgd, k_btkd, v_btke, sinks_h, ctx: ForwardContext) -> jax.Array:
         """Attends to keys that travel round the ring of devices: [b, t, k, g, e]."""
+        from spmdtrain.parallel.context.ring import ContextRing, ring_attention
+
         tokens = q_btkgd.shape[1]
         befores = [_before(window, tokens) for window in dict.fromkeys(self.windows)]
         kind = None
@@ -129,6 +129,8 @@ class Attend:
 
     def _by_ulysses(self, q_btkgd, k_btkd, v_btke, sinks_h, ctx: ForwardContext) -> jax.Array:
         """Attends on each device to all tokens with a part of the heads: [b, t, k, g, e]."""
+        from spmdtrain.parallel.context.ulysses import heads_for_time, own_heads
+
         axes = ctx.context_method.axes
 
         def local(q, k, v, segments, sinks, layer):  # noqa: PLR0913 - the arrays of attention
