@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.loss import linear_cross_entropy, linear_token_loss
+from pallas_kernels.loss import linear_cross_entropy
 from spmdtrain.compiled.step_parts import part
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.own_parts import own_part
@@ -188,6 +188,8 @@ def _sum_own(  # noqa: PLR0913 - arrays of a head, and what shapes its loss
     def losses(logits_btv, targets_bt):
         found = _by_name(own, logits_btv, targets_bt)
         return found if training else {"loss": found["loss"]}
+
+    from pallas_kernels.loss.own import linear_token_loss
 
     return linear_token_loss(
         hidden_bte,

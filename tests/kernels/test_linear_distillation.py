@@ -9,7 +9,8 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.loss import Head, linear_distillation
+from pallas_kernels.loss.distilled import linear_distillation
+from pallas_kernels.loss.student import Head
 
 SHAPE = {"b": 2, "t": 6, "v": 12}
 

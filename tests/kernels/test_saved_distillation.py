@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from test_linear_distillation import SHAPE, drawn
 
-from pallas_kernels.loss import (
-    Head,
-    linear_distillation,
-    linear_likeliest,
-    linear_saved_distillation,
-)
+from pallas_kernels.loss.distilled import linear_distillation
+from pallas_kernels.loss.likeliest import linear_likeliest
+from pallas_kernels.loss.saved import linear_saved_distillation
+from pallas_kernels.loss.student import Head
 
 
 class Case(NamedTuple):

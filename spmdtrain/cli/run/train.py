@@ -109,11 +109,13 @@ def _prediction(config, name: str | None):
     """
     import jax
 
-    from spmdtrain.planner.cost.hardware import NAME_OF_DEVICE_KIND, hardware
+    from pallas_kernels import gpus
 
-    known = name or NAME_OF_DEVICE_KIND.get(jax.devices()[0].device_kind)
+    listed = gpus.find(jax.devices()[0].device_kind)
+    known = name or (listed and listed.name)
     if known is None:
         return None
+    from spmdtrain.planner.cost.hardware import hardware
     from spmdtrain.planner.cost.step_time import BOUND_BY
     from spmdtrain.planner.estimate import estimate
     from spmdtrain.running.report.summary import Prediction

@@ -35,7 +35,6 @@ from spmdtrain.running.start.directory import check_given, open_directory
 from spmdtrain.running.start.first_state import first_state
 from spmdtrain.running.start.other_run import naming_settings, recorded
 from spmdtrain.running.start.prepare import Prepared
-from spmdtrain.train.given.placed import placed
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
 
@@ -104,8 +103,10 @@ def open_session(
     directory = prepared.directory
     config = setup.config
     check_model(setup)
-    state = None if state is None else placed(setup, state)
     if state is not None:
+        from spmdtrain.train.given.placed import placed
+
+        state = placed(setup, state)
         check_given(directory, prepared.config.train.init_from, prepared.fresh)
     lowered = None
     if prepared.is_new and config.train.init_from:

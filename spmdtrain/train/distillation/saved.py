@@ -10,7 +10,6 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.loss import Head, linear_likeliest, linear_saved_distillation
 from spmdtrain.compiled.step_parts import part
 from spmdtrain.data.saved_logits.manifest import saved_for
 from spmdtrain.data.saved_logits.reader import IDS, LOGS
@@ -91,6 +90,9 @@ def _make_sum_losses(setup: Setup, axis_name: tuple[str, ...]) -> Callable[..., 
     options = {"axis_name": axis_name, "vocab": setup.model.rows}
     options |= {"temperature": distill.temperature, "share": distill.share}
 
+    from pallas_kernels.loss.saved import linear_saved_distillation
+    from pallas_kernels.loss.student import Head
+
     @part("head")
     def sum_losses(hidden_bte, table_ve, targets_bt, mask_bt, ids_btk, logs_btk1) -> Losses:
         loss, distilled = linear_saved_distillation(
@@ -112,6 +114,9 @@ def make_likeliest(setup: Setup, top: int, temperature: float) -> Callable[..., 
     They are int32 [accumulation, B, T, K] and float32 [accumulation, B, T, K + 1], as
     `linear_likeliest` returns them, without dropout. The mesh has no pipeline.
     """
+    from pallas_kernels.loss.likeliest import linear_likeliest
+    from pallas_kernels.loss.student import Head
+
     context = make_context(setup)
     stream = make_stream(setup)
     shape = logit_shape(setup.config.model)

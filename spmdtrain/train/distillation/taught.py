@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.loss import Head, linear_distillation
 from spmdtrain.compiled.step_parts import part
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.logits import logit_shape
@@ -102,6 +101,9 @@ def _make_sum_losses(
     # A table with more rows is padded.
     options = {"axis_name": axis_name, "vocab": setup.model.rows}
     options |= {"temperature": distill.temperature, "share": distill.share}
+
+    from pallas_kernels.loss.distilled import linear_distillation
+    from pallas_kernels.loss.student import Head
 
     @part("head")
     def sum_losses(  # noqa: PLR0913 - arrays of two heads

@@ -20,8 +20,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.loss import linear_token_losses
-
 Losses = dict[str, jax.Array]
 # Means over pairs that are reported but not minimised.
 FIGURES = ("reward_accuracy", "reward_margin", "chosen_reward", "rejected_reward")
@@ -58,6 +56,8 @@ def log_probabilities(
     def of_targets(logits_btv, targets_bt):
         of_target = jnp.take_along_axis(logits_btv, targets_bt[..., None], -1)[..., 0]
         return {"loss": of_target - jax.nn.logsumexp(logits_btv, -1)}
+
+    from pallas_kernels.loss.own import linear_token_losses
 
     losses = linear_token_losses(
         hidden_bte,
