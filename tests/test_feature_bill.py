@@ -72,7 +72,7 @@ FEATURES = {
             "parallel/experts",
             "planner/cost/experts.py",
         ),
-        73,
+        72,
     ),
     "float8": Feature(r"float8|mxfp8|\bfp8", ("parallel/matmuls",), 19),
     "guards": Feature(r"guard", ("config/schema/guard.py", "running/guards"), 33),
@@ -80,7 +80,7 @@ FEATURES = {
         r"island", ("config/schema/islands.py", "running/islands", "train/islands"), 3
     ),
     "latent attention": Feature(
-        r"latent", ("config/schema/model/latent.py", "models/layers/attention/latent.py"), 23
+        r"latent", ("config/schema/model/latent.py", "models/layers/attention/latent.py"), 21
     ),
     "loss scale": Feature(r"loss_?scale", ("train/items/loss_scale.py",), 5),
     "multi token": Feature(
