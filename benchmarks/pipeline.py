@@ -39,7 +39,6 @@ import numpy as np
 from jax.sharding import NamedSharding
 from overhead import Spent, add_common_arguments, publish, spread
 from pipeline_baselines import make_gradients, whole_vocabulary
-from spmdtrain.train.resting import parameter_specs
 
 from spmdtrain.compiled.step_memory import memory_of
 from spmdtrain.config.errors import ConfigError, UserError
@@ -54,6 +53,7 @@ from spmdtrain.train.gradients import grad_pipeline
 from spmdtrain.train.gradients.inputs import StepInputs
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.shard import shard_on
+from spmdtrain.train.state import parameter_specs
 
 # Largest ratio interleaved / circular of the temporaries, full, at 32 microbatches.
 MEMORY_LIMIT = 0.5

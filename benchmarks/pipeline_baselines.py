@@ -31,8 +31,8 @@ from spmdtrain.parallel.axes import BATCH_AXES, Rules, drop_axes, keep_axes
 from spmdtrain.parallel.reduce import psum_tree
 from spmdtrain.parallel.regions import MANUAL_AXES, manual_region
 from spmdtrain.train.gradients.forward import make_context, make_head_losses
-from spmdtrain.train.resting import parameter_specs
 from spmdtrain.train.setup import Setup
+from spmdtrain.train.state import parameter_specs
 
 AXIS = "pipeline"
 

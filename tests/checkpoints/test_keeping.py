@@ -18,7 +18,6 @@ from spmdtrain.config.errors import DamagedError
 from spmdtrain.config.run_files import steps_in
 from spmdtrain.config.schema import CheckpointConfig
 from spmdtrain.data.source import open_data
-from spmdtrain.inference import tasks
 from spmdtrain.launch.launch import resume_command
 from spmdtrain.running import loop
 from spmdtrain.running.save_state import save
@@ -67,7 +66,7 @@ def evaluations(monkeypatch, losses: list[float]) -> None:
             "eval_split_tokens": 1,
         }
 
-    monkeypatch.setattr(tasks, "make_eval_figures", make)
+    monkeypatch.setattr(loop, "make_eval_figures", make)
 
 
 CONFIGS = st.builds(

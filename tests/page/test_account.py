@@ -11,10 +11,10 @@ from helpers import tiny
 import spmdtrain as st
 from spmdtrain.checkpoints.checkpoints import Checkpoints
 from spmdtrain.config.run_files import EVENTS
-from spmdtrain.inference import tasks
 from spmdtrain.lab.page.account import account, stretches
 from spmdtrain.processes import pulse
 from spmdtrain.processes.goodput import DOWN, REPEATED, Goodput
+from spmdtrain.running import loop
 from spmdtrain.running.start import begin, compiling
 
 SETTINGS = (
@@ -67,9 +67,9 @@ def attempts(tmp_path_factory):
         patch.setattr(compiling, "compile_step", clock.slow(compiling.compile_step, "compile"))
         patch.setattr(begin, "chosen_or_newest", clock.slow(begin.chosen_or_newest, "restore"))
         patch.setattr(Checkpoints, "save", clock.slow(Checkpoints.save, "save"))
-        makes = tasks.make_eval_figures
+        makes = loop.make_eval_figures
         patch.setattr(
-            tasks,
+            loop,
             "make_eval_figures",
             lambda *given: clock.slow(makes(*given), "evaluate"),
         )

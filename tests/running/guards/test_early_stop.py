@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from spmdtrain.config import ConfigError
 from spmdtrain.config.schema import EvalConfig
-from spmdtrain.inference import tasks
 from spmdtrain.running import loop
 from spmdtrain.running.guards.early_stop import EarlyStop
 
@@ -52,7 +51,7 @@ def evaluated(monkeypatch) -> list[int]:
 
         return figures
 
-    monkeypatch.setattr(tasks, "make_eval_figures", make_eval_figures)
+    monkeypatch.setattr(loop, "make_eval_figures", make_eval_figures)
     return seen
 
 
