@@ -86,7 +86,9 @@ def _exchange_bytes(workload: Workload) -> float:
         return 0.0
     dispatch = workload.dispatch()
     large = FORWARD_EXCHANGES + BACKWARD_EXCHANGES
-    layer = large * dispatch.sent_bytes(model.embed, workload.compute_bytes) + dispatch.told_bytes
+    layer = (
+        large * dispatch.sent_bytes(model.embed, workload.compute_bytes) + dispatch.routing_bytes
+    )
     layers = shape.expert_share(model) * workload.layers_per_stage
     return workload.accumulation * layers * layer
 

@@ -166,7 +166,7 @@ def test_a_token_crosses_the_network_once_for_its_experts_its_devices_or_its_hos
     across = 7 * 4096 * (1 - comb(112, 8) / comb(128, 8)) * 2048 * 2
     one_way = across / (0.8 * H100.network_bandwidth)
     one_way += 7 * H100.network_latency
-    told = found.dispatch().told_bytes * 56 / 63 / (0.8 * H100.network_bandwidth)
+    told = found.dispatch().routing_bytes * 56 / 63 / (0.8 * H100.network_bandwidth)
     told += 2 * 56 * H100.network_latency
     assert hosts / 48 == pytest.approx(5 * one_way + told)
 

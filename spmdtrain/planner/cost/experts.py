@@ -15,14 +15,14 @@ FORWARD_EXCHANGES = 2  # tokens there, results back
 BACKWARD_EXCHANGES = 3  # tokens and gradients there, gradients back
 # Bytes of a row in addition to its token: message, expert and gate there, in both passes, and the
 # gradient of the gate back.
-TOLD_BYTES = 12 + 12 + 4
+ROUTING_BYTES = 12 + 12 + 4
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """One layer's exchange of the `tokens` of one device, with `devices` that own the experts.
+    """A layer's exchange of one device's `tokens` with the `devices` that own the experts.
 
-    imbalance: rows of the fullest device over the mean, which also holds for its buckets.
+    `imbalance` is the ratio of the fullest device's rows to the mean, as is that of its buckets.
     """
 
     experts: ExpertsConfig
@@ -47,19 +47,19 @@ class Dispatch:
 
     @property
     def rounds(self) -> int:
-        """The number of rounds until the fullest bucket is empty."""
+        """The rounds until the fullest bucket is empty."""
         if self.is_one_round:
             return 1
         return max(1, math.ceil(self.imbalance / self.experts.bucket_factor))
 
     @property
     def messages(self) -> int:
-        """The number of messages that a device has room for in one round, including its own."""
+        """The messages that a device has room for in one round, including its own."""
         return self.devices * self.bucket.messages
 
     @property
     def places(self) -> int:
-        """The number of rows that a device has room for in one round, without padding to tiles."""
+        """The rows that a device has room for in one round, without padding to tiles."""
         return self.devices * self.bucket.rows
 
     @property
@@ -103,8 +103,6 @@ class Dispatch:
         return (hosts - 1) * self.tokens * (1 - absent) * width * size
 
     @property
-    def told_bytes(self) -> float:
-        """The bytes that a device sends about rows in addition to their tokens, forward and
-        backward.
-        """
-        return self.rounds * (self.devices - 1) * self.bucket.rows * TOLD_BYTES
+    def routing_bytes(self) -> float:
+        """The bytes that a device sends with rows beside their tokens, in both passes."""
+        return self.rounds * (self.devices - 1) * self.bucket.rows * ROUTING_BYTES

@@ -24,7 +24,7 @@ def model_flops_per_token(
     matrices = model.layers * shape.active_matrices(model) + model.embed * shape.vocab(model)
     matrices += shape.further_matrices(model)
     attention = 6 * model.heads * shape.mean_dim(model) * sequence_length
-    attention *= model.layers * shape.seen_share(model, sequence_length) + shape.further_tokens(
+    attention *= model.layers * shape.visible_share(model, sequence_length) + shape.further_tokens(
         model
     )
     adapters = 6 * model.layers * trained.adapter_matrices(model)
@@ -35,7 +35,7 @@ def model_flops_per_token(
         * model.heads
         * shape.mean_dim(model)
         * sequence_length
-        * shape.seen_share(model, sequence_length)
+        * shape.visible_share(model, sequence_length)
     )
     return whole - trained.frozen_layers * of_layer
 

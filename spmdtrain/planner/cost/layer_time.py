@@ -367,7 +367,7 @@ def _expert_time(sizes: LayerSizes, hardware: Hardware, software: Software) -> M
     tokens = -(-sizes.tokens // slices)
     dispatch = Dispatch(experts, tokens, sizes.exchange.size, software.expert_imbalance)
     once = _exchange_seconds(sizes, dispatch, hardware, software)
-    about_rows = _in_rounds(dispatch.told_bytes / 2, dispatch, sizes, hardware)
+    about_rows = _in_rounds(dispatch.routing_bytes / 2, dispatch, sizes, hardware)
     once, about_rows = (exposed(seconds, software.overlap.expert) for seconds in (once, about_rows))
     back = FORWARD_EXCHANGES if software.keeps_dispatched else BACKWARD_EXCHANGES
     router = _router_work(sizes, hardware, software)
@@ -560,7 +560,7 @@ def _fused_attention_work(sizes: LayerSizes, hardware: Hardware, software: Softw
         # With tokens in order, those of the last device see nearly all keys, and the other devices
         # wait.
         flops *= (2 * sizes.context.size - 1) / sizes.context.size
-    flops *= shape.seen_share(model, keys)
+    flops *= shape.visible_share(model, keys)
     is_narrow = software.narrow_attention and sizes.matmul != "compute"
     seconds = partial(
         fused_attention_seconds,
@@ -599,7 +599,7 @@ def _unfused_attention_work(sizes: LayerSizes, hardware: Hardware, software: Sof
         count=matrices,
     )
     # Tiles beyond a window are skipped.
-    visible = shape.seen_share(model, keys)
+    visible = shape.visible_share(model, keys)
     scores = visible * seconds(queries, keys, model.head_dim)
     values = visible * seconds(queries, model.value_width, keys)
 

@@ -55,7 +55,7 @@ class Memory:
 
     @property
     def of_step(self) -> int:
-        """The bytes of a step that is taken once, which are those that XLA accounts for."""
+        """The bytes of a step that is taken once, as XLA accounts for them."""
         return self.total - self.copies
 
     @property
@@ -197,7 +197,7 @@ def gathered_elements(workload: Workload) -> float:
 
 
 def _elements(workload: Workload, dense_ways: int) -> float:
-    """Counts a stage's elements, of which `dense_ways` devices split those that no expert has."""
+    """Counts a stage's elements; `dense_ways` devices split those outside experts."""
     dense = workload.layers_per_stage * _dense_layer_elements(workload)
     return (dense + _outside_elements(workload)) / dense_ways + own_expert_elements(workload)
 
@@ -213,9 +213,7 @@ def _layer_elements(workload: Workload) -> float:
 
 
 def _dense_layer_elements(workload: Workload) -> float:
-    """Counts the elements that belong to no expert: matrices split over `tensor`; vectors, which
-    are few, whole.
-    """
+    """Counts the elements outside experts: matrices split over `tensor`, and whole vectors."""
     model = workload.model
     vectors = shape.layer_parameters(model) - shape.layer_matrices(model)
     split = shape.layer_matrices(model) - shape.whole_matrices(model)

@@ -1,6 +1,6 @@
-"""The sizes of a decoder-only transformer that costs are made of, from its settings.
+"""Computes the sizes of a decoder-only transformer from its settings, for costs.
 
-A setting is read where a cost depends on it; what stands here is computed from several.
+Costs read single settings directly; the sizes here depend on several.
 """
 
 from collections.abc import Callable
@@ -103,7 +103,7 @@ def dense_layer(model: TransformerConfig) -> TransformerConfig:
 
 @lru_cache(maxsize=1000)
 def beside_experts(model: TransformerConfig) -> TransformerConfig:
-    """Returns a model whose layers are all like those with experts, with the shared ones as mlp."""
+    """Returns a model whose layers are all like those with experts, reduced to the shared ones."""
     assert model.experts is not None, "a model with experts"
     ffn = model.experts.shared * model.experts.ffn
     narrow = {"experts": None, "ffn": ffn, "mlp_bias": model.mlp_bias and ffn > 0}
@@ -122,7 +122,7 @@ def mean_of_layers(
 
 
 def layer_matrices(model: TransformerConfig) -> float:
-    """Counts the parameters of one layer that multiply every token, but for those of experts.
+    """Counts the parameters of one layer that multiply every token, except those of experts.
 
     In a model with experts this is the mean over its layers, as in the functions below.
     """
@@ -143,7 +143,7 @@ def active_matrices(model: TransformerConfig) -> float:
 
 
 def expert_matrices(model: TransformerConfig) -> float:
-    """Counts the parameters of all experts of one layer but for their biases."""
+    """Counts the parameters of all experts of one layer except their biases."""
     if model.experts is None:
         return 0
     width = model.experts.ffn * (3 if model.is_gated else 2)
@@ -204,7 +204,7 @@ def head_sinks(model: TransformerConfig) -> int:
     return model.heads if model.sinks else 0
 
 
-def seen_share(model: TransformerConfig, sequence_length: int) -> float:
+def visible_share(model: TransformerConfig, sequence_length: int) -> float:
     """Returns the share of the pairs of causal attention that windows leave, over all layers."""
     if not model.windows:
         return 1.0

@@ -1,4 +1,4 @@
-"""Sizes the part of a model that is trained: all of it, its upper layers, or adapters."""
+"""Counts the trained part of a model: all of it, its upper layers, or adapters."""
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -15,8 +15,8 @@ BASE_BYTES = {"float": None, "int8": 1.0, "nf4": (4 + 8 / 64 + 32 / (64 * 256)) 
 class Trained:
     """The trained part of a model.
 
-    `share` is that of the model's own elements, and `of_matrices` that of those that multiply every
-    token. The first `frozen_layers` have no backward.
+    `share` is the trained share of the model's own elements, and `of_matrices` that of the elements
+    that multiply every token. The first `frozen_layers` have no backward.
     """
 
     share: float = 1.0

@@ -67,13 +67,13 @@ FEEDBACK_BYTES = 4
 
 @dataclass(frozen=True)
 class Workload:
-    """One training run: its settings, the layout in which it runs, and what was counted in it.
+    """One training run: its settings, its layout, and the sizes that had to be counted.
 
-    The layout is that of `config`, unless a search tries another one. Nothing else reads these
-    settings there. `remat` says what the backward recomputes. This framework's policies are "none",
-    "dots" (all but matmuls and attention) and "full". Other frameworks have "matmuls" (all but
-    matmuls: one of jax's policies), "attention" (the scores: Megatron's selective recomputation)
-    and "half" (every other matmul: torchtitan's).
+    The layout is that of `config`, unless a search tries another one: costs read these settings
+    here, and all others in `config`. `remat` says what the backward recomputes. This framework's
+    policies are "none", "dots" (all but matmuls and attention) and "full". Other frameworks have
+    "matmuls" (all but matmuls: one of jax's policies), "attention" (the scores: Megatron's
+    selective recomputation) and "half" (every other matmul: torchtitan's).
     """
 
     config: RunConfig
@@ -118,9 +118,9 @@ class Workload:
         return self.config.precision.compute
 
     def with_settings(self, **sections: Mapping[str, Any] | TransformerConfig) -> "Workload":
-        """Returns the workload with other settings: a section, or those that change in it.
+        """Returns the workload with other settings, given as sections or as changes of sections.
 
-        They are not checked. Its layout, and what was counted, stay the same.
+        They are not checked. The layout stays the same, and so does what was counted.
         """
         changed = {
             name: getattr(self.config, name).model_copy(update=section)
@@ -138,7 +138,7 @@ class Workload:
 
     @property
     def of_teacher(self) -> "Workload | None":
-        """The teacher's part of the run, as a run of its own; None without a teacher."""
+        """The teacher's part of the run as a separate run, or None."""
         if self.teacher is None:
             return None
         alone = {"teacher": None, "remat": "none", "offloads": False, "zero": 0, "item_bytes": 0}
@@ -218,12 +218,12 @@ class Workload:
 
     @property
     def dense_ways(self) -> int:
-        """The parts into which `expert` splits weights that are not experts'."""
+        """The number of parts into which `expert` splits the weights that no expert owns."""
         return self.mesh.expert if self.dense_over_expert else 1
 
     @property
     def dense_group(self) -> Group:
-        """The devices that split weights that are not experts', and gather them."""
+        """The devices that split and gather the weights that no expert owns."""
         fsdp = self.mesh.group("fsdp")
         if self.dense_ways == 1:
             return fsdp
@@ -231,7 +231,7 @@ class Workload:
 
     @property
     def exchange_group(self) -> Group:
-        """The devices that own the experts of a layer, among which tokens travel."""
+        """The devices that own the experts of a layer, and exchange tokens."""
         mesh = self.mesh
         if self.experts_over_tensor:
             return Group(mesh.expert * mesh.tensor, mesh.context)
@@ -265,7 +265,7 @@ class Workload:
 
     @property
     def frozen_chunks(self) -> int:
-        """The chunks of a pipeline that a microbatch passes before one that learns."""
+        """The chunks of a pipeline that a microbatch passes before the first trained one."""
         if self.mesh.pipeline == 1:
             return 0
         first = self.model.experts.first_dense if self.model.experts else 0
@@ -325,8 +325,9 @@ def bytes_of(dtype: str) -> int:
 
 
 def model_of(config: RunConfig) -> TransformerConfig:
-    """Returns the model whose sizes make the costs: of a custom one without [model.experts], since
-    what it does with these settings is its own affair.
+    """Returns the model whose sizes determine the costs.
+
+    A custom model has no [model.experts] here, since it uses these settings as it likes.
     """
     own = config.model.make is not None
     return config.model.model_copy(update={"experts": None}) if own else config.model
@@ -374,7 +375,7 @@ def may_move(config: RunConfig) -> bool:
 
 
 def _sent_gradient_bytes(config: RunConfig) -> float | None:
-    """Returns the bytes of a compressed gradient, as if all were matrices: vectors are few."""
+    """Returns the bytes of a compressed gradient element, treating all weights as matrices."""
     settings = config.compression
     if settings.ranks:
         return _mean_factor_bytes(config)
@@ -387,9 +388,9 @@ def _sent_gradient_bytes(config: RunConfig) -> float | None:
 
 
 def _mean_factor_bytes(config: RunConfig) -> float:
-    """Returns the bytes of the built model's gradients as factors, or in float32, for each weight.
+    """Returns the mean bytes of a gradient element, as factors or in float32.
 
-    Only a built model knows the paths to which `compression.ranks` gives ranks.
+    Only the built model has the paths that `compression.ranks` matches.
     """
     from spmdtrain.models.abstract import build_model
     from spmdtrain.models.choose import choose_model
@@ -407,17 +408,13 @@ def _mean_factor_bytes(config: RunConfig) -> float:
 
 
 def _context_attention(config: RunConfig) -> str:
-    """Returns the way of attention over `context`; a custom model is assumed to gather by
-    itself.
-    """
+    """Returns the method of attention over `context`; a custom model is assumed to gather."""
     way = config.model.context_attention
     return "gather" if way == "auto" and config.model.make else way
 
 
 def _item_bytes(config: RunConfig) -> int:
-    """Returns the bytes that the items of a state hold for one weight on every mesh, as if all were
-    matrices.
-    """
+    """Returns the bytes of the state's items for an element of a matrix, on any mesh."""
     import jax
     from jax.sharding import PartitionSpec
 
