@@ -52,8 +52,8 @@ def _link_figures(
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Returns (figures, sources) of the links inside a host and of the network.
 
-    The one that joins these devices is measured. The other is that of the known device, or else as
-    fast as the measured one, or `fallback`.
+    The link between these devices is measured. The other one is that of the known device, or else
+    as fast as the measured one or as `fallback`.
     """
     figures: dict[str, float] = {}
     sources: dict[str, str] = {}
@@ -136,7 +136,7 @@ def ring() -> tuple[float, float]:
 
 
 def timed(run: Callable[[], jax.Array]) -> float:
-    """Returns the median seconds of a call, after a first one that compiles."""
+    """Returns the median seconds of a call, after a first call that compiles."""
     jax.block_until_ready(run())
     taken = []
     for _ in range(REPEATS):

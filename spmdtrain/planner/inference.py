@@ -70,7 +70,7 @@ def inference_time(
     prompt: int,
     new: int,
 ) -> InferenceEstimate:
-    """Estimates the same for a workload, of which only model, tensor axis and dtype matter."""
+    """Estimates the same for a workload; only its model, tensor axis and dtype matter."""
     model = workload.model
     tensor = workload.mesh.tensor
     if model.kv_heads % tensor:
@@ -112,7 +112,7 @@ def inference_time(
 
 
 def _used_share(model: TransformerConfig, batch: int) -> float:
-    """Returns the share of a layer's experts that one of `batch` tokens chooses, if at random."""
+    """Returns the share of a layer's experts that `batch` tokens use, if they choose at random."""
     if model.experts is None:
         return 0.0
     return 1 - (1 - model.experts.chosen / model.experts.count) ** batch

@@ -178,7 +178,7 @@ def why_axes(plans: Sequence[Plan]) -> list[str]:
         lines += _why_size(plans, "expert", own)
     if any(plan.workload.mesh.context > 1 for plan in plans):
         split = best.mesh.context > 1
-        way = f"attention by {best.context_way}" if split else "attention has all keys at hand"
+        way = f"attention by {best.context_method}" if split else "attention has all keys at hand"
         lines += _why_size(plans, "context", way)
     return lines
 

@@ -201,7 +201,7 @@ def cost_of(
 ) -> tuple[float, float]:
     """Returns (seconds per step, bytes per device more than split) of using a kind in this way.
 
-    `around`: the streams before and after it.
+    `around` are the streams before and after it.
     """
     forward, backward = _resharding(way, around, workload, hardware)
     work = _way_seconds(kind, way, workload, hardware, software)
@@ -239,7 +239,7 @@ def _resharding(
 def _way_seconds(
     kind: str, way: str, workload: Workload, hardware: Hardware, software: Software
 ) -> float:
-    """Returns the seconds of a microbatch of a kind, without the sums that resharding counts."""
+    """Returns the seconds of a kind for a microbatch, without the sums that count as resharding."""
     laid_out = _laid_out(way, workload)
     # Sums over `tensor` turn "partial" into "whole": they are resharding here.
     if kind == "vocabulary":

@@ -76,8 +76,7 @@ def _expert_reduction_bytes(workload: Workload) -> float:
 
 
 def _exchange_bytes(workload: Workload) -> float:
-    """Counts the bytes of tokens that travel to their experts and back, in one round if loads are
-    even.
+    """Counts the bytes of tokens on their way to their experts and back, if loads are even.
 
     If `tensor` owns experts too they travel over both axes, and all count here.
     """
@@ -156,7 +155,7 @@ def _gradient_bytes(workload: Workload) -> float:
 
 
 def _attention_bytes(workload: Workload) -> float:
-    """Counts what attention sends over `context`, by its way. See `_of_ring` for the ring.
+    """Counts what attention sends over `context`, by its method. See `_of_ring` for the ring.
 
     Keys and values are gathered for each layer, and again if the layer is recomputed; their
     gradients are scattered. Ulysses exchanges queries, keys, values and outputs, and their
@@ -167,9 +166,9 @@ def _attention_bytes(workload: Workload) -> float:
     heads = model.heads / workload.mesh.tensor
     kv_heads = model.kv_heads / workload.mesh.tensor
     head_bytes = workload.compute_bytes * workload.tokens * shape.mean_dim(model)  # of this device
-    if workload.context_way == "ring":
+    if workload.context_method == "ring":
         sent = 2 * kv_heads * head_bytes * _of_ring(workload)
-    elif workload.context_way == "ulysses":
+    elif workload.context_method == "ulysses":
         exchanged = heads + 2 * kv_heads
         again = {"none": 0.0, "full": exchanged + heads}.get(workload.remat, exchanged)
         sent = (ways - 1) / ways * head_bytes * (2 * (exchanged + heads) + again)

@@ -240,7 +240,7 @@ def test_a_plan_of_long_sequences_says_why_it_has_its_size_of_context():
     context = plans[0].workload.mesh.context
     assert context > 1
     assert lines[0].startswith(f"mesh.context={context} is best: ")
-    assert lines[0].endswith(f"attention by {plans[0].workload.context_way}")
+    assert lines[0].endswith(f"attention by {plans[0].workload.context_method}")
     assert [line.split(":")[0].strip() for line in lines[1:]] == [
         str(size) for size in (1, 2, 4, 8, 16) if size != context
     ]

@@ -30,7 +30,7 @@ def ring_bandwidth(group: Group, hardware: Hardware, all_cards: bool = True) -> 
 def ring_latency(group: Group, hardware: Hardware) -> float:
     """Returns the seconds of all hops of a ring, one after another.
 
-    Of the members on a host, one sends to the next host.
+    One of the members on a host sends to the next host.
     """
     on_a_host = members_on_a_host(group, hardware)
     if on_a_host == group.size:
@@ -76,7 +76,7 @@ class DataSum(NamedTuple):
     is_exchange: bool = False  # an all-to-all instead of a ring
 
     def seconds(self, elements: float, hardware: Hardware, all_cards: bool) -> float:
-        """Returns the seconds that it takes for gradients of so many elements."""
+        """Returns the seconds for gradients of this many elements."""
         moved = self.element_bytes * elements
         if not self.is_exchange or self.group.size == 1:
             return all_gather_seconds(moved, self.group, hardware, all_cards=all_cards)
@@ -87,8 +87,8 @@ class DataSum(NamedTuple):
 def data_sums(workload: Workload, wide: float, gathered: float = 0) -> list[DataSum]:
     """Returns the collectives that sum gradients over `data`, once a step: scatters, then gathers.
 
-    `wide`: bytes of an element that is not compressed. `gathered`: those of one that is gathered
-    instead of its sum, whatever the workload says.
+    `wide` are the bytes of an uncompressed element. `gathered`, unless 0, are those of an element
+    that is gathered in place of the sum.
     """
     whole = workload.mesh.group("data")
     sent, within = workload.sent_gradient_bytes, workload.data_within
@@ -107,8 +107,8 @@ def data_sums(workload: Workload, wide: float, gathered: float = 0) -> list[Data
 def all_to_all_seconds(sent: float, group: Group, hardware: Hardware) -> float:
     """Returns the seconds of an all-to-all in which each member sends `sent` bytes to the others.
 
-    Each has a message for every other one. Those for members on its host take the links, and at the
-    same time the others its network card.
+    Each has a message for every other member. Messages inside the host take the links, while the
+    others take the network card.
     """
     if group.size == 1:
         return 0.0
@@ -123,8 +123,8 @@ def all_to_all_seconds(sent: float, group: Group, hardware: Hardware) -> float:
 def relayed_seconds(sent: float, across: float, group: Group, hardware: Hardware) -> float:
     """Returns the seconds of an all-to-all whose messages are passed on inside their host.
 
-    A member sends `sent` bytes to members of all hosts, of which only `across` cross the network:
-    once to each host. Both happen at the same time (DeepEP; Hybrid-EP of NVIDIA).
+    A member sends `sent` bytes in all, of which `across` cross the network, once for each host.
+    Links and network work at the same time (DeepEP; Hybrid-EP of NVIDIA).
     """
     if group.size == 1:
         return 0.0

@@ -67,7 +67,7 @@ def scale_work(share: float, work: Work) -> Work:
 class LayerSizes:
     """The part of a workload on which one layer's time depends: the key of the cache.
 
-    A search asks about many workloads but few different layers.
+    A search tries many workloads, but few different layers.
     """
 
     model: TransformerConfig
@@ -75,7 +75,7 @@ class LayerSizes:
     sequence_length: int
     tensor: int
     context: Group
-    context_way: str
+    context_method: str
     sequence_parallel: bool
     collective_matmul: bool
     remat: str
@@ -112,7 +112,7 @@ def _layer_sizes(workload: Workload, tensor: int) -> LayerSizes:
         sequence_length=workload.train.sequence_length,
         tensor=tensor,
         context=workload.mesh.group("context"),
-        context_way=workload.context_way,
+        context_method=workload.context_method,
         sequence_parallel=workload.sequence_parallel,
         collective_matmul=workload.collective_matmul,
         remat=workload.remat,
@@ -134,8 +134,8 @@ def _layer_time(sizes: LayerSizes, hardware: Hardware, software: Software) -> Ma
 def _launch_wait(sizes: LayerSizes, layer: Mapping[str, Work], software: Software) -> Work:
     """Returns the seconds for which a device waits for its host to launch a layer's kernels.
 
-    Both run concurrently, and the slower one decides: a host cannot run ahead from one layer to the
-    next, since it reads from the device how many rows each expert gets.
+    Both run concurrently, and the slower one sets the pace: the host cannot run ahead to the next
+    layer, since it reads from the device how many rows each expert gets.
     """
     if sizes.model.experts is None:
         return NO_WORK
@@ -171,7 +171,7 @@ class _Half(NamedTuple):
 def _half_time(
     half: str, sizes: LayerSizes, hardware: Hardware, software: Software
 ) -> Mapping[str, Work]:
-    """Returns term -> work of a half; of the mlp with experts, the mean of the layers."""
+    """Returns term -> work of a half. With experts, that of the mlp is the mean over the layers."""
     model = sizes.model
     if half == "attention" or model.experts is None:
         return _dense_half_time(half, sizes, hardware, software)
@@ -263,7 +263,7 @@ def _recomputation(remat: str, work: Mapping[str, Work]) -> float:
 
 
 def _latents_again(sizes: LayerSizes, hardware: Hardware, software: Software) -> float:
-    """Returns the seconds of queries, keys and values made of their latents once more."""
+    """Returns the seconds of computing queries, keys and values from their latents again."""
     model = sizes.model
     if model.latent is None:
         return 0.0
@@ -320,7 +320,7 @@ def _context_collectives(
     head_bytes = tokens * shape.mean_dim(model) * bytes_of(sizes.dtype)
     kv_heads = max(1, model.kv_heads // sizes.tensor)
     moving = all_gather_seconds(2 * kv_heads * head_bytes, sizes.context, hardware)
-    if sizes.context_way == "ring":
+    if sizes.context_method == "ring":
         ways = sizes.context.size
 
         def beside(seconds: float, work: float) -> float:
@@ -330,7 +330,7 @@ def _context_collectives(
         backward = (1 + 2 * FLOAT32 / (2 * bytes_of(sizes.dtype))) * moving
         return Work(beside(moving, attention.forward), beside(backward, attention.backward), 0.0)
     share = software.overlap.context
-    if sizes.context_way == "ulysses":
+    if sizes.context_method == "ulysses":
         heads = 2 * max(1, model.heads // sizes.tensor) + 2 * kv_heads
         whole = heads * head_bytes / sizes.context.size
         one_way = exposed(all_gather_seconds(whole, sizes.context, hardware), share)
@@ -403,7 +403,7 @@ def _exchange_seconds(
 
 
 def _in_rounds(sent: float, dispatch: Dispatch, sizes: LayerSizes, hardware: Hardware) -> float:
-    """Returns the seconds of sending what all rounds send; each round waits for its messages."""
+    """Returns the seconds of all rounds, which send `sent` bytes; each waits for its messages."""
     rounds = dispatch.rounds
     return rounds * all_to_all_seconds(sent / rounds, sizes.exchange, hardware)
 
@@ -456,8 +456,8 @@ def _grouped_work(
 
 
 def _narrowing_bytes(dtype: str) -> int:
-    """Returns the bytes moved per number that is narrowed: it is read to find the largest, read
-    again, and written in 8 bits.
+    """Returns the bytes moved to narrow a number: read for the maximum, read again, written in 8
+    bits.
     """
     return 2 * bytes_of(dtype) + 1
 
@@ -467,8 +467,8 @@ def _dispatch_passes(
 ) -> Work:
     """Returns the work of sorting tokens into buckets and tiles and back, and of activations.
 
-    Rows are looked up, one read and one write each: by messages as they leave, by experts as they
-    arrive, then by messages and by tokens again.
+    Each lookup reads and writes the rows once: by message when they leave, by expert when they
+    arrive, then by message and by token on the way back.
     """
     model, experts = sizes.model, sizes.model.experts
     assert experts is not None, "a model with experts"
@@ -504,8 +504,8 @@ def _column_bytes(sizes: LayerSizes, dispatch: Dispatch) -> float:
 def _expert_sums(sizes: LayerSizes, hardware: Hardware, software: Software) -> Work:
     """Returns the seconds of summing, or joining, the results of the devices of `tensor`.
 
-    They are joined if each device sent its own tokens: half a sum, and nothing if the stream is
-    split.
+    If each device sent its own tokens they are joined, which costs half a sum, or nothing if the
+    stream is split.
     """
     one_sum = all_reduce_seconds(sizes.activation_bytes, Group(sizes.tensor, 1), hardware)
     if sizes.experts_over_tensor:
@@ -556,7 +556,7 @@ def _fused_attention_work(sizes: LayerSizes, hardware: Hardware, software: Softw
     heads = max(1, model.heads // sizes.tensor)
     # Causal: half of the 4 b h d s^2 FLOPs of two matmuls over all pairs.
     flops = 2 * sizes.microbatch * heads * shape.mean_dim(model) * queries * keys
-    if sizes.context_way == "gather":
+    if sizes.context_method == "gather":
         # With tokens in order, those of the last device see nearly all keys, and the other devices
         # wait.
         flops *= (2 * sizes.context.size - 1) / sizes.context.size

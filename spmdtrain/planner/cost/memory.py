@@ -42,7 +42,8 @@ class Memory:
     """The bytes on the fullest device.
 
     `buffers` holds the rest: copies of weights in compute precision, gathered weights, what stages
-    send each other, and one layer's workspace. `copies`: of the state, for guard.replay_check.
+    send each other, and one layer's workspace. `copies` are those of the state for
+    guard.replay_check.
     """
 
     parameters: int
@@ -74,8 +75,8 @@ def step_memory(
 ) -> Memory:
     """Returns the memory of one step.
 
-    `state`: (parameter, optimizer) bytes, if `exact_state` read them. `resident`: the count of
-    `resident_elements` for a custom model.
+    `state` are the (parameter, optimizer) bytes of `exact_state`, if known. `resident` replaces the
+    count of `resident_elements` for a custom model.
     """
     parameters, optimizer = state or closed_form_state(workload)
     if resident is None:
@@ -138,7 +139,7 @@ def teacher_elements(workload: Workload) -> float:
 
 
 def _updated_elements(workload: Workload) -> float:
-    """Counts the trained elements at rest on a device, which it updates."""
+    """Counts the trained elements at rest on a device, which it updates there."""
     _, elements = held_elements(workload, resident_elements(workload))
     if workload.zero:
         whole = _whole_under_zero(workload) * workload.trained.share
@@ -324,7 +325,7 @@ def deferred_bytes(workload: Workload) -> int:
 def _deferred_of_experts(workload: Workload) -> float:
     """Returns the bytes that a layer's experts leave: both factors of each weight's gradient.
 
-    If there may be several rounds, they are in a loop, which leaves the gradients themselves.
+    If several rounds are possible they run in a loop, which leaves the gradients themselves.
     """
     model, experts = workload.model, workload.model.experts
     if experts is None:
@@ -358,7 +359,7 @@ def _deferred_bytes(model: TransformerConfig, workload: Workload) -> int:
 
 
 def ring_slots(workload: Workload) -> RingSlots:
-    """Returns the slots of the pipeline's rings, by closed forms, or else from the table."""
+    """Returns the slots of the pipeline's rings, from a closed form or else from the table."""
     pipeline = pipeline_of(workload)
     table = lay_out(workload.schedule, pipeline, closed_form=True)
     if table is None:
@@ -371,7 +372,7 @@ def ring_slots(workload: Workload) -> RingSlots:
 
 
 def _with_trash(slots: int) -> int:
-    """Adds the trash slot that each ring has on top of those it uses; no ring if none are used."""
+    """Adds the trash slot that each ring has on top of the used ones; an unused ring has none."""
     return slots + 1 if slots else 0
 
 
@@ -564,10 +565,10 @@ def _memory(
 
 
 def _streamed_bytes(workload: Workload) -> float:
-    """Returns the bytes of the moments that an update has on the device, if they rest on the host.
+    """Returns the bytes of moments on the device during an update, if they rest on the host.
 
-    A table's come whole, those of both tables at once if embedding and head have one each; those of
-    a layer that comes and of one that goes are fewer.
+    Those of a table come whole, of both tables at once if embedding and head have one each. Those
+    of the layers on their way in and out are fewer.
     """
     if not workload.moments_on_host:
         return 0.0
@@ -603,7 +604,7 @@ def _logit_bytes(workload: Workload, ways: int) -> float:
 
 
 def _logits_of_two(workload: Workload, teacher: TransformerConfig) -> float:
-    """Returns the bytes of a chunk's logits of both models, and of what the teacher's are from.
+    """Returns the bytes of a chunk's logits of both models, and of the teacher's hidden states.
 
     The two share the size of a chunk. Those of the teacher have no gradient in compute precision.
     """

@@ -163,7 +163,7 @@ def step_time(
 
 
 def _stack_seconds(workload: Workload, hardware: Hardware, software: Software) -> float:
-    """Returns the seconds in which what layers keep is copied, if they run as a loop."""
+    """Returns the seconds of copying kept activations into stacks, if the layers run as a loop."""
     if not workload.scans_layers or workload.offloads:
         return 0.0
     layers = workload.layers_per_stage - workload.trained.frozen_layers
@@ -186,8 +186,8 @@ def _host_seconds(workload: Workload, layer: Mapping[str, Work]) -> float:
 def stage_parameters(workload: Workload, software: Software) -> float:
     """Counts the parameters on a device of the fullest stage, before `data` and `fsdp` split them.
 
-    A whole layer counts as split over `tensor`, and its experts are left out, of which
-    `stage_expert_parameters` are on a device. memory.resident_elements is the exact count.
+    Whole layers count as split over `tensor`. Experts are left out, see `stage_expert_parameters`.
+    memory.resident_elements is the exact count.
     """
     model = workload.model
     tensor = workload.mesh.tensor
@@ -312,7 +312,7 @@ def _head_seconds(workload: Workload, hardware: Hardware, software: Software) ->
 
 
 def _loss_bytes(workload: Workload, software: Software, logits: int) -> float:
-    """Returns the bytes that the loss of so many logits of a microbatch moves beside its matmuls.
+    """Returns the bytes that the loss of `logits` logits moves apart from its matmuls.
 
     Each chunk reads and writes the float32 gradient of the table.
     """
@@ -326,7 +326,7 @@ def _loss_bytes(workload: Workload, software: Software, logits: int) -> float:
 
 
 def _teacher_seconds(workload: Workload, hardware: Hardware, software: Software) -> float:
-    """Returns the seconds of a teacher's forward passes, with the gathers that they do not hide."""
+    """Returns the seconds of a teacher's forward passes, with the exposed part of its gathers."""
     teacher = workload.of_teacher
     if teacher is None:
         return 0.0
@@ -414,8 +414,8 @@ def _pipeline_terms(
 def _bubble_seconds(
     workload: Workload, times: timing.Times, software: Software, closed_form: bool
 ) -> float:
-    """Returns the seconds in which the fullest stage waits, for work or for sends, by the table
-    that a run would execute.
+    """Returns the seconds that the fullest stage waits for work or for sends, by the table of a
+    run.
 
     `times`: of one microbatch. The closed form, also used for tables too large to lay out, assumes
     lockstep; a search ranks all software by it.
@@ -489,7 +489,7 @@ def _if_any(gather: Callable[..., float], moved: float, pieces: int = 1) -> floa
 
 
 def _dense_reduction_seconds(workload: Workload, hardware: Hardware, software: Software) -> float:
-    """Returns the seconds of summing gradients over `expert`, once per step: all but experts'.
+    """Returns the seconds of summing gradients over `expert`, once per step, without experts.
 
     If `expert` splits these weights, the sum is counted with `fsdp`.
     """
@@ -520,7 +520,7 @@ def _reduction_seconds(workload: Workload, hardware: Hardware, software: Softwar
 def _sums_during_backward(workload: Workload) -> bool:
     """Returns True if the gradient of a layer may be summed while other layers work.
 
-    A loop has its gradients at its end, and so have several microbatches.
+    A loop has its gradients only at its end, and so do several microbatches.
     """
     is_plain = workload.zero == 0 and workload.sent_gradient_bytes is None
     return is_plain and workload.accumulation == 1 and not workload.scans_layers

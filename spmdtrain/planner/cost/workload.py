@@ -151,7 +151,7 @@ class Workload:
         return self.train.global_batch // (self.microbatch * self.mesh.batch_shards)
 
     @property
-    def context_way(self) -> str:
+    def context_method(self) -> str:
         """The value of `context_attention`, with "auto" resolved as a run resolves it."""
         if self.context_attention != "auto":
             return self.context_attention
@@ -159,7 +159,7 @@ class Workload:
 
     @property
     def takes_ulysses(self) -> bool:
-        """True if the key-value heads of a device divide by the devices of `context`."""
+        """True if the devices of `context` divide the key-value heads of a device."""
         return self.model.kv_heads // self.mesh.tensor % self.mesh.context == 0
 
     @property
@@ -187,7 +187,7 @@ class Workload:
     def held_item_bytes(self) -> int:
         """The bytes per weight of the items of a state that this mesh has.
 
-        A data shard keeps the float32 error of what it has sent, split like the weight.
+        A data shard keeps the float32 error of its compression, split like the weight.
         """
         has_feedback = self.config.compression.has_feedback and self.mesh.data > 1
         return self.item_bytes + (FEEDBACK_BYTES if has_feedback else 0)

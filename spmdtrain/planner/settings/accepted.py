@@ -26,7 +26,7 @@ def settings_of(workload: Workload) -> list[str]:
             f"pipeline.chunks={workload.chunks}",
         ]
     if mesh.context > 1:
-        settings.append(f"model.context_attention={workload.context_way}")
+        settings.append(f"model.context_attention={workload.context_method}")
     if workload.model.experts and mesh.expert > 1:
         embed = "fsdp,expert" if workload.dense_over_expert else "fsdp"
         settings.append(f"rules.parameters.embed={embed}")
@@ -112,7 +112,7 @@ def _kind(workload: Workload) -> tuple:
         workload.remat_setting,
         workload.zero,
         workload.moments_on_host,
-        workload.context_way,
+        workload.context_method,
         workload.dense_over_expert,
         workload.experts_over_tensor,
         workload.sequence_parallel,

@@ -15,9 +15,9 @@ ROOM = 0.97  # of the available memory, since predictions are a few per cent off
 
 
 def cheapest_change(config: RunConfig, sizes: Mapping[str, int], share: float) -> list[str]:
-    """Returns settings, for `--set`, with which a step needs at most `share` of its memory now.
+    """Returns settings, for `--set`, that reduce the memory of a step to at most `share`.
 
-    `sizes` are those of the mesh; `model.vocab` must be set. Empty if nothing tried is enough. The
+    `sizes` are those of the mesh; `model.vocab` must be set. Empty if no change is enough. The
     cheapest change comes first: smaller microbatches, then the optimizer state split over `data`,
     weights over `fsdp`, then recomputation, and finally moments on the host.
     """
@@ -73,6 +73,6 @@ def _of_mesh(changes: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _bytes(config: RunConfig, sizes: Mapping[str, int]) -> int:
-    """Returns the fullest device's predicted bytes, all by closed forms, so that they compare."""
+    """Returns the predicted bytes of the fullest device, all from closed forms, to compare them."""
     workload = workload_of(config, sizes)
     return step_memory(workload, closed_form_state(workload)).total
