@@ -23,7 +23,9 @@ SCALINGS: dict[str, Any] = {
     "linear": {"kind": "linear", "factor": 2.0},
     "llama3": LLAMA3,
     "yarn": YARN,
-    "yarn with a scale": YARN | {"scale": 1.3, "truncate": False},
+    "yarn with a scale": YARN | {"scale": 1.3},
+    "yarn with another ramp": YARN | {"beta_fast": 20.0, "beta_slow": 2.0},
+    "yarn, not truncated": YARN | {"truncate": False},
     "longrope": LONGROPE,
 }
 

@@ -65,6 +65,9 @@ def read_rope(keys: Keys, family: str, *, by_kind: bool = False) -> dict[str, An
         raise keys.unknown("rope_type", kind)
     if scaling := _read_scaling(inner, kind, length):
         settings["rope_scaling"] = scaling
+    if by_kind and scaling and not scaling.get("truncate", True):
+        # transformers 5 looks for it beside the tables of the kinds of layers, not in them.
+        raise keys.refused("truncate", False, f"true, as transformers' class of {family} takes it")
     inner.check_all_taken()
     return settings
 
