@@ -16,7 +16,6 @@ from spmdtrain.config.own_parts import own_sources
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.source import Data
 from spmdtrain.train.distillation.run_teacher import teacher_of
-from spmdtrain.train.distillation.saved import NAME as SAVED_LOGITS
 from spmdtrain.train.setup import Setup
 
 Meta = dict[str, Any]
@@ -89,6 +88,10 @@ def identity(setup: Setup, fingerprint: str, seams: Mapping[str, Any]) -> Meta:
 
 def _teacher(setup: Setup) -> Meta:
     """Returns the fingerprint of the weights of a teacher that was opened, or of saved logits."""
+    if not setup.config.distill.is_on:
+        return {}
+    from spmdtrain.train.distillation.saved import NAME as SAVED_LOGITS
+
     saved, teacher = setup.own.get(SAVED_LOGITS), teacher_of(setup)
     if saved is not None:
         return {"teacher": saved.fingerprint}

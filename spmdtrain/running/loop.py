@@ -12,26 +12,18 @@ import jax
 
 from spmdtrain.config.run_files import PREDICTED
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.data.source import Data
+from spmdtrain.data.source import Data, Source, Tokens
+from spmdtrain.models.choose import MakeModel
 from spmdtrain.running.device_batches import batches
 from spmdtrain.running.outcome import Outcome, conclude, nothing_to_do
 from spmdtrain.running.report import stages
+from spmdtrain.running.report.reporter import Hook
+from spmdtrain.running.report.sinks import MakeSink
 from spmdtrain.running.report.summary import Prediction
 from spmdtrain.running.ride import called
 from spmdtrain.running.riders import Rider, Step, riders_of
 from spmdtrain.running.rollback import Detour
 from spmdtrain.running.saves import Saves
-from spmdtrain.running.seams import (
-    Hook,
-    LearningRate,
-    MakeModel,
-    MakeSink,
-    Optimizer,
-    Source,
-    TokenLoss,
-    Tokens,
-    TrainState,
-)
 from spmdtrain.running.start import kernels
 from spmdtrain.running.start.begin import Session, open_session
 from spmdtrain.running.start.compiling import compiled_step, record_of
@@ -41,6 +33,10 @@ from spmdtrain.train.batch import Batch
 from spmdtrain.train.evaluation import make_eval_figures
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.shard import shard
+from spmdtrain.train.state import TrainState
+from spmdtrain.train.token_loss import TokenLoss
+from spmdtrain.train.updates.learning_rates import LearningRate
+from spmdtrain.train.updates.optimizers import Optimizer
 
 
 def run(  # noqa: PLR0913 - one keyword for each thing that a caller may replace

@@ -3,12 +3,15 @@
 The loop only knows `Detour`, of which going back is one.
 """
 
+import jax
+
 from spmdtrain.checkpoints.checkpoints import Checkpoints
+from spmdtrain.checkpoints.files.quarantine import set_aside
 from spmdtrain.checkpoints.leaves.stored_items import starting_afresh
 from spmdtrain.checkpoints.newest import LoadedState, newest_good
-from spmdtrain.config.run_files import QUARANTINE
+from spmdtrain.config.errors import StorageError
+from spmdtrain.config.run_files import EXPORTS, QUARANTINE
 from spmdtrain.processes import pulse
-from spmdtrain.running.published.abandoned import set_aside_exports
 from spmdtrain.running.report.reporter import Reporter
 from spmdtrain.running.saves import Saves
 from spmdtrain.train.state import TrainState
@@ -89,3 +92,27 @@ def set_aside_damaged(checkpoints: Checkpoints, found: LoadedState, reporter: Re
         reporter.event("quarantined", step, line, why=str(error))
     for item in starting_afresh(found.state, found.meta):
         reporter.say(f"{item} of checkpoint {found.step} does not fit, and starts from scratch")
+
+
+def set_aside_exports(after: int, reporter: Reporter) -> None:
+    """Moves the exports of steps later than `after` into RUN/exports/quarantine, and says so.
+
+    Process 0 moves them. Raises StorageError if it cannot.
+    """
+    exports = reporter.directory / EXPORTS
+    if jax.process_index() or not exports.is_dir():
+        return
+    abandoned = sorted(
+        int(folder.name)
+        for folder in exports.iterdir()
+        if folder.name.isdecimal() and int(folder.name) > after
+    )
+    if not abandoned:
+        return
+    try:
+        for step in abandoned:
+            set_aside(exports / str(step))
+    except OSError as error:
+        raise StorageError(f"cannot move {exports}: {error.strerror}") from None
+    listed = ", ".join(map(str, abandoned))
+    reporter.say(f"exports of the abandoned steps {listed} are now in {EXPORTS}/{QUARANTINE}")

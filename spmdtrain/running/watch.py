@@ -15,12 +15,10 @@ from spmdtrain.running.guards.interrupt import Interrupt
 from spmdtrain.running.guards.stragglers import Stragglers
 from spmdtrain.running.outcome import Status
 from spmdtrain.running.report.metrics import OneLate, StepClock, make_figures
-from spmdtrain.running.report.profile import profiled
 from spmdtrain.running.report.progress import Progress, quantity
 from spmdtrain.running.report.reporter import Reporter
 from spmdtrain.running.ride import called
-from spmdtrain.running.save_interval import SaveInterval
-from spmdtrain.running.saves import Saves
+from spmdtrain.running.saves import SaveInterval, Saves
 from spmdtrain.train import evaluation
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
@@ -106,10 +104,14 @@ class Watch:
         return state
 
     def _dispatch(self, number: int, step: Callable, state: TrainState, batch: Any) -> Any:
-        """Returns the results of the step; has traced it if the profiler was asked for it."""
+        """Returns the results of the step, traced if the profiler is asked for it."""
         chosen = self._config.log.profile
-        if number in chosen:
-            self._late.flush()  # what still runs would be in the trace, too
+        if number not in chosen:
+            with self._stragglers.waiting():
+                return step(state, batch)
+        from spmdtrain.running.report.profile import profiled
+
+        self._late.flush()  # what still runs would be in the trace, too
         with contextlib.ExitStack() as tracing:
             with self._stragglers.waiting():
                 profile = profiled(self._reporter.directory, number, chosen, step)

@@ -19,7 +19,7 @@ from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.config import StorageError, to_toml
 from spmdtrain.config.schema import CheckpointConfig
 from spmdtrain.running import loop
-from spmdtrain.running.save_interval import SaveInterval
+from spmdtrain.running.saves import SaveInterval
 from spmdtrain.running.start import directory as module
 from spmdtrain.running.start.directory import only_run
 

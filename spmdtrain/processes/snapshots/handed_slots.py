@@ -3,13 +3,15 @@
 import json
 import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from spmdtrain.processes.snapshots.slot import Slot
+if TYPE_CHECKING:
+    from spmdtrain.processes.snapshots.slot import Slot
 
 SLOTS = "SPMDTRAIN_SNAPSHOTS"  # environment variable with the file descriptors
 PER_PROCESS = 2  # one is whole while the other one is written
 
-_slots: list[Slot] = []
+_slots: "list[Slot]" = []
 _are_copied = False
 
 
@@ -35,10 +37,12 @@ def take() -> None:
             os.fstat(file)
     except OSError:  # inherited from a launcher that is not ours
         return
+    from spmdtrain.processes.snapshots.slot import Slot
+
     _slots.extend(Slot(file) for file in files)
 
 
-def slots() -> list[Slot]:
+def slots() -> "list[Slot]":
     """Returns the slots of this process; none without a launcher, or not on Linux."""
     return [*_slots]
 

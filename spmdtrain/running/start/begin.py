@@ -22,12 +22,11 @@ from spmdtrain.running.guards.bad_steps import BadSteps
 from spmdtrain.running.guards.early_stop import EarlyStop
 from spmdtrain.running.guards.interrupt import Interrupt
 from spmdtrain.running.guards.out_of_memory import MemoryGuard
-from spmdtrain.running.published.abandoned import set_aside_exports
 from spmdtrain.running.report import stages
 from spmdtrain.running.report.attempt import Attempt, attempt
 from spmdtrain.running.report.reporter import Reporter
 from spmdtrain.running.report.sinks import MakeSink
-from spmdtrain.running.rollback import set_aside_damaged
+from spmdtrain.running.rollback import set_aside_damaged, set_aside_exports
 from spmdtrain.running.saves import Saves
 from spmdtrain.running.start.agreement import check_model
 from spmdtrain.running.start.chosen_step import chosen_or_newest, set_aside_later

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from spmdtrain.config.errors import CheckpointError
 from spmdtrain.train.items.item import Item, Start, Taken, as_parameters
 from spmdtrain.train.part import Part
-from spmdtrain.train.sparsity import masks
 
 Ema = dict[str, jax.Array]  # by dotted path of the parameters that are trained, as they rest
 
@@ -49,6 +48,8 @@ def _update(ema: Ema, taken: Taken) -> Ema:
     decay = taken.config.optimizer.ema
     assert decay is not None, "a state has an average where the settings ask for one"
     moved = update(ema, decay, taken.params)
+    from spmdtrain.train.sparsity import masks
+
     if masks.ITEM.name not in taken.made:
         return moved
     stay = taken.made[masks.ITEM.name].value
