@@ -164,12 +164,12 @@ class Transformer(nnx.Module):
         # Blocks like the last one, under its number.
         like_last = partial(Block, model, first=model.layers - 1, **of_layers[-1])
         depth = model.multi_token.depth if model.multi_token else 0
-        self.further = None
+        further = None
         if depth:
             from spmdtrain.models.layers.multi_token import FurtherToken
 
-            further = [FurtherToken(model, rngs, like_last, norm) for _ in range(depth)]
-            self.further = nnx.List(further)
+            further = nnx.List(FurtherToken(model, rngs, like_last, norm) for _ in range(depth))
+        self.further = further
         self.embed_factor = model.embed_factor
         self.logit_scale, self.logit_cap = model.logit_factor, model.logit_cap
         if model.tied:
