@@ -4,8 +4,10 @@ no drawers.
 
 import ast
 import re
+import symtable
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -223,6 +225,76 @@ def test_a_lawful_import_is_left_alone(tmp_path, file, source):
     planted.parent.mkdir(parents=True)
     planted.write_text(source)
     assert violations(tmp_path) == []
+
+
+# --- what is imported is there --------------------------------------------------------------------
+
+# Imports of tests, benchmarks and pages, and those inside functions, fail only when they are run.
+IMPORTING = (*sorted(HOUSES), "benchmarks", "docs", "examples", "tests")
+
+
+def file_of(root: Path, module: str) -> Path | None:
+    path = root / module.replace(".", "/")
+    candidates = (path.with_suffix(".py"), path / "__init__.py")
+    return next((file for file in candidates if file.exists()), None)
+
+
+@cache
+def names_of(root: Path, module: str) -> set[str] | None:
+    """What can be imported from a module; None where only running it would tell."""
+    file = file_of(root, module)
+    if not file:
+        return set()
+    source = file.read_text(encoding="utf-8")
+    symbols = symtable.symtable(source, str(file), "exec").get_symbols()
+    names = {each.get_name() for each in symbols if each.is_assigned() or each.is_imported()}
+    if "__getattr__" in names or "import *" in source:
+        return None
+    beside = {path.stem for path in file.parent.iterdir()} if file.name == "__init__.py" else set()
+    return names | beside
+
+
+def dangling_imports(root: Path) -> list[str]:
+    dangling = []
+    for path in sorted(file for top in IMPORTING for file in (root / top).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                module, wanted = node.module or "", {alias.name for alias in node.names} - {"*"}
+            elif isinstance(node, ast.Import):
+                module, wanted = node.names[0].name, set()
+            else:
+                continue
+            if module.partition(".")[0] not in HOUSES:
+                continue
+            names = names_of(root, module)
+            missing = wanted - names if names is not None else set()
+            if missing or not file_of(root, module):
+                dangling.append(
+                    f"{path.relative_to(root)}:{node.lineno}: {module} {sorted(missing)}"
+                )
+    return dangling
+
+
+def test_what_is_imported_is_there():
+    assert dangling_imports(ROOT) == []
+
+
+def test_an_import_of_what_was_renamed_is_found(tmp_path):
+    for name in ("spmdtrain/__init__.py", "spmdtrain/mesh.py", "tests/test_mesh.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("class Mesh:\n    size = 1\n")
+    lines = {
+        "from spmdtrain import mesh": True,
+        "from spmdtrain.mesh import Mesh": True,
+        "import spmdtrain.mesh": True,
+        "from spmdtrain import grid": False,
+        "from spmdtrain.mesh import size": False,
+        "def f():\n    from spmdtrain.mesh import Grid": False,
+        "import spmdtrain.grid": False,
+    }
+    for line, is_there in lines.items():
+        (tmp_path / "tests" / "test_mesh.py").write_text(line)
+        assert (dangling_imports(tmp_path) == []) == is_there, line
 
 
 def test_text_files_are_utf_8_whatever_the_locale():

@@ -21,7 +21,8 @@ from spmdtrain.data.chats.simple_template import CHATML as SIMPLE
 from spmdtrain.data.chats.simple_template import SimpleTemplate
 from spmdtrain.data.chats.template_folder import template_from_spec
 from spmdtrain.data.token_files.tokens import open_tokens
-from spmdtrain.data.tokenizers.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from spmdtrain.data.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
+from spmdtrain.data.tokenizers.tokenizer import ByteTokenizer
 
 DAY = "2026-01-02"
 BYTES = ByteTokenizer()

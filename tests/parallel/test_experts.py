@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 from spmdtrain.config.schema import RulesConfig
 from spmdtrain.models.layers.mlp import gelu, swiglu
 from spmdtrain.parallel.axes import AXES, BATCH_AXES, make_rules
-from spmdtrain.parallel.experts import ExpertWeights, make_experts
+from spmdtrain.parallel.experts import make_experts
+from spmdtrain.parallel.experts.expert_weights import ExpertWeights
 from spmdtrain.parallel.experts.sending import bucket_of, cut_round, sort_rows
 from spmdtrain.parallel.reduce import psum_tree
 from spmdtrain.parallel.regions import MANUAL_AXES, manual_region

@@ -18,7 +18,8 @@ from spmdtrain.inference.sample import make_logits
 from spmdtrain.models.layers import weight
 from spmdtrain.models.layers.mlp import swiglu
 from spmdtrain.models.layers.weights import matmul_weight
-from spmdtrain.parallel.experts import ExpertWeights, make_experts
+from spmdtrain.parallel.experts import make_experts
+from spmdtrain.parallel.experts.expert_weights import ExpertWeights
 from spmdtrain.parallel.reduce import Reduction
 from spmdtrain.train.compared.in_order import placed_arrays, plain_arrays
 from spmdtrain.train.gradients import forward
