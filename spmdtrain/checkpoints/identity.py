@@ -13,9 +13,9 @@ from spmdtrain.checkpoints.model_code import ModelCode, check_model_code, model_
 from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.load import resolved
 from spmdtrain.config.own_parts import own_sources
-from spmdtrain.config.schema import RunConfig
+from spmdtrain.config.schema import RunConfig, Settings
 from spmdtrain.data.source import Data
-from spmdtrain.train.distillation.run_teacher import teacher_of
+from spmdtrain.train.joined import LearnedFrom
 from spmdtrain.train.setup import Setup
 
 Meta = dict[str, Any]
@@ -83,21 +83,13 @@ def identity(setup: Setup, fingerprint: str, seams: Mapping[str, Any]) -> Meta:
         "model": model_function(setup.config),
         "model_code": code_of(setup),
         "settings": _changeable(setup.config, seams),
-    } | _teacher(setup)
+    } | {kind: source.digest for kind, source in _sources(setup).items()}
 
 
-def _teacher(setup: Setup) -> Meta:
-    """Returns the fingerprint of the weights of a teacher that was opened, or of saved logits."""
-    if not setup.config.distill.is_on:
-        return {}
-    from spmdtrain.train.distillation.saved import NAME as SAVED_LOGITS
-
-    saved, teacher = setup.own.get(SAVED_LOGITS), teacher_of(setup)
-    if saved is not None:
-        return {"teacher": saved.fingerprint}
-    if teacher is None or teacher.on_disk is None:
-        return {}
-    return {"teacher": teacher.on_disk.fingerprint()}
+def _sources(setup: Setup) -> dict[str, LearnedFrom]:
+    """Returns what a run learns from besides its data, by its kind."""
+    kinds = (joined.learns_from() for joined in setup.own.values())
+    return {kind: source for sources in kinds for kind, source in sources.items()}
 
 
 def changes(meta: Meta, config: RunConfig, seams: Mapping[str, Any]) -> Changes:
@@ -143,14 +135,15 @@ def check_identity(
                 found=f"{str(then)[:16]} in the checkpoint",
                 fix="the same data and seed, or --fresh for a new run",
             )
-    now = _teacher(setup).get("teacher")
-    if None not in (now, then := meta.get("teacher")) and now != then:
-        raise CheckpointError(
-            f"{where} learned from another teacher than {config.distill.source}",
-            asked=str(now),
-            found=f"{then} in the checkpoint",
-            fix="the teacher of that run, or --fresh for a new run",
-        )
+    for kind, source in _sources(setup).items():
+        then = meta.get(kind)
+        if then not in (None, source.digest):
+            raise CheckpointError(
+                f"{where} learned from another {kind} than {source.setting}",
+                asked=source.digest,
+                found=f"{then} in the checkpoint",
+                fix=f"the {kind} of that run, or --fresh for a new run",
+            )
     for name, then, now in model_changes(meta, config):
         raise CheckpointError(
             f"{name} has changed",
@@ -278,17 +271,10 @@ def _changeable(config: RunConfig, seams: Mapping[str, Any]) -> dict[str, Any]:
 
     A part that the caller replaced is listed under its keyword, by its qualified name.
     """
-    compression, sparsity, distill = config.compression, config.sparsity, config.distill
     sections = {
-        "optimizer": config.optimizer.as_given(),
-        "precision": config.precision.as_given(),
-        "train": {name: getattr(config.train, name) for name in ("steps", "global_batch", "clip")},
-        "model": {"dropout": config.model.dropout},
-        "compression": compression.as_given() if compression.codec != "none" else {},
-        "finetune": {"dropout": config.finetune.dropout} if config.finetune.dropout else {},
-        "guard": config.guard.as_given() if config.guard.in_step else {},
-        "distill": distill.model_dump(mode="json") if distill.is_on else {},
-        "sparsity": sparsity.as_given() if sparsity.pattern != "none" else {},
+        name: section.affecting_numbers()
+        for name in type(config).model_fields
+        if isinstance(section := getattr(config, name), Settings)
     }
     settings = {
         f"{section}.{name}": value

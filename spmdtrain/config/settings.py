@@ -101,6 +101,12 @@ class Settings(BaseModel, metaclass=_InOneLine):
         """Returns the effect of these settings that a small run on one device lacks, or ""."""
         return ""
 
+    def affecting_numbers(self) -> dict[str, Any]:
+        """Returns the settings that affect the numbers of a run but may change when it resumes, as
+        JSON values: a checkpoint keeps them, and a run that goes on with others says so.
+        """
+        return {}
+
     def is_given(self, name: str) -> bool:
         """Returns True if somebody chose this value: it is neither a default nor derived."""
         return name in self.__pydantic_fields_set__

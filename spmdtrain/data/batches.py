@@ -21,7 +21,7 @@ and with packing="documents" or "best_fit" (packing.py), also:
     segment_ids [n, T] int32    the document of each token within the window, from 0
     positions   [n, T] int32    from 0 at the start of the window and of each document
 
-With saved logits of a teacher there are also the arrays of saved_logits/reader.py.
+With saved logits there are also the arrays of saved_logits/reader.py.
 """
 
 import threading
@@ -138,7 +138,7 @@ class TrainStream:
         seed: int,
         shuffle: bool,
         packing: str = "stream",
-        taught: SavedLogits | None = None,
+        logits: SavedLogits | None = None,
     ):
         check_range(*span, len(corpus.tokens), sequence_length)
         if span.size <= sequence_length:  # split() reports this, with a fix to type
@@ -153,7 +153,7 @@ class TrainStream:
         self._seed = seed
         self._shuffle = shuffle
         self._packing = packing
-        self._taught = taught
+        self._logits = logits
         # The last token is never an input. With a phase, the largest one must leave room for as
         # many windows as the others.
         reserve = sequence_length if shuffle else 1
@@ -183,9 +183,9 @@ class TrainStream:
         counts = [self._corpus.counts(at + 1, at + self._length + 1) for at in starts.tolist()]
         mask = np.stack(counts)
         batch = make_batch(self._corpus, rows, starts, mask, indices, self._packing)
-        if self._taught is None:
+        if self._logits is None:
             return batch
-        return batch | self._taught.of_windows(starts, self._length)
+        return batch | self._logits.of_windows(starts, self._length)
 
 
 class EvalWindows:

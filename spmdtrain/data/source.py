@@ -70,7 +70,7 @@ class CorpusData:
     corpus: Corpus
     train: Range
     validation: Range
-    taught: SavedLogits | None = None  # of the training tokens
+    logits: SavedLogits | None = None  # of the training tokens
 
     @property
     def fingerprint(self) -> str:
@@ -114,10 +114,10 @@ class CorpusData:
         if config.data.packing == "best_fit":
             from spmdtrain.data.packing import PackedStream
 
-            return PackedStream(self.corpus, self.train, length, taught=self.taught, **order)
+            return PackedStream(self.corpus, self.train, length, logits=self.logits, **order)
         packing = config.data.packing
         return TrainStream(
-            self.corpus, self.train, length, packing=packing, taught=self.taught, **order
+            self.corpus, self.train, length, packing=packing, logits=self.logits, **order
         )
 
     def eval_sets(self, config: RunConfig) -> list[EvalSet]:
@@ -136,8 +136,8 @@ class CorpusData:
     def describe(self, config: RunConfig) -> str:
         """Returns the line in which a run describes its data."""
         parts = [f"{config.data.corpus}, {self.train.size:,} tokens to train"]
-        if self.taught is not None:
-            parts.append(self.taught.manifest.described)
+        if self.logits is not None:
+            parts.append(self.logits.manifest.described)
         parts.append(cut_note(*self.cut_conversations(config), config.data.packing))
         return ", ".join(filter(None, parts))
 
@@ -425,8 +425,8 @@ def _cut(corpus: Corpus, config: RunConfig, source: str = "") -> CorpusData:
 
 def _with_logits(data: CorpusData, config: RunConfig) -> CorpusData:
     """Returns the data with the logits that `distill.logits` names, if it names any."""
-    taught = open_logits(config, data.fingerprint, data.tokenizer, data.train.stop)
-    return replace(data, taught=taught)
+    logits = open_logits(config, data.fingerprint, data.tokenizer, data.train.stop)
+    return replace(data, logits=logits)
 
 
 def _check_pairs(corpus: Corpus, config: RunConfig) -> None:

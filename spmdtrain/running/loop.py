@@ -28,11 +28,11 @@ from spmdtrain.running.start import kernels
 from spmdtrain.running.start.begin import Session, open_session
 from spmdtrain.running.start.compiling import compiled_step, record_of
 from spmdtrain.running.start.prepare import Prepared, check_arguments, prepare
+from spmdtrain.running.start.sharding import shard_with_weights
 from spmdtrain.running.watch import Evaluate, Watch
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.evaluation import make_eval_figures
 from spmdtrain.train.setup import Setup
-from spmdtrain.train.shard import shard
 from spmdtrain.train.state import TrainState
 from spmdtrain.train.token_loss import TokenLoss
 from spmdtrain.train.updates.learning_rates import LearningRate
@@ -106,14 +106,10 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may replace
 
 
 def make_setup(prepared: Prepared, make: MakeModel | str | None) -> Setup:
-    """Returns the setup of a run, with the weights of its teacher if it has one."""
-    config, devices = prepared.config, prepared.devices
+    """Returns the setup of a run, with the other weights that it reads."""
     parts = {name: part for name, part in prepared.seams.items() if name != "data"}
-    if config.distill.teacher is None:
-        return shard(config, make, devices, **parts)
-    from spmdtrain.running.distillation.teacher_weights import shard_with_teacher
-
-    return shard_with_teacher(config, make, devices, prepared.data.tokenizer, **parts)
+    tokenizer = prepared.data.tokenizer
+    return shard_with_weights(prepared.config, make, prepared.devices, tokenizer, **parts)
 
 
 def train(session: Session, step: Step, riders: Sequence[Rider] = ()) -> Outcome:

@@ -33,6 +33,7 @@ from spmdtrain.train.batch import (
 )
 from spmdtrain.train.items.item import Specs
 from spmdtrain.train.items.items import Items
+from spmdtrain.train.joined import Joined
 from spmdtrain.train.layer_loop import scans_layers
 from spmdtrain.train.state import TrainState
 from spmdtrain.train.token_loss import TokenLoss
@@ -65,7 +66,7 @@ class Setup:
     gathered: Mapping[str, tuple[str, ...]]  # the axes over which a layer gathers each weight
     items: Items  # that states may have besides weights and optimizer state
     state: TrainState  # abstract: shapes, dtypes and shardings
-    own: Mapping[str, Any] = field(default_factory=dict)  # what parts know of the run, by part
+    own: Mapping[str, Joined] = field(default_factory=dict)  # what parts know of the run, by part
     batch_arrays: BatchArrays = field(default_factory=dict)  # what parts add to a batch
 
     @property

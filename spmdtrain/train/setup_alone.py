@@ -50,7 +50,7 @@ def setup_alone(
         config, model.stage_layout, batch_shape.accumulation, model.frozen_rounds(config)
     )
     model, update_rules = with_rules(config, model)
-    check_frozen(config, model)
+    check_frozen(config, model, items)
     model.check_blocks(rules, batch_shape.sequences, config.train.sequence_length)
     token_loss.check_multi_token(config, model)
     loss = token_loss.choose(config, loss, items)

@@ -5,8 +5,8 @@ one stage takes the state that the step of another has returned.
 """
 
 from dataclasses import replace
-from typing import Any
 
+from spmdtrain.config.schema import RunConfig
 from spmdtrain.config.stage_timetable import TimedStage
 from spmdtrain.pipeline.find_table import pipeline_schedule
 from spmdtrain.train.batch import choose_context_method, cut_batch
@@ -34,21 +34,18 @@ def setup_of(setup: Setup, stage: TimedStage) -> Setup:
         batch_shape.accumulation,
         setup.model.frozen_rounds(config),
     )
+
+    def in_stage(config: RunConfig) -> RunConfig:
+        return config.in_stage(stage)
+
     return replace(
         setup,
         config=config,
         batch_shape=batch_shape,
         context_method=choose_context_method(config, setup.rules, setup.model.order_reason),
         pipeline=table,
-        own={name: _in_stage(own, stage) for name, own in setup.own.items()},
+        own={name: own.of_batches(in_stage) for name, own in setup.own.items()},
     )
-
-
-def _in_stage(own: Any, stage: TimedStage) -> Any:
-    """Returns what a part knows of the run, in a stage: another value if it reads batches."""
-    if not hasattr(own, "of_batches"):
-        return own
-    return own.of_batches(lambda config: config.in_stage(stage))
 
 
 def setup_at(setup: Setup, step: int) -> Setup:

@@ -66,9 +66,6 @@ def choose(config: RunConfig, own: TokenLoss | None, items: Items) -> TokenLoss 
     """
     own = own_part(config, "loss") if own is None else own
     if own is not None:
-        if config.distill.is_on:
-            what = f"{config.distill.source} has a loss of its own, beside loss="
-            raise ConfigError(what, fix="one of both")
         if config.precision.logits != "float32":
             what = f"precision.logits={config.precision.logits!r} is of the shipped loss, not loss="
             raise ConfigError(what, fix="--set precision.logits=float32")

@@ -16,10 +16,9 @@ import jax
 
 from spmdtrain.config import RunConfig
 from spmdtrain.lab.replay import opened
-from spmdtrain.running import loop
 from spmdtrain.running.compile_step import compile_step, lower_step, with_stages
 from spmdtrain.running.distillation import teacher_weights
-from spmdtrain.running.start import begin, compiling
+from spmdtrain.running.start import begin, compiling, sharding
 from spmdtrain.train import evaluation
 from spmdtrain.train import fresh as fresh_weights
 from spmdtrain.train.distillation.run_teacher import teacher_of
@@ -74,7 +73,7 @@ def shared() -> Iterator[None]:
         return _once("stages", _key_of(setup), lambda: with_stages(setup, step, report))
 
     replaced = [
-        (loop, "shard", setup),
+        (sharding, "shard", setup),
         (teacher_weights, "shard", setup),
         (begin, "lower_step", lowered),
         (compiling, "lower_step", lowered),

@@ -66,6 +66,9 @@ class CompressionConfig(Settings):
             "after": 0 if self.has_feedback else None,
         }
 
+    def affecting_numbers(self) -> dict[str, Any]:
+        return self.as_given() if self.codec != "none" else {}
+
     @model_validator(mode="after")
     def _check(self):
         for name, fitting in OF_CODECS.items():

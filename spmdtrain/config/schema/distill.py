@@ -59,6 +59,9 @@ class DistillConfig(Settings):
             return f"distill.logits={self.logits!r}"
         return f"distill.teacher={self.teacher!r}"
 
+    def affecting_numbers(self) -> dict[str, Any]:
+        return self.model_dump(mode="json") if self.is_on else {}
+
     @model_validator(mode="after")
     def _check(self):
         for name in ("temperature", "share"):

@@ -56,6 +56,9 @@ class FinetuneConfig(Settings):
         default=(), description="patterns of paths of further weights that are trained in full"
     )
 
+    def affecting_numbers(self) -> dict[str, Any]:
+        return {"dropout": self.dropout} if self.dropout else {}
+
     @model_validator(mode="after")
     def _check(self):
         if self.kind == "full":

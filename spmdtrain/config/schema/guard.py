@@ -77,6 +77,9 @@ class GuardConfig(Settings):
             sigmas = 0.0 if self.policy == "abort" else 6.0
         return {"sigmas": sigmas, "window": 128 if sigmas else None}
 
+    def affecting_numbers(self) -> dict[str, Any]:
+        return self.as_given() if self.in_step else {}
+
     @model_validator(mode="after")
     def _check(self):
         if self.window is not None and not self.judges_spikes:

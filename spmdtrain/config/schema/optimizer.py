@@ -100,6 +100,9 @@ class OptimizerConfig(Settings):
         """Returns the share of the steps in which wsd falls; no other schedule has one."""
         return {"decay_share": 0.2 if self.schedule == "wsd" else None}
 
+    def affecting_numbers(self) -> dict[str, Any]:
+        return self.as_given()
+
     @model_validator(mode="after")
     def _check_moments(self):
         if self.moment_dtype == "params":

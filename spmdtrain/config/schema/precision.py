@@ -85,6 +85,9 @@ class PrecisionConfig(Settings):
             "scaling_history": 16 if self.scaling == "delayed" else None,
         }
 
+    def affecting_numbers(self) -> dict[str, Any]:
+        return self.as_given()
+
     @model_validator(mode="after")
     def _check(self):
         if self.logits == "bfloat16" and self.compute != "bfloat16":

@@ -57,6 +57,9 @@ class SparsityConfig(Settings):
             "every": min(100, until - since) if since and until and until > since else None,
         }
 
+    def affecting_numbers(self) -> dict[str, Any]:
+        return self.as_given() if self.pattern != "none" else {}
+
     @model_validator(mode="after")
     def _check(self):
         if self.chooses and self.pattern != "magnitude":

@@ -148,6 +148,9 @@ class TrainConfig(Settings):
         "where the same ids stand for other texts; false: they are refused",
     )
 
+    def affecting_numbers(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("steps", "global_batch", "clip")}
+
     @model_validator(mode="after")
     def _check(self):
         if self.epochs is not None and "steps" in self.model_fields_set:

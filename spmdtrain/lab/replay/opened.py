@@ -33,9 +33,9 @@ from spmdtrain.lab.replay.read_bundle import is_bundle, read_bundle
 from spmdtrain.lab.replay.written import WrittenRun, read_written
 from spmdtrain.models.choose import MakeModel, check_make
 from spmdtrain.running.compile_step import compile_step, lower_step, with_stages
-from spmdtrain.running.distillation.teacher_weights import shard_with_teacher
 from spmdtrain.running.start import kernels
 from spmdtrain.running.start.other_run import naming_settings, recorded
+from spmdtrain.running.start.sharding import shard_with_weights
 from spmdtrain.train.fresh import init_state
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.shard import shard_on
@@ -116,7 +116,7 @@ def open_replay(  # noqa: PLR0913 - a keyword for each part that a caller may re
     holds = bundle.run if bundle else run
     parts = {name: caller_parts[name] for name in SEAMS if name != "data"}
     devices = devices or devices_of(config)
-    setup = shard_with_teacher(config, make, devices, data.tokenizer, **parts)
+    setup = shard_with_weights(config, make, devices, data.tokenizer, **parts)
     elsewhere = any(not override.startswith(OF_PLACES) for override in overrides)
     with (
         kernels.decided(setup),

@@ -14,9 +14,9 @@ from spmdtrain.lab.replay.rounding import moved
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.running.compile_step import compile_step, lower_step
 from spmdtrain.running.device_batches import batches
-from spmdtrain.running.distillation.teacher_weights import shard_with_teacher
 from spmdtrain.running.guards.out_of_memory import MemoryGuard
 from spmdtrain.running.start import kernels
+from spmdtrain.running.start.sharding import shard_with_weights
 from spmdtrain.train.fresh import init_state
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
@@ -33,7 +33,7 @@ class Runner:
     def __init__(self, config: RunConfig, data: Data, make: MakeModel | str | None, count: int):
         self._data = data
         devices = jax.devices()[:count]
-        self.setup: Setup = shard_with_teacher(config, make, devices, data.tokenizer)
+        self.setup: Setup = shard_with_weights(config, make, devices, data.tokenizer)
         with MemoryGuard(self.setup) as guard, kernels.decided(self.setup):
             self._step: Any
             self._step, report = compile_step(self.setup, lower_step(self.setup))

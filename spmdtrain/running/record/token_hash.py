@@ -23,7 +23,7 @@ from spmdtrain.train.setup import Setup
 Sums = tuple[int, int]
 OF_ROWS = "sample"  # the entry with the index of each row
 # Saved logits are fifty times the tokens; checkpoints know their folder by its fingerprint.
-OF_TEACHER = (IDS, LOGS)
+OF_LOGITS = (IDS, LOGS)
 
 
 def sums_of_rows(rows: Mapping[str, np.ndarray]) -> Sums:
@@ -69,7 +69,7 @@ def _sums(rows: Mapping[str, Any], xp: Any, order: np.ndarray | None = None) -> 
     `order`: the time of each entry of a row, if they do not ascend. The index of an entry counts
     all entries of all samples, so no two share one.
     """
-    names = sorted(rows.keys() - {OF_ROWS, *OF_TEACHER})
+    names = sorted(rows.keys() - {OF_ROWS, *OF_LOGITS})
     sample = rows[OF_ROWS].astype(np.uint32)
     length = max(rows[name].shape[-1] for name in names if rows[name].ndim > sample.ndim)
     totals: list[Any] = [[], []]

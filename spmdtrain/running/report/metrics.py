@@ -3,7 +3,7 @@
 Speed counts all tokens that a step processes, with or without a loss. MFU (model FLOPs utilisation)
 is model FLOPs per token x tokens per second / (devices x peak). The model FLOPs are those of
 `models.size.train_flops_per_token`; for a custom model, and where weights are frozen, those that
-`models.counted_flops` counts; the forward pass of a teacher is added. Causal attention counts half,
+`models.counted_flops` counts; what parts of the step add is added. Causal attention counts half,
 and recomputation does not count. The peak is that of dense bfloat16 in pallas_kernels/gpus.py; on
 hardware not listed there MFU is null, never guessed.
 """
@@ -20,7 +20,6 @@ from spmdtrain.config.stage_timetable import TimedStage
 from spmdtrain.models.size import train_flops_per_token
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.running.report import summary
-from spmdtrain.train.distillation.run_teacher import teacher_of
 from spmdtrain.train.gradients.sums import COUNTS, number_of
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.token_loss import OF_THE_STEP
@@ -104,7 +103,6 @@ def make_figures(setup: Setup) -> Callable[[int, dict[str, Any], float], dict[st
     by_stage: dict[TimedStage, float | None] = {}
     parameters = setup.model.parameters.values()
     whole = all(each.is_trained for each in parameters)
-    teacher = teacher_of(setup)
     for stage in config.train.timetable:
         own = config.in_stage(stage)
         if setup.make is Transformer and whole and not own.finetune.frozen_layers:
@@ -114,9 +112,9 @@ def make_figures(setup: Setup) -> Callable[[int, dict[str, Any], float], dict[st
 
             by_stage[stage] = counted_flops_per_token(own, setup.model)
         flops = by_stage.get(stage)
-        if teacher is not None and flops is not None:
-            forward = train_flops_per_token(teacher.setup.config.model, stage.sequence_length) / 3
-            by_stage[stage] = flops + forward
+        if flops is not None:
+            length = stage.sequence_length
+            by_stage[stage] = flops + sum(own.flops_per_token(length) for own in setup.own.values())
 
     def figures(step: int, metrics: dict[str, Any], seconds: float) -> dict[str, Any]:
         held = summary.peak_bytes(setup.mesh)

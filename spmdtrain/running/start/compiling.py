@@ -16,7 +16,6 @@ from spmdtrain.running.report.progress import quantity
 from spmdtrain.running.start import kernels
 from spmdtrain.running.start.agreement import check_program
 from spmdtrain.running.start.begin import Session
-from spmdtrain.train.distillation.run_teacher import teacher_of
 from spmdtrain.train.setup import Setup
 
 
@@ -82,10 +81,8 @@ def _introduction(setup: Setup, data: Data) -> str:
         lines.append(
             "mesh.expert: the model has no experts, and the axis splits the batch as data does"
         )
-    teacher = teacher_of(setup)
-    if teacher is not None:
-        learned = quantity(teacher.setup.model.size)
-        lines.append(f"teacher: {learned} parameters of {config.distill.teacher}")
+    for joined in setup.own.values():
+        lines += joined.lines(quantity)
     if setup.context_method.line:
         lines.append(setup.context_method.line)
     if setup.pipeline:

@@ -1,7 +1,7 @@
 """Sums gradients over `data` by codecs with error feedback, in place of the plain sum."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from spmdtrain.parallel.reduce import psum_tree
 from spmdtrain.parallel.regions import MANUAL_AXES
 from spmdtrain.train.compression.feedback_codecs import feedback_codecs
 from spmdtrain.train.compression.feedback_items import ERRORS, FACTORS
+from spmdtrain.train.joined import Joined
 from spmdtrain.train.part import Part, Reading, SumOverData
 from spmdtrain.train.setup import Setup
 
@@ -20,9 +21,16 @@ NAME = "compression"
 Arrays = dict[str, jax.Array]  # by dotted path
 
 
+@dataclass(frozen=True)
+class CodecsOfRun(Joined):
+    """The codecs of a run, by dotted path of the compressed parameters."""
+
+    codecs: Codecs
+
+
 def _join(setup: Setup) -> Setup:
     codecs = feedback_codecs(setup.config, setup.model, setup.mesh.shape)
-    return replace(setup, own={**setup.own, NAME: codecs}) if codecs else setup
+    return replace(setup, own={**setup.own, NAME: CodecsOfRun(codecs)}) if codecs else setup
 
 
 def _make_reading(setup: Setup) -> Reading | None:
@@ -43,10 +51,10 @@ def _of_items(items: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _make_data_sum(setup: Setup) -> SumOverData | None:
     """Returns the sums of the codecs; the first steps, `compression.after`, sum in full."""
-    codecs: Codecs | None = setup.own.get(NAME)
-    if codecs is None:
+    joined = setup.own.get(NAME)
+    if not isinstance(joined, CodecsOfRun):
         return None
-    after = setup.config.compression.after
+    codecs, after = joined.codecs, setup.config.compression.after
 
     def coded(own: Arrays, unsent: Feedback) -> tuple[Arrays, Feedback]:
         return feedback_sums(

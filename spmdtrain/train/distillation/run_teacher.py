@@ -7,8 +7,10 @@ from typing import Protocol
 import jax
 
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.schema import RunConfig
+from spmdtrain.config.schema import DistillConfig, RunConfig
+from spmdtrain.models.size import train_flops_per_token
 from spmdtrain.train.batch import choose_context_method
+from spmdtrain.train.joined import Joined, LearnedFrom
 from spmdtrain.train.setup import Setup
 
 NAME = "teacher"  # of the part and of its item
@@ -28,14 +30,15 @@ class OnDisk(Protocol):
 
 
 @dataclass(frozen=True)
-class Teacher:
+class Teacher(Joined):
     """The model that a run learns from: frozen, on the same mesh, by the same rules.
 
-    `setup` is that of a run of its own, in which every weight is frozen. `on_disk` reads its
-    weights; None: nobody has opened them.
+    `setup` is that of a run of its own, in which every weight is frozen. `settings`: the section
+    that names it. `on_disk` reads its weights; None: nobody has opened them.
     """
 
     setup: Setup
+    settings: DistillConfig
     on_disk: OnDisk | None = None
 
     @property
@@ -52,6 +55,18 @@ class Teacher:
         """Returns the weights at rest, by path. Raises ConfigError if nobody has opened them."""
         return self.opened.read()
 
+    def learns_from(self) -> dict[str, LearnedFrom]:
+        if self.on_disk is None:
+            return {}
+        return {NAME: LearnedFrom(self.settings.source, self.on_disk.fingerprint())}
+
+    def lines(self, quantity: Callable[[int], str]) -> list[str]:
+        size = quantity(self.setup.model.size)
+        return [f"teacher: {size} parameters of {self.settings.teacher}"]
+
+    def flops_per_token(self, length: int) -> float:
+        return train_flops_per_token(self.setup.config.model, length) / 3  # its forward pass
+
     def of_batches(self, change: Callable[[RunConfig], RunConfig]) -> "Teacher":
         """Returns the teacher of a run that reads other batches, by this change of settings."""
         setup = self.setup
@@ -62,17 +77,22 @@ class Teacher:
 
 def teacher_of(setup: Setup) -> Teacher | None:
     """Returns the teacher whose weights the state of a run holds; None if it has none."""
-    return setup.own.get(NAME)
+    teacher = setup.own.get(NAME)
+    return teacher if isinstance(teacher, Teacher) else None
 
 
 def with_opened(setup: Setup, on_disk: OnDisk) -> Setup:
     """Returns the setup of a run whose teacher has these weights."""
-    teacher = setup.own[NAME]
+    teacher = teacher_of(setup)
+    assert teacher is not None, "the run has one"
     return replace(setup, own={**setup.own, NAME: replace(teacher, on_disk=on_disk)})
 
 
-def check_tokens(setup: Setup) -> None:
-    """Refuses a model that does not predict the next token."""
+def check_loss(setup: Setup) -> None:
+    """Refuses a loss of the caller, and a model that does not predict the next token."""
+    if setup.loss is not None:
+        what = f"{setup.config.distill.source} has a loss of its own, beside loss="
+        raise ConfigError(what, fix="one of both")
     if setup.model.corrupt is not None:
         source = setup.config.distill.source
         name, _, _ = source.partition("=")

@@ -4,14 +4,14 @@ Letters: B sequences of a microbatch, T tokens of a sequence, K likeliest tokens
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain.compiled.step_parts import part
-from spmdtrain.data.saved_logits.manifest import saved_for
+from spmdtrain.data.saved_logits.manifest import Manifest, saved_for
 from spmdtrain.data.saved_logits.reader import IDS, LOGS
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.logits import logit_shape
@@ -19,7 +19,8 @@ from spmdtrain.models.model import LanguageModel
 from spmdtrain.parallel.axes import BATCH_AXES
 from spmdtrain.parallel.regions import MANUAL_AXES, manual_region
 from spmdtrain.train.batch import Batch
-from spmdtrain.train.distillation.run_teacher import DISTILLED, check_tokens
+from spmdtrain.train.distillation.run_teacher import DISTILLED, check_loss
+from spmdtrain.train.distillation.run_teacher import NAME as TEACHER
 from spmdtrain.train.gradients.forward import (
     TOKEN,
     head_arrays,
@@ -27,6 +28,7 @@ from spmdtrain.train.gradients.forward import (
     split_axes,
 )
 from spmdtrain.train.gradients.stream import in_use, make_stream, resting_specs_in
+from spmdtrain.train.joined import Joined, LearnedFrom
 from spmdtrain.train.part import HeadLosses, Part
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.token_loss import Losses
@@ -34,6 +36,17 @@ from spmdtrain.train.token_loss import Losses
 NAME = "saved_logits"
 BATCH = P(None, BATCH_AXES)  # of arrays [accumulation, sequences, ...]
 LIKELIEST = (*TOKEN, None)  # the logical axes of what was said of tokens
+
+
+@dataclass(frozen=True)
+class SavedLogitsOfRun(Joined):
+    """The saved logits that a run learns from. `setting` names them."""
+
+    manifest: Manifest
+    setting: str
+
+    def learns_from(self) -> dict[str, LearnedFrom]:
+        return {TEACHER: LearnedFrom(self.setting, self.manifest.fingerprint)}
 
 
 def _join(setup: Setup) -> Setup:
@@ -44,11 +57,11 @@ def _join(setup: Setup) -> Setup:
     manifest = saved_for(setup.config)
     if manifest is None:
         return setup
-    check_tokens(setup)
+    check_loss(setup)
     arrays = {IDS: ("int32", (manifest.top,)), LOGS: ("float32", (manifest.top + 1,))}
     return replace(
         setup,
-        own={**setup.own, NAME: manifest},
+        own={**setup.own, NAME: SavedLogitsOfRun(manifest, setup.config.distill.source)},
         batch_arrays={**setup.batch_arrays, **arrays},
     )
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import AbstractModel
-from spmdtrain.train.distillation.run_teacher import NAME, Teacher, check_tokens
+from spmdtrain.train.distillation.run_teacher import NAME, Teacher, check_loss
 from spmdtrain.train.items.items import NO_ITEMS
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.setup_alone import Ruled, setup_alone
@@ -23,7 +23,7 @@ def join_teacher(setup: Setup) -> Setup:
 
     settings = teacher_settings(setup.config)
     assert settings is not None, "a teacher is named"
-    check_tokens(setup)
+    check_loss(setup)
     of_teacher = setup_alone(settings, setup.mesh, None, _all_frozen, None, None, NO_ITEMS)
     if of_teacher.context_method.zigzag != setup.context_method.zigzag:
         raise ConfigError(
@@ -34,7 +34,9 @@ def join_teacher(setup: Setup) -> Setup:
         )
     items = setup.state.items | {NAME: of_teacher.state.params}
     state = replace(setup.state, items=items)
-    return replace(setup, state=state, own={**setup.own, NAME: Teacher(of_teacher)})
+    return replace(
+        setup, state=state, own={**setup.own, NAME: Teacher(of_teacher, setup.config.distill)}
+    )
 
 
 def _all_frozen(config: RunConfig, model: AbstractModel) -> Ruled:

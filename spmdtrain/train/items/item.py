@@ -2,8 +2,8 @@
 
 Items come in addition to the weights and their optimizer state. An item says how it begins, how it
 is sharded, how a step changes it, and what happens if a checkpoint lacks it. Nothing else is
-needed: the step, checkpoints, fingerprints, comparisons of replicas, `show` and the planner iterate
-over the table of items (items.py) and know none of them by name.
+needed: the step, checkpoints, comparisons of replicas, `show` and the planner iterate over the
+items of all parts (../part.py), and know none of them by name.
 """
 
 from collections.abc import Callable, Collection, Mapping

@@ -16,10 +16,12 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import SparsityConfig
 from spmdtrain.models.abstract import Parameter
 from spmdtrain.train.items.item import Item, Moved, Projected, Start, Taken, as_parameters
 from spmdtrain.train.part import Part
+from spmdtrain.train.setup import Setup
 from spmdtrain.train.sparsity.chosen import input_dim, sparse_parameters
 from spmdtrain.train.sparsity.elements import largest, largest_of_each
 from spmdtrain.train.sparsity.timetable import is_begun, is_time, number_kept
@@ -131,4 +133,20 @@ ITEM = Item(
     project=_project,
     figures={ZEROS: _zeros},
 )
-SPARSITY = Part("sparsity", items=(ITEM,))
+
+
+def _join(setup: Setup) -> Setup:
+    """Refuses an optimizer whose state holds a second copy of weights, which would stay dense."""
+    config = setup.config
+    copied = [path for path, rule in setup.update_rules.items() if rule.gradient_point is not None]
+    if copied:
+        raise ConfigError(
+            f"sparsity.pattern={config.sparsity.pattern!r}: the optimizer takes gradients at a "
+            f"second copy of the weights, which would stay dense, as of {copied[0]}",
+            found=f"optimizer.name={config.optimizer.name!r}",
+            fix="--set optimizer.name=adamw",
+        )
+    return setup
+
+
+SPARSITY = Part("sparsity", items=(ITEM,), join=_join)

@@ -4,6 +4,7 @@ from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.own_parts import own_part
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import AbstractModel
+from spmdtrain.train.items.items import Items
 from spmdtrain.train.updates import optimizers, router_load
 from spmdtrain.train.updates.shipped_optimizers import shipped_update_rules
 
@@ -38,34 +39,19 @@ def with_update_rules(
     else:
         update_rules = optimizers.choose_update_rules(optimizer, trained, model.stage_layout)
     update_rules = {**update_rules, **of_loads}
-    if config.sparsity.pattern != "none":
-        _refuse_copies(config, update_rules)
     if config.always_frozen:
         below = model.below_the_stack(config)
         update_rules = {path: rule for path, rule in update_rules.items() if path not in below}
     return model.freezing_all_but(update_rules), update_rules
 
 
-def check_frozen(config: RunConfig, model: AbstractModel) -> None:
-    """Refuses a dtype of frozen weights if there are none, neither here nor in a teacher."""
+def check_frozen(config: RunConfig, model: AbstractModel, items: Items) -> None:
+    """Refuses a dtype of frozen weights if there are none, neither in the model nor as an item."""
     dtype = config.precision.frozen
-    is_asked = config.precision.is_given("frozen")
+    is_chosen = config.precision.is_given("frozen")
     is_frozen = any(parameter.is_frozen for parameter in model.parameters.values())
-    is_any = is_frozen or config.distill.teacher is not None
-    if is_asked and not is_any:
+    if is_chosen and not is_frozen and all(item.is_saved for item in items.table):
         raise ConfigError(
             f"precision.frozen={dtype!r}: no weight of this run is frozen",
             fix="--set finetune.kind=lora, or --set precision.frozen=none",
-        )
-
-
-def _refuse_copies(config: RunConfig, update_rules: optimizers.UpdateRules) -> None:
-    """Refuses an optimizer whose state holds a second copy of weights, which would stay dense."""
-    copied = [path for path, rule in update_rules.items() if rule.gradient_point is not None]
-    if copied:
-        raise ConfigError(
-            f"sparsity.pattern={config.sparsity.pattern!r}: the optimizer takes gradients at a "
-            f"second copy of the weights, which would stay dense, as of {copied[0]}",
-            found=f"optimizer.name={config.optimizer.name!r}",
-            fix="--set optimizer.name=adamw",
         )

@@ -184,6 +184,9 @@ class TransformerConfig(Settings):
             "rope_scaling": self.rope_scaling and self.rope_scaling.for_length(self.max_length),
         }
 
+    def affecting_numbers(self) -> dict[str, Any]:
+        return {"dropout": self.dropout}
+
     @model_validator(mode="after")
     def _check(self):
         if self.latent:
