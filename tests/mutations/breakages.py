@@ -1158,8 +1158,8 @@ BREAKAGES = [
     Breakage(
         "hops count as sums of the vocabulary",
         "planner/cost/overlap.py",
-        'if each["kind"] == "collective-permute" else "vocabulary"',
-        'if each["kind"] == "all-gather" else "vocabulary"',
+        'if collective["kind"] == "collective-permute" else "vocabulary"',
+        'if collective["kind"] == "all-gather" else "vocabulary"',
         OVERLAP,
     ),
     Breakage(
