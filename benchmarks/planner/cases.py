@@ -35,6 +35,8 @@ Row = Mapping[str, Any]  # of a published table: column -> value
 
 A100 = DEVICES["a100-80"]
 H100 = DEVICES["h100"]
+# Eight in a host share a card of 200 Gb/s.
+A100_ONE_CARD = replace(A100, network_bandwidth=25e9 / A100.per_host)
 # Llama 3.1 on the box that torchtitan used: 2.4 TB/s of HBM2e, 500 W.
 H100_96 = replace(H100, name="h100-96", memory=96e9, memory_bandwidth=2.4e12, power_limit=500)
 
@@ -68,6 +70,7 @@ ASSUMED = {
     "zb_table4": "vocabulary 32000 (unprinted; its scripts name a SentencePiece tokenizer); "
     "network 25 GB/s",
     "hagemann_layouts": "vocabulary 128000 and global batch from the printed MFU; network 25 GB/s",
+    "hagemann_sweeps": "vocabulary and global batch likewise; network 25 GB/s for all of a host",
     "llama3_table4": "v 8, microbatch 1, ZeRO-2-like; network 50 GB/s",
     "torchtitan_h100_2024": "8B, bfloat16 rows; power limit 500 W as stated; flash attention 2; "
     "network 50 GB/s",
@@ -424,7 +427,7 @@ def _zb_shapes(all_tables: Mapping[str, Row]) -> dict[str, tuple[TransformerConf
     }
 
 
-def hagemann_layouts(table: Row) -> Iterator[Case]:
+def hagemann_layouts(table: Row, hardware: Hardware = A100) -> Iterator[Case]:
     for row in rows(table):
         workload = published_run(
             model=HAGEMANN_MODELS[row["model"]],
@@ -440,8 +443,12 @@ def hagemann_layouts(table: Row) -> Iterator[Case]:
         group = f"{row['model']} {row['sequence']} on {row['gpus']}"
         split = " split" if row["sequence_parallel"] else ""
         layout = f"microbatch {row['microbatch']} tp {row['tp']} pp {row['pp']}{split}"
-        predict = predictor(workload, A100, "scaling-2023")
+        predict = predictor(workload, hardware, "scaling-2023")
         yield Case(table["id"], f"{group} {layout}", row["step_s"], group, predict)
+
+
+def hagemann_sweeps(table: Row) -> Iterator[Case]:
+    return hagemann_layouts(table, A100_ONE_CARD)
 
 
 def llama3_table4(table: Row) -> Iterator[Case]:
@@ -659,6 +666,7 @@ MAKERS: Mapping[str, Callable[[Row], Iterator[Case]]] = {
         sc21_table2,
         zb_table4,
         hagemann_layouts,
+        hagemann_sweeps,
         llama3_table4,
         torchtitan_h100_2024,
         jax_toolbox_pax,

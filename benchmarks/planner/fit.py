@@ -22,7 +22,11 @@ from frameworks import SoftwareTable, software_table
 
 from spmdtrain.planner.cost.software import FITTED
 
-RANKED = ("hagemann_layouts", "zb_table4")  # whose groups are one run in several layouts
+RANKED = (
+    "hagemann_layouts",
+    "hagemann_sweeps",
+    "zb_table4",
+)  # whose groups are one run in several layouts
 SPLIT = tomllib.loads((Path(__file__).parent / "split.toml").read_text())
 
 

@@ -122,6 +122,7 @@ def test_flops_of_published_models_with_experts():
         ("sc21_table2", 3, 7),
         ("zb_table4", 2.5, 7),
         ("hagemann_layouts", 13.3, 28.5),
+        ("hagemann_sweeps", 11.8, 31.5),
         ("llama3_table4", 7.8, 9.2),
         ("torchtitan_h100_2024", 3.6, 7),
         ("jax_toolbox_pax", 8.5, 19),
@@ -140,17 +141,22 @@ def test_step_times(table, mean, worst):
 # A little below what fit.py prints of each group: the rank correlation, and above, what the first
 # choice costs in %.
 @pytest.mark.parametrize(
-    ("group", "correlation", "first_choice"),
+    ("table", "group", "correlation", "first_choice"),
     [
-        ("13B 2048 on 32", 0.85, 0.5),
-        ("13B 8192 on 64", 0.92, 7),
-        ("30B 8192 on 64", 0.75, 0.5),
-        ("30B 2048 on 64", 0.62, 7),
-        ("65B 2048 on 64", 0.82, 0.5),
+        ("hagemann_layouts", "13B 2048 on 32", 0.85, 0.5),
+        ("hagemann_layouts", "13B 8192 on 64", 0.92, 7),
+        ("hagemann_layouts", "30B 8192 on 64", 0.75, 0.5),
+        ("hagemann_layouts", "30B 2048 on 64", 0.62, 7),
+        ("hagemann_layouts", "65B 2048 on 64", 0.82, 0.5),
+        ("hagemann_sweeps", "13B 2048 on 64", 0.87, 0.5),
+        ("hagemann_sweeps", "13B 8192 on 128", 0.8, 0.5),
+        ("hagemann_sweeps", "30B 8192 on 128", 0.97, 0.5),
+        ("hagemann_sweeps", "30B 2048 on 256", 0.66, 6.5),
+        ("hagemann_sweeps", "65B 2048 on 128", 0.95, 0.5),
     ],
 )
-def test_ranks_of_the_layouts_of_one_run(group, correlation, first_choice):
-    order = fit.ranks(cases.cases("hagemann_layouts"), SOFTWARE)[group]
+def test_ranks_of_the_layouts_of_one_run(table, group, correlation, first_choice):
+    order = fit.ranks(cases.cases(table), SOFTWARE)[group]
     assert order.correlation > correlation
     assert 100 * order.first_choice < first_choice
 
