@@ -553,6 +553,13 @@ BREAKAGES = [
         OPTIMIZER,
     ),
     Breakage(
+        "rules compute in the dtype of weights and gradients",
+        "train/updates/optimizers.py",
+        "wide = in_float32((dict(gradients), state, dict(values)))",
+        "wide = dict(gradients), state, dict(values)",
+        "tests/train/test_narrow_optimizers.py -k 'lion and weights'",
+    ),
+    Breakage(
         "the rate is that of the step after",
         "train/step.py",
         "rate = setup.learning_rate(state.step)",

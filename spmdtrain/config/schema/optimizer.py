@@ -113,13 +113,19 @@ class OptimizerConfig(Settings):
                 f"optimizer.moment_dtype={self.moment_dtype!r}: {name} keeps no separate "
                 "moments; set optimizer.name='adamw'"
             )
-        beta2 = getattr(self, "beta2", 0.0)
-        if self.moment_dtype == "bfloat16" and 1 - beta2 < BFLOAT16_SPACING:
+        if self.moment_dtype == "bfloat16" and (lost := self.lost_in_bfloat16()):
             raise ValueError(
-                f"optimizer.moment_dtype='bfloat16' loses a change of 1 - beta2 = {1 - beta2:.2g}, "
-                "less than half its spacing; set optimizer.moment_dtype='8bit'"
+                f"optimizer.moment_dtype='bfloat16' {lost}; set optimizer.moment_dtype='8bit'"
             )
         return self
+
+    def lost_in_bfloat16(self) -> str:
+        """Returns which change moments in bfloat16 would lose in each step; empty: none."""
+        for name in ("beta1", "beta2", "momentum"):
+            change = 1 - getattr(self, name, 0.0)
+            if change < BFLOAT16_SPACING:
+                return f"loses a change of 1 - {name} = {change:.2g}, less than half its spacing"
+        return ""
 
     @model_validator(mode="after")
     def _check_memory(self):
@@ -294,6 +300,13 @@ def refusals(run: Any) -> Iterator[str]:
         yield (
             f"precision.params={narrow!r}: an average of n steps moves by 1 / n, which rounds "
             "to nothing there; set precision.params='float32' for schedule_free_adamw"
+        )
+        return
+    rest_alike = run.optimizer.moments and run.optimizer.moment_dtype == "params"
+    if narrow != "float32" and rest_alike and (lost := run.optimizer.lost_in_bfloat16()):
+        yield (
+            f"precision.params={narrow!r}, in which the moments of {run.optimizer.name} rest, "
+            f"{lost}; set optimizer.moment_dtype='8bit'"
         )
 
 

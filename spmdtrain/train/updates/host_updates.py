@@ -17,6 +17,7 @@ from spmdtrain.compiled.step_parts import part
 from spmdtrain.parallel.host import on_device, on_host, rests_on_host
 from spmdtrain.parallel.regions import manual_region
 from spmdtrain.train.setup import Setup
+from spmdtrain.train.updates.optimizers import in_float32
 from spmdtrain.train.updates.whole_tree import over_stack
 
 Layers = Callable[[jax.Array, Any, jax.Array], tuple[jax.Array, Any]]
@@ -85,7 +86,7 @@ def _update(  # noqa: PLR0913 - what an update hangs on
 
     def update(gradient: jax.Array, state: Any, value: jax.Array) -> tuple[jax.Array, Any]:
         here = jax.tree.map(on_device, state)
-        found, after = of_layer(gradient, here, value)
+        found, after = of_layer(*in_float32((gradient, here, value)))
         return found, jax.tree.map(kept, kinds, after, here)
 
     return _by_layer(update, parameter.stacked)(gradient, state, value)

@@ -211,18 +211,18 @@ def updates(
     An update must still be scaled by its rate, as in `scaled`, and subtracted. `rate` is the
     learning rate, for rules that include it.
 
-    Gradients may be more precise than the state (`precision.params` below `precision.accumulate`):
-    the rule computes in the wider dtype of the two, and every leaf of the state keeps the dtype
-    that `init` gave it.
+    A rule computes in float32, whatever `precision.params` and `precision.accumulate` are, and
+    every leaf of the state keeps the dtype that `init` gave it.
     """
     found = {}
     after = {}
+    wide = in_float32((dict(gradients), state, dict(values)))
     for path, rule in update_rules.items():
         if rule.together is None:
             update = over_stack(_update_of(rule, rate), parameters[path].apart)
-            found[path], after[path] = update(gradients[path], state[path], values[path])
+            found[path], after[path] = update(*(tree[path] for tree in wide))
     for whole in _whole_trees(update_rules):
-        updated, new = whole.update(gradients, state, values)
+        updated, new = whole.update(*wide)
         found |= updated
         after |= new
     kept = {
@@ -230,6 +230,18 @@ def updates(
         for path in update_rules
     }
     return {path: found[path] for path in update_rules}, kept
+
+
+def in_float32(tree: Any) -> Any:
+    """Returns a tree with its narrow floating leaves in float32; others are returned unchanged.
+
+    In bfloat16 a decay of 0.99 would be 0.988, and one of 0.999 would be 1.
+    """
+
+    def wide(x: jax.Array) -> jax.Array:
+        return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return jax.tree.map(wide, tree)
 
 
 def _whole_trees(update_rules: UpdateRules) -> list[WholeTree]:

@@ -122,10 +122,13 @@ def _adamw(config: AdamW | Lamb | Muon | Soap, path: str, parameter: Parameter) 
 def _adafactor(config: Adafactor, path: str, parameter: Parameter) -> Transformation:
     """Returns Adafactor: squares of a large matrix by row and column only (arXiv:1804.04235).
 
-    As in the paper, an update is scaled by the root mean square of its parameter.
+    As in the paper, an update is scaled by the root mean square of its parameter. After a thousand
+    steps squares change by less than bfloat16 resolves, so they rest in float32.
     """
+    from spmdtrain.train.updates.transformations.small_moments import begun_in_float32
+
     return optax.chain(
-        optax.scale_by_factored_rms(decay_rate=config.decay_rate),
+        begun_in_float32(optax.scale_by_factored_rms(decay_rate=config.decay_rate)),
         optax.clip_by_block_rms(config.clip_update),
         optax.scale_by_param_block_rms(),
         *_decay(config, path, parameter),

@@ -36,6 +36,15 @@ class SmallState(NamedTuple):
     inner: Any  # of the transformation, its moments in few bits
 
 
+def begun_in_float32(transformation: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Returns the transformation with a state that rests in float32, however weights do."""
+
+    def init(params: Any) -> Any:
+        return transformation.init(jax.tree.map(lambda x: x.astype(jnp.float32), params))
+
+    return optax.GradientTransformation(init, transformation.update)
+
+
 def in_bfloat16(transformation: optax.GradientTransformation) -> optax.GradientTransformation:
     """Returns the transformation with moments that rest in bfloat16."""
 
