@@ -122,7 +122,7 @@ FAST = {
         (("devices", 0, "from_device"), 20e9, "device 0: copy to the host 20 GB/s, 40%"),
         (("pairs", 5, "rate"), 50e9, "devices 2 and 3: 50 GB/s, 25% of the median of all pairs"),
         (("disk", "write"), 50e6, "the disk here: write 0.05 GB/s"),
-        (("gradients", "holds"), False, "gradients in bfloat16 are not those of float32: 16 leav"),
+        (("gradients", "holds"), False, "a step in bfloat16 is not that of float32: 16 leav"),
     ],
 )
 def test_what_is_slower_than_its_like_is_named(where, value, said):

@@ -1,4 +1,4 @@
-"""Gradients in 16 and 8 bits are those of float32, for every kind of layer, weight and mesh."""
+"""Steps in 16 and 8 bits are those of float32, for every kind of layer, weight, rule and mesh."""
 
 import jax
 import pytest
@@ -17,6 +17,7 @@ from spmdtrain.lab.certify.witnesses.own_precision import narrow_gradients
 from spmdtrain.lab.certify.witnesses.witness import Witness
 from spmdtrain.parallel.wide_sums import narrow_sums
 from spmdtrain.train.gradients import grad_accumulation
+from spmdtrain.train.items import ema
 from spmdtrain.train.step import make_gradients
 
 BFLOAT16 = "precision.compute=bfloat16"
@@ -25,19 +26,29 @@ ONE_DEVICE = ()
 PIPELINE = ("mesh.pipeline=2", "mesh.context=2", "mesh.data=2", "train.microbatch=6")
 SHARDED = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "train.microbatch=6", "train.zero=1")
 EXPERTS = ("mesh.expert=2", "mesh.context=2", "mesh.tensor=2", "train.microbatch=12")
+
+
+def rule(name: str) -> str:
+    return f"optimizer.name={name}"
+
+
 LORA = ("finetune.kind=dora", "finetune.rank=4", "finetune.also_train=*norm*,tokens.*")
 
-# (config, settings, layout): each kind of layer, of weight and of mesh at least once.
+AVERAGE = "optimizer.ema=0.999"
+EIGHT = "optimizer.moment_dtype=8bit"
+NARROW = ("precision.params=bfloat16", "precision.rounding=stochastic", AVERAGE)
+
+# (config, settings, layout): each kind of layer, of weight, of optimizer and of mesh at least once.
 CASES = [
-    ("quickstart", (BFLOAT16,), ONE_DEVICE),  # tied, biases, learned positions
-    ("llama3_8b", (BFLOAT16,), SHARDED),  # not tied, gated, grouped heads
-    ("gpt_oss_20b", (BFLOAT16,), ONE_DEVICE),  # sinks, windows, experts with biases
-    ("deepseek_v3", (BFLOAT16,), ONE_DEVICE),  # latents, shared experts, further tokens
-    ("qwen3_30b_a3b", (BFLOAT16,), EXPERTS),  # norms of queries and keys
-    ("quickstart", (BFLOAT16,), PIPELINE),
-    ("quickstart", (BFLOAT16, *LORA), ONE_DEVICE),
-    ("quickstart", (BFLOAT16, "precision.params=bfloat16", "train.z_loss=1e-3"), SHARDED),
-    ("llama3_8b", ("precision.compute=float16",), ONE_DEVICE),
+    ("quickstart", (BFLOAT16, AVERAGE, EIGHT), ONE_DEVICE),  # tied, biases, learned positions
+    ("llama3_8b", (BFLOAT16, rule("muon")), SHARDED),  # not tied, gated, grouped heads
+    ("gpt_oss_20b", (BFLOAT16, rule("adafactor")), ONE_DEVICE),  # sinks, windows, expert biases
+    ("deepseek_v3", (BFLOAT16, rule("lion")), ONE_DEVICE),  # latents, shared experts, two tokens
+    ("qwen3_30b_a3b", (BFLOAT16, rule("lamb")), EXPERTS),  # norms of queries and keys
+    ("quickstart", (BFLOAT16, rule("sgd")), PIPELINE),
+    ("quickstart", (BFLOAT16, *LORA, rule("schedule_free_adamw")), ONE_DEVICE),
+    ("quickstart", (BFLOAT16, *NARROW, "train.z_loss=1e-3"), SHARDED),
+    ("llama3_8b", ("precision.compute=float16", rule("soap")), ONE_DEVICE),
     ("llama3_8b", FLOAT8, ONE_DEVICE),
     ("llama3_8b", (*FLOAT8, "precision.scaling=delayed"), ONE_DEVICE),
 ]
@@ -70,6 +81,25 @@ def narrow_everywhere(monkeypatch):
     monkeypatch.setattr(grad_accumulation, "with_wide_sums", lambda function, _: function)
 
 
+@pytest.mark.long
+def test_an_average_in_16_bits_is_found(monkeypatch):
+    """It moves by a thousandth of the way to its weights, less than bfloat16 resolves."""
+
+    def narrow(x):
+        return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+
+    def update(average, decay, params):
+        return {
+            path: narrow(narrow(x) + (1 - decay) * (params[path] - narrow(x)))
+            for path, x in average.items()
+        }
+
+    monkeypatch.setattr(ema, "update", update)
+    found = witness("quickstart", (BFLOAT16, AVERAGE), ONE_DEVICE, tokens=256)
+    assert not found.holds
+    assert "leaves: ema " in found.details
+
+
 @pytest.mark.core
 @pytest.mark.long
 @pytest.mark.usefixtures("narrow_everywhere")
@@ -88,7 +118,7 @@ def test_no_certificate_is_given_then():
     certificate = Certificate(shrink(asked), 2, reference, [], [])
     lines: list[str] = []
     add_narrow_gradients(certificate, shrink(asked, precision="asked"), Own(), lines.append)
-    assert certificate.wrong == ["gradients in bfloat16 are those of float32 (one device)"]
+    assert certificate.wrong == ["a step in bfloat16 is that of float32 (one device)"]
     assert any("FAILS" in line for line in lines)
 
 

@@ -8,7 +8,7 @@
 5. A setting that is changed before it goes on is obeyed, or refused by name: the checkpoint is not
    to blame.
 6. Its files agree with each other and with what happened (files.py).
-7. In 16 bits its gradients are those of float32, leaf by leaf, in its layout and on one device:
+7. In 16 bits its step is that of float32, leaf by leaf, in its layout and on one device:
    two runs that are equally narrow agree whatever they lose.
 """
 
@@ -136,7 +136,7 @@ def check_narrow(report: Report) -> None:
             report.refused.append(f"narrow gradients: {without_numbers(str(refused))}")
             return
         if not found.holds:
-            report.find("a gradient in 16 bits is not that of float32", layout.name, found.details)
+            report.find("a step in 16 bits is not that of float32", layout.name, found.details)
 
 
 # --- the four ends --------------------------------------------------------------------------------

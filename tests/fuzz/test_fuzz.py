@@ -285,7 +285,7 @@ def test_a_planted_sum_in_16_bits_is_found(monkeypatch):
     monkeypatch.setattr(grad_accumulation, "with_wide_sums", lambda function, _: function)
     report = Report(Draw(0, TWO | {"precision.compute": "bfloat16"}, {"mesh.data": 2}))
     check_narrow(report)
-    assert report.kinds() == {"a gradient in 16 bits is not that of float32"}
+    assert report.kinds() == {"a step in 16 bits is not that of float32"}
 
 
 @of_the_fuzzer

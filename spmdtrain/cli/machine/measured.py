@@ -147,7 +147,7 @@ def slow(figures: Figures) -> Iterator[tuple[str, str]]:
                 what += f", {pair['rate'] / usual:.0%} of the median of all pairs"
                 yield what, "nvidia-smi topo -m, nvidia-smi nvlink -s"
     if not figures["gradients"]["holds"]:
-        what = f"gradients in bfloat16 are not those of float32: {figures['gradients']['said']}"
+        what = f"a step in bfloat16 is not that of float32: {figures['gradients']['said']}"
         yield what, "spmdtrain certify CONFIG here, and another jaxlib"
     for name, speed in figures["disk"].items():
         if speed < SLOWEST_DISK:

@@ -8,6 +8,7 @@ second layout.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -323,16 +324,24 @@ def _clipped(config: RunConfig, figures: Figures) -> tuple[dict[Leaf, np.ndarray
 
 def _average(reference: Reference) -> Witness:
     name = "the average follows the new weights"
-    decay = reference.stepper.setup.config.optimizer.ema
-    if not decay:
+    config = reference.stepper.setup.config
+    if not config.optimizer.ema:
         return Witness(name, None, "the run keeps none")
-    worst = 0.0
-    for at, figures in enumerate(reference.figures):
-        for leaf, moved in figures.arrays.items():
-            if leaf.kind != EMA:
-                continue
-            weight = reference.states[at + 1][Leaf(WEIGHT, leaf.path)].astype(np.float64)
-            average = reference.states[at][leaf].astype(np.float64)
-            off = norm(moved - (1 - decay) * (weight - average))
-            worst = max(worst, off / max(norm(weight), 1e-30))
+    steps = pairwise(reference.states)
+    offs = [off for both in steps for _, off in averages_off(config, *both)]
+    worst = max(offs, default=0.0)
     return Witness(name, worst < AVERAGE, f"off by {worst:.0e} of the weights")
+
+
+def averages_off(config: RunConfig, before: Plain, after: Plain) -> Iterator[tuple[Leaf, float]]:
+    """Yields how far a step leaves the average of each weight from where the new weight moves it,
+    as a share of the weight.
+    """
+    decay = config.optimizer.ema
+    for leaf, x in before.items():
+        if leaf.kind != EMA or decay is None:
+            continue
+        average = x.astype(np.float64)
+        weight = after[Leaf(WEIGHT, leaf.path)].astype(np.float64)
+        moved = after[leaf].astype(np.float64) - average
+        yield leaf, norm(moved - (1 - decay) * (weight - average)) / max(norm(weight), 1e-30)
