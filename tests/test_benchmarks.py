@@ -12,8 +12,12 @@ from pathlib import Path
 
 import pytest
 from helpers import CHEAP_FLAGS
+from shares import rest
 
-pytestmark = pytest.mark.long
+pytestmark = [
+    pytest.mark.long,
+    rest("runs the programs of benchmarks/; no command of a run calls them"),
+]
 
 ROOT = Path(__file__).parent.parent
 OVERHEAD = {
