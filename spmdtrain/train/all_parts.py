@@ -97,7 +97,9 @@ FEATURES: tuple[Feature, ...] = (
     Feature(lambda config: config.optimizer.ema is not None, _ema, ("ema",)),
     Feature(lambda config: config.guard.window is not None, _spikes, ("recent",)),
     Feature(lambda config: config.precision.compute == "float16", _loss_scale, ("loss_scale",)),
-    Feature(lambda config: config.islands.are_several, _islands, ("outer", "momentum", "unmet")),
+    Feature(
+        lambda config: config.islands.are_several, _islands, ("outer", "outer_momentum", "unmet")
+    ),
     Feature(lambda config: config.sparsity.pattern != "none", _sparsity, ("masks",)),
     Feature(lambda config: config.compression.has_feedback, _compression, ("errors", "factors")),
     Feature(lambda config: config.precision.scaling == "delayed", _magnitudes, ("magnitudes",)),
