@@ -79,7 +79,9 @@ def with_stages(
     The steps of stages that are over after `done` steps are left out. `stages` in the report has a
     report of each program but that of the last stage.
     """
-    before = [each for each in stages_of(setup) if each.last is not None and each.last > done]
+    before = [
+        earlier for earlier in stages_of(setup) if earlier.last is not None and earlier.last > done
+    ]
     if not before:
         return step, report
     programs = {_decides(setup): step}
@@ -89,8 +91,8 @@ def with_stages(
         own = setup_of(setup, stage)
         if _decides(own) not in programs:
             lowered = make_step(own).lower(own.state, own.batch)
-            programs[_decides(own)], found = compile_step(own, lowered)
-            reports.append({"first": stage.first + 1, "last": stage.last} | found)
+            programs[_decides(own)], own_report = compile_step(own, lowered)
+            reports.append({"first": stage.first + 1, "last": stage.last} | own_report)
         steps[stage] = programs[_decides(own)]
     return StagedStep(setup.config.train, steps), report | {"stages": reports}
 

@@ -55,43 +55,47 @@ def _go_back(bad: GoBack, saves: Saves) -> tuple[TrainState, int, int]:
     pulse.tell(pulse.RESTORE, bad.step)
     saves.finish()
     bad_steps = saves.bad_steps
-    found = newest_good(saves.checkpoints, saves.setup.state, before=bad.first)
-    if found is None:
+    checkpoint = newest_good(saves.checkpoints, saves.setup.state, before=bad.first)
+    if checkpoint is None:
         raise saves.diverged(bad.step, f"{bad}, and no checkpoint is older")
-    if bad_steps.returned_to == found.step and bad_steps.returns >= MOST_RETURNS:
-        back = f"the run has gone back to step {found.step} {bad_steps.returns} times"
+    if bad_steps.returned_to == checkpoint.step and bad_steps.returns >= MOST_RETURNS:
+        back = f"the run has gone back to step {checkpoint.step} {bad_steps.returns} times"
         raise saves.diverged(bad.step, f"{bad}, and {back}")
-    set_aside_damaged(saves.checkpoints, found, reporter)
-    saves.checkpoints.quarantine([at for at in saves.checkpoints.steps() if at > found.step])
-    set_aside_exports(found.step, reporter)
+    set_aside_damaged(saves.checkpoints, checkpoint, reporter)
+    saves.checkpoints.quarantine([at for at in saves.checkpoints.steps() if at > checkpoint.step])
+    set_aside_exports(checkpoint.step, reporter)
 
-    first = found.meta["sample"]
+    first = checkpoint.meta["sample"]
     last = saves.samples(bad.step)[1]
-    bad_steps.go_back(found.step, first, last)
-    saves.early_stop.go_back(found.meta)
-    pulse.tell(pulse.UNDONE, found.step)
+    bad_steps.go_back(checkpoint.step, first, last)
+    saves.early_stop.go_back(checkpoint.meta)
+    pulse.tell(pulse.UNDONE, checkpoint.step)
     # The sinks are told while they still hold the bad steps.
     reporter.event(
         "rolled_back",
         bad.step,
-        f"{bad}: back to step {found.step}, and on without the samples {first} to {last}",
-        to_step=found.step,
+        f"{bad}: back to step {checkpoint.step}, and on without the samples {first} to {last}",
+        to_step=checkpoint.step,
         why=str(bad),
         samples=[first, last],
         seconds=pulse.phase().seconds,
     )
-    reporter.go_back(found.step)
-    return found.state, found.step, last + 1
+    reporter.go_back(checkpoint.step)
+    return checkpoint.state, checkpoint.step, last + 1
 
 
-def set_aside_damaged(checkpoints: Checkpoints, found: LoadedState, reporter: Reporter) -> None:
+def set_aside_damaged(
+    checkpoints: Checkpoints, checkpoint: LoadedState, reporter: Reporter
+) -> None:
     """Moves the damaged checkpoints aside, and says what is wrong with each."""
-    checkpoints.quarantine(found.damaged)
-    for step, error in found.damaged.items():
+    checkpoints.quarantine(checkpoint.damaged)
+    for step, error in checkpoint.damaged.items():
         line = f"{error.what}; it is now in checkpoints/{QUARANTINE}"
         reporter.event("quarantined", step, line, why=str(error))
-    for item in starting_afresh(found.state, found.meta):
-        reporter.say(f"{item} of checkpoint {found.step} does not fit, and starts from scratch")
+    for item in starting_afresh(checkpoint.state, checkpoint.meta):
+        reporter.say(
+            f"{item} of checkpoint {checkpoint.step} does not fit, and starts from scratch"
+        )
 
 
 def set_aside_exports(after: int, reporter: Reporter) -> None:

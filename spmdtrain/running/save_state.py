@@ -50,10 +50,12 @@ def save(
         sample = as_whole(sample, "sample", 0, LAST_SAMPLE)
     state = placed(setup, state)
     step = as_whole(state.step, "state.step", 0)
-    there = newest_step(directory)
-    if there is not None and there >= step:
+    newest = newest_step(directory)
+    if newest is not None and newest >= step:
         raise CheckpointError(
-            f"{directory} already holds step {there}", asked=f"step {step}", fix="another directory"
+            f"{directory} already holds step {newest}",
+            asked=f"step {step}",
+            fix="another directory",
         )
     _, opened = open_data(setup.config, data)
     if sample is None:
@@ -64,8 +66,8 @@ def save(
         held.enter_context(open_directory(directory, fresh=False))
         checkpoints = Checkpoints(directory, setup, Retention(CheckpointConfig(keep=MOST_KEPT)))
         held.enter_context(contextlib.closing(checkpoints))
-        if there is not None:
-            checkpoints.recall(there)
+        if newest is not None:
+            checkpoints.recall(newest)
         if jax.process_index() == 0:
             write_document(directory / CONFIG, config_document(setup, opened))
         checkpoints.save(step, state, meta)

@@ -1080,8 +1080,9 @@ BREAKAGES = [
     Breakage(
         "a run that goes back takes the last bad batch again",
         "running/rollback.py",
-        "return found.state, found.step, last + 1",
-        "return found.state, found.step, last + 1 - saves.setup.config.train.global_batch",
+        "return checkpoint.state, checkpoint.step, last + 1",
+        "return checkpoint.state, checkpoint.step, last + 1 "
+        "- saves.setup.config.train.global_batch",
         "tests/running/test_rollback.py",
     ),
     Breakage(
@@ -1150,14 +1151,14 @@ BREAKAGES = [
     Breakage(
         "a run on fewer devices takes more sequences at once",
         "running/start/elastic.py",
-        "for each in range(1, most + 1)",
-        "for each in range(1, batch + 1)",
+        "for divisor in range(1, largest + 1)",
+        "for divisor in range(1, batch + 1)",
         "tests/running/start/test_elastic.py -k layout",
     ),
     Breakage(
         "a resumed run forgets how many steps were skipped in a row",
         "running/guards/bad_steps.py",
-        'return cls(kept.get("in_a_row", 0), [',
+        'return cls(record.get("in_a_row", 0), [',
         "return cls(0, [",
         "tests/running/test_rollback.py -k resumed",
     ),

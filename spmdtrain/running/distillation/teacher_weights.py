@@ -82,15 +82,15 @@ class TeacherWeights:
 
     def read(self) -> dict[str, jax.Array]:
         params = self._of_run() if is_run(self._folder) else self._published()
-        found = fingerprint_of(self._setup, params)
-        if self._fingerprint not in ("", found):
+        fingerprint = fingerprint_of(self._setup, params)
+        if self._fingerprint not in ("", fingerprint):
             raise CheckpointError(
                 f"the teacher in {self._folder} has changed since it was first read",
                 asked=self._fingerprint,
-                found=found,
+                found=fingerprint,
                 fix="a copy of it that nobody writes to",
             )
-        self._fingerprint = found
+        self._fingerprint = fingerprint
         return params
 
     def fingerprint(self) -> str:
@@ -116,24 +116,28 @@ class TeacherWeights:
 
 def fingerprint_of(setup: Setup, params: dict[str, jax.Array]) -> str:
     """Returns a text that tells these weights at rest from others of their dtypes, on any mesh."""
-    found = fingerprints(params)
+    of_padded = fingerprints(params)
     leaves = {
-        path: [*setup.padding.of_model[path], str(x.dtype), *_unpadded(setup, path, x, found[path])]
+        path: [
+            *setup.padding.of_model[path],
+            str(x.dtype),
+            *_unpadded(setup, path, x, of_padded[path]),
+        ]
         for path, x in params.items()
     }
     return hashlib.sha256(json.dumps(leaves, sort_keys=True).encode()).hexdigest()[:SHOWN]
 
 
-def _unpadded(setup: Setup, path: str, x: jax.Array, found: Fingerprint) -> Fingerprint:
+def _unpadded(setup: Setup, path: str, x: jax.Array, of_padded: Fingerprint) -> Fingerprint:
     """Returns the fingerprint of a weight without the rows of zeros that the mesh appended.
 
     It is a sum over elements, so those of the zeros are subtracted.
     """
     shape = setup.padding.of_model[path]
     if x.shape == shape:
-        return found
+        return of_padded
     assert x.shape[1:] == shape[1:], "only rows of a vocabulary are appended to a frozen weight"
     elements = math.prod(shape)
     zeros = fingerprint(np.zeros(x.size - elements, x.dtype), elements)
-    first, second = ((ours - theirs) % 2**32 for ours, theirs in zip(found, zeros, strict=True))
+    first, second = ((ours - theirs) % 2**32 for ours, theirs in zip(of_padded, zeros, strict=True))
     return first, second

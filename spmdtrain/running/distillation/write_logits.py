@@ -59,8 +59,8 @@ def write_logits(
         raise ConfigError("the config names no teacher", fix="--set distill.teacher=RUN")
     size = data.train.size * bytes_of_token(top, config.vocab)
     if jax.process_index() == 0:
-        each = f"{data.train.size:,} tokens x {bytes_of_token(top, config.vocab)} bytes"
-        print(f"{folder}: {each} = {size / 1e6:,.3f} MB", file=sys.stderr, flush=True)
+        costs = f"{data.train.size:,} tokens x {bytes_of_token(top, config.vocab)} bytes"
+        print(f"{folder}: {costs} = {size / 1e6:,.3f} MB", file=sys.stderr, flush=True)
     params = teacher.opened.read()
     manifest = Manifest(
         version=VERSION,
@@ -77,13 +77,13 @@ def write_logits(
         ids="",
         logs="",
     )
-    found = _records(data, config, teacher, params, manifest)
+    records = _records(data, config, teacher, params, manifest)
     if jax.process_index():
-        for _ in found:
+        for _ in records:
             pass
         return manifest
     with LogitsWriter(folder, manifest) as writer:
-        for start, ids, logs in found:
+        for start, ids, logs in records:
             writer.write(start, ids, logs)
         return writer.finish()
 
@@ -102,15 +102,17 @@ def _records(
     find = _compiled(setup, manifest)
     size = setup.config.train.global_batch
     read = [*passes(data.corpus, data.train, config)]
-    batches = [(each, at) for each in read for at in range(-(-each.windows.windows // size))]
+    batches = [
+        (reading, at) for reading in read for at in range(-(-reading.windows.windows // size))
+    ]
     with jax.set_mesh(setup.mesh), matmuls(setup.config.precision.compute):
-        for done, (each, at) in enumerate(batches, 1):
+        for done, (reading, at) in enumerate(batches, 1):
             numbers = batch_ids(at, size)
-            batch = setup.to_devices(each.windows.samples, numbers)
-            found = jax.device_get(find(params, batch))
-            ids, logs = (x.reshape(size, length, -1)[:, back] for x in found)
+            batch = setup.to_devices(reading.windows.samples, numbers)
+            likeliest = jax.device_get(find(params, batch))
+            ids, logs = (x.reshape(size, length, -1)[:, back] for x in likeliest)
             for row, window in enumerate(numbers.tolist()):
-                for place, start, inputs in each.saved(window):
+                for place, start, inputs in reading.saved(window):
                     here = slice(place, place + inputs)
                     yield start, ids[row, here], logs[row, here]
             _say(done, len(batches))

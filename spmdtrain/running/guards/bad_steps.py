@@ -24,16 +24,20 @@ class BadSteps:
     @classmethod
     def of(cls, meta: Meta) -> "BadSteps":
         """Reads the record of a checkpoint; empty if the checkpoint has none."""
-        kept = meta.get("guard", {})
-        return cls(kept.get("in_a_row", 0), [list(each) for each in kept.get("left_out", [])])
+        record = meta.get("guard", {})
+        return cls(
+            record.get("in_a_row", 0), [list(samples) for samples in record.get("left_out", [])]
+        )
 
     def document(self) -> dict[str, Any]:
         """Returns the part of the record that a checkpoint keeps, as JSON values."""
-        return {"in_a_row": self.in_a_row, "left_out": [list(each) for each in self.left_out]}
+        return {"in_a_row": self.in_a_row, "left_out": [list(samples) for samples in self.left_out]}
 
     def go_back(self, step: int, first: int, last: int) -> None:
         """Records that the run goes back to `step`, without the samples `first` to `last`."""
         self.in_a_row = 0
-        self.left_out = [each for each in self.left_out if each[1] < first] + [[first, last]]
+        self.left_out = [samples for samples in self.left_out if samples[1] < first] + [
+            [first, last]
+        ]
         self.returns = self.returns + 1 if step == self.returned_to else 1
         self.returned_to = step

@@ -21,9 +21,9 @@ class EarlyStop:
 
     def go_back(self, meta: Meta) -> None:
         """Forgets the evaluations after the checkpoint with this meta."""
-        kept = meta.get("early_stop", {})
-        self._best: float | None = kept.get("best")
-        self._since: int = kept.get("since", 0)
+        record = meta.get("early_stop", {})
+        self._best: float | None = record.get("best")
+        self._since: int = record.get("since", 0)
 
     def document(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps, as JSON values; empty if `eval.patience` is not set."""

@@ -99,8 +99,8 @@ class Guard:
         """Returns the largest finite value that is good."""
         fixed = self._config.grad_norm if name == "grad_norm" else None
         limit = figures.get(f"{name}_limit", fixed)
-        most = float(np.finfo(np.float32).max)
-        return most if limit is None else min(limit, most)
+        largest = float(np.finfo(np.float32).max)
+        return largest if limit is None else min(limit, largest)
 
     def _describe(self, step: int, figures: Mapping[str, Any]) -> str:
         for name in _known(figures):

@@ -19,8 +19,8 @@ def host_bytes() -> int | None:
     everything else has ended. None if the system does not tell.
     """
     sizes = (_memory("MemTotal", "SwapTotal"), *map(_limit, LIMITS))
-    found = [size for size in sizes if size]
-    return min(found, default=None)
+    known = [size for size in sizes if size]
+    return min(known, default=None)
 
 
 def available_bytes() -> int | None:
@@ -28,8 +28,8 @@ def available_bytes() -> int | None:
 
     None if the system does not tell.
     """
-    found = [_memory("MemAvailable"), *map(_left, LIMITS)]
-    return min((each for each in found if each is not None), default=None)
+    sizes = [_memory("MemAvailable"), *map(_left, LIMITS)]
+    return min((size for size in sizes if size is not None), default=None)
 
 
 def _memory(*names: str) -> int | None:

@@ -69,16 +69,16 @@ class OtherDevices:
         self._calls += 1
         if self._calls % self._every:
             return self._step(state, batch)
-        kept = _moved((state, batch), self._setup.mesh, self._setup.mesh)
+        before = _moved((state, batch), self._setup.mesh, self._setup.mesh)
         after, metrics = self._step(state, batch)
         here = _bits(after, metrics, self._setup.mesh)
         everybody = self._rotated(range(self._setup.mesh.size))
         assert everybody is not None, "each process has two devices or more"
-        if self._taken(kept, everybody) != here:
-            self._accuse(kept, here, int(after.step))
+        if self._taken(before, everybody) != here:
+            self._accuse(before, here, int(after.step))
         return after, metrics
 
-    def _taken(self, kept: tuple[TrainState, Batch], order: Order) -> Bits:
+    def _taken(self, before: tuple[TrainState, Batch], order: Order) -> Bits:
         """Returns the bits of the step from the kept state and batch, with shards exchanged as in
         `order`.
         """
@@ -86,13 +86,13 @@ class OtherDevices:
             mesh = _reordered(self._setup.mesh, order)
             self._steps[order] = mesh, self._make(_on(self._setup, mesh))
         mesh, step = self._steps[order]
-        state, batch = _moved(kept, self._setup.mesh, mesh)
+        state, batch = _moved(before, self._setup.mesh, mesh)
         return _bits(*step(state, batch), mesh)
 
-    def _accuse(self, kept: tuple[TrainState, Batch], here: Bits, number: int) -> None:
+    def _accuse(self, before: tuple[TrainState, Batch], here: Bits, number: int) -> None:
         """Finds the faulty device, and raises CorruptedError."""
         positions = [at for group in self._groups for at in group]
-        if self._taken(kept, tuple(range(len(positions)))) != here:
+        if self._taken(before, tuple(range(len(positions)))) != here:
             self._raise(number, [], "a device computed what it does not compute again")
         suspects = positions
         while len(suspects) > 1:
@@ -100,7 +100,7 @@ class OtherDevices:
             moved = self._rotated(self._with_partner(half, suspects))
             if moved is None:
                 break
-            same = self._taken(kept, moved) == here
+            same = self._taken(before, moved) == here
             suspects = [at for at in suspects if at not in half] if same else half
         self._raise(
             number, suspects, "computes something else from the same shards than other devices"

@@ -36,8 +36,8 @@ class OutOfMemoryError(ConfigError):
             what = f"out of memory: the step needs {_size(needed)} of a device"
         else:
             what = "out of memory: the step needs more than a device has"
-        there = f"{_size(available)} available" if available else ""
-        super().__init__(what, found=", ".join(filter(None, (there, categories))), fix=fix)
+        has = f"{_size(available)} available" if available else ""
+        super().__init__(what, found=", ".join(filter(None, (has, categories))), fix=fix)
 
     def with_fix(self, fix: str) -> "OutOfMemoryError":
         """Returns the same error with other advice."""
@@ -73,11 +73,11 @@ class MemoryGuard:
         if self._report is not None:
             needed = memory_in(self._report).held
             parts["activations and the rest of the step"] = needed - sum(parts.values())
-        said = [f"{name} {_size(count)}" for name, count in parts.items()]
+        described = [f"{name} {_size(count)}" for name, count in parts.items()]
         fix = "--set train.microbatch=1, --set train.remat=full, or more of mesh.fsdp"
         if not _is_host(self._setup.mesh):
             fix = _larger_share(needed, available) or fix
-        return OutOfMemoryError(self._setup, needed, available, ", ".join(said), fix)
+        return OutOfMemoryError(self._setup, needed, available, ", ".join(described), fix)
 
 
 def available_bytes(mesh: jax.sharding.Mesh) -> int | None:
@@ -86,8 +86,8 @@ def available_bytes(mesh: jax.sharding.Mesh) -> int | None:
     Devices that are the processors of this host share its memory.
     """
     if _is_host(mesh):
-        there = host_bytes()
-        return None if there is None else there // len(mesh.local_devices)
+        of_host = host_bytes()
+        return None if of_host is None else of_host // len(mesh.local_devices)
     limits = [(device.memory_stats() or {}).get("bytes_limit") for device in mesh.local_devices]
     return min((limit for limit in limits if limit), default=None)
 

@@ -61,15 +61,15 @@ class ReplicaCheck:
         self._asked = None
         if not bool(differ):
             return
-        found = compare(
-            read_sums(sums), [replica_axes(self._mesh, each) for each in specs], self._mesh.shape
+        difference = compare(
+            read_sums(sums), [replica_axes(self._mesh, spec) for spec in specs], self._mesh.shape
         )
         devices = self._mesh.devices.flat
-        who = " or ".join(_named(devices[at]) for at in found.devices)
-        leaf = names[found.leaf]
-        more = f" and {found.leaves - 1} more" if found.leaves > 1 else ""
+        who = " or ".join(_named(devices[at]) for at in difference.devices)
+        leaf = names[difference.leaf]
+        more = f" and {difference.leaves - 1} more" if difference.leaves > 1 else ""
         self._reporter.event(
-            "corrupted", step, devices=[int(devices[at].id) for at in found.devices], leaf=leaf
+            "corrupted", step, devices=[int(devices[at].id) for at in difference.devices], leaf=leaf
         )
         raise CorruptedError(
             f"after step {step} {who} holds a copy of {leaf}{more} that differs from the others",
@@ -131,15 +131,15 @@ def compare(
         size = int(np.prod([shape[axis] for axis in along], dtype=int))
         groups = np.moveaxis(places, last, range(-len(last), 0)).reshape(-1, size) if last else []
         for group in groups:
-            found = [tuple(sums[at, leaf].tolist()) for at in group]
-            counts = Counter(found).most_common(2)
+            sums_in_group = [tuple(sums[at, leaf].tolist()) for at in group]
+            counts = Counter(sums_in_group).most_common(2)
             if len(counts) == 1:
                 continue
             different.append(leaf)
             tie = counts[0][1] == counts[1][1]
             right = None if tie else counts[0][0]
             suspects.append(
-                {int(at) for at, sum_ in zip(group, found, strict=True) if sum_ != right}
+                {int(at) for at, sum_ in zip(group, sums_in_group, strict=True) if sum_ != right}
             )
     common = functools.reduce(set.intersection, suspects)
     either = functools.reduce(set.union, suspects)
@@ -156,7 +156,7 @@ def _program(mesh: Mesh, specs: tuple[P, ...]) -> Callable[[list[jax.Array]], tu
         differ = jnp.bool_(False)
         for along in dict.fromkeys(copies):
             if along:
-                these = sums[np.array([each == along for each in copies])]
+                these = sums[np.array([axes == along for axes in copies])]
                 differ |= (lax.pmax(these, along) != lax.pmin(these, along)).any()
         return lax.psum(differ.astype(jnp.int32), mesh.axis_names) > 0, sums[None]
 

@@ -112,7 +112,7 @@ def slowest(own: Sequence[float], step: float) -> int | None:
     `step`: seconds of a whole step. The excess must also be above LEAST_SHARE of the step.
     """
     worst = max(range(len(own)), key=lambda rank: own[rank])
-    others = statistics.median([each for rank, each in enumerate(own) if rank != worst])
+    others = statistics.median([seconds for rank, seconds in enumerate(own) if rank != worst])
     excess = own[worst] - others
     is_slow = own[worst] > FACTOR * others and excess > LEAST_SHARE * step
     return worst if is_slow else None

@@ -77,14 +77,14 @@ class Folder:
         Counts the bytes of those parts that this island has not left itself: they are not `own`.
         """
         abouts = by_process_0(lambda: [self.document(part) for part in parts])
-        there = left_in(parts, [about[RANGES][name] for about in abouts])
-        found = []
+        pieces = left_in(parts, [about[RANGES][name] for about in abouts])
+        rows = []
         for first, end in ranges:
-            for each in overlapping(there, first, end):
-                row = self._read(each, name)
-                self.received += 0 if each.part in own else row.nbytes
-                found.append(row)
-        return Held(ranges, joined(found) if found else Row(_NOTHING, _NOTHING))
+            for piece in overlapping(pieces, first, end):
+                row = self._read(piece, name)
+                self.received += 0 if piece.part in own else row.nbytes
+                rows.append(row)
+        return Held(ranges, joined(rows) if rows else Row(_NOTHING, _NOTHING))
 
     def _write_rows(self, target: Path, aside: Path, rows: Mapping[str, Held]) -> None:
         process, _ = this_process()
@@ -94,9 +94,10 @@ class Folder:
                     _write(aside / file, content)
                 self.sent += held.row.nbytes
 
-    def _read(self, found: "LeftRange", name: str) -> Row:
-        folder, start, stop = self.root / found.part, found.offset, found.offset + found.size
-        numbers, scales = (folder / each for each in _files(name, found.process))
+    def _read(self, piece: "LeftRange", name: str) -> Row:
+        folder = self.root / piece.part
+        start, stop = piece.offset, piece.offset + piece.size
+        numbers, scales = (folder / file for file in _files(name, piece.process))
         if not scales.stat().st_size:
             return Row(_some(numbers, np.dtype(np.float32), start, stop), _NOTHING)
         return Row(
@@ -134,31 +135,31 @@ def _files(name: str, process: int) -> tuple[str, str]:
 
 def left_in(parts: Sequence[Path], written: Sequence[Sequence[Sequence[Range]]]) -> list[LeftRange]:
     """Returns what each process has written of each part, in the order of the row."""
-    found = []
+    pieces = []
     for part, of_part in zip(parts, written, strict=True):
         for process, ranges in enumerate(of_part):
             offset = 0
             for first, end in ranges:
-                found.append(LeftRange(first, end, part, process, offset))
+                pieces.append(LeftRange(first, end, part, process, offset))
                 offset += end - first
-    return sorted(found)
+    return sorted(pieces)
 
 
-def overlapping(there: Sequence[LeftRange], first: int, end: int) -> Iterator[LeftRange]:
+def overlapping(pieces: Sequence[LeftRange], first: int, end: int) -> Iterator[LeftRange]:
     """Yields, in order, what ranges that touch have between two numbers."""
-    at = bisect_right(there, first, key=lambda each: each.first) - 1
+    at = bisect_right(pieces, first, key=lambda piece: piece.first) - 1
     while first < end:
-        found = there[at].cut(first, end)
-        assert found.first == first < found.end, f"nothing has number {first} of the row"
-        yield found
-        first, at = found.end, at + 1
+        part = pieces[at].cut(first, end)
+        assert part.first == first < part.end, f"nothing has number {first} of the row"
+        yield part
+        first, at = part.end, at + 1
 
 
 def _ranges_of_all(rows: Mapping[str, Held]) -> dict[str, list[Sequence[Range]]]:
     """Returns the ranges of each row that each process has."""
     own = {name: list(held.ranges) for name, held in rows.items()}
-    said = [json.loads(each) for each in gather_texts(json.dumps(own))]
-    return {name: [of_one[name] for of_one in said] for name in rows}
+    of_all = [json.loads(text) for text in gather_texts(json.dumps(own))]
+    return {name: [of_one[name] for of_one in of_all] for name in rows}
 
 
 def _begun(target: Path, aside: Path) -> bool:

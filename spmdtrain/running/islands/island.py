@@ -152,13 +152,15 @@ class Island:
         if newest <= step or (members is not None and self._settings.index in members):
             return state, step
         reached = step
-        if (members is None or self.unmet(state)) and (there := meetings.newest_outer()) > step:
-            state, reached = self._from_outer(there, state), there
+        if members is None or self.unmet(state):
+            newest_left = meetings.newest_outer()
+            if newest_left > step:
+                state, reached = self._from_outer(newest_left, state), newest_left
         while (met := table.following(reached)) <= newest:
-            found = meetings.members(met)
-            if found is None:
+            present = meetings.members(met)
+            if present is None:
                 break
-            state = self._taken(met, state, self._mean(met, list(found)), 0.0)
+            state = self._taken(met, state, self._mean(met, list(present)), 0.0)
             reached = met
         if reached == step:
             return state, step
@@ -252,17 +254,19 @@ class Island:
     def _from_outer(self, step: int, state: TrainState) -> TrainState:
         """Returns the state with the outer weights and momentum that were left after `step`."""
         places, mesh = self._places[None], self._setup.mesh
-        found = {}
+        of_outer = {}
         for name in (OUTER.name, MOMENTUM.name):
             if name in state.items:
                 held = self._meetings.outer(step, name, self._ranges[None])
                 row = to_devices(places, held, mesh, in_blocks=False)
-                found[name] = self._copying.from_row(row)
-        return replace(state, items=state.items | found)
+                of_outer[name] = self._copying.from_row(row)
+        return replace(state, items=state.items | of_outer)
 
 
 def _settings(setup: Setup, beginnings: tuple[str, ...]) -> dict[str, Any]:
     """Returns the settings with these beginnings that must stay as they are."""
-    found = settings_of(setup.config)
-    names = [name for name in found if name.startswith(beginnings) and not name.startswith(ALONE)]
-    return {name: found[name] for name in names}
+    settings = settings_of(setup.config)
+    names = [
+        name for name in settings if name.startswith(beginnings) and not name.startswith(ALONE)
+    ]
+    return {name: settings[name] for name in names}

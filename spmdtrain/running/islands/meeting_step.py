@@ -99,8 +99,8 @@ class MeetingStep:
         state, reached = self._island.leap(self._done, state)
         if reached > self._done:
             line = f"the others have met without this island: on from step {reached}"
-            said = f"step {self._done}: {line}"
-            self._reporter.event("leapt", self._done, said, to_step=reached)
+            text = f"step {self._done}: {line}"
+            self._reporter.event("leapt", self._done, text, to_step=reached)
             raise Leapt(state, reached)
 
     def _met(self, state: TrainState) -> TrainState:
@@ -125,7 +125,7 @@ class MeetingStep:
         begin = time.perf_counter()
         state, members, missing = self._island.take(met, state, done)
         state = self._island.with_unmet(0, state)
-        (sent, received), told = self._meetings.traffic(), self._told
+        (sent, received), before = self._meetings.traffic(), self._told
         self._told = sent, received
         line = f"the meeting of step {met} went on without island {', '.join(map(str, missing))}"
         self._reporter.event(
@@ -135,8 +135,8 @@ class MeetingStep:
             meeting=met,
             islands=members,
             seconds=time.perf_counter() - begin,
-            sent=sent - told[0],
-            received=received - told[1],
+            sent=sent - before[0],
+            received=received - before[1],
         )
         return state
 

@@ -131,14 +131,15 @@ class Meetings:
         return True
 
     def _compare(self, where: Path, settings: Mapping[str, Any], why: str, fix: str = "") -> None:
-        there = by_process_0(lambda: self.folder.document(where))
+        theirs = by_process_0(lambda: self.folder.document(where))
         for name, own in json.loads(json.dumps(settings)).items():
-            if there.get(name) != own:
+            if theirs.get(name) != own:
                 raise ConfigError(
                     f"{name} differs, and {why}",
                     asked=f"{name}={own}",
-                    found=f"{there.get(name)} in {self.folder.root}",
-                    fix=f"{fix or f'--set {name}={there.get(name)}'}, or another islands.directory",
+                    found=f"{theirs.get(name)} in {self.folder.root}",
+                    fix=f"{fix or f'--set {name}={theirs.get(name)}'}, "
+                    "or another islands.directory",
                 )
 
     def send(self, step: int, change: Held, weight: float) -> None:
@@ -151,10 +152,12 @@ class Meetings:
 
     def members(self, step: int) -> Members | None:
         """Returns who takes part in the meeting of this step; None if it is not decided."""
-        found = by_process_0(
+        decided = by_process_0(
             lambda: self.folder.document(_decided(step)) if self._is_decided(step) else None
         )
-        return None if found is None else {int(index): weight for index, weight in found.items()}
+        return (
+            None if decided is None else {int(index): weight for index, weight in decided.items()}
+        )
 
     def decide(self, step: int, expected: Collection[int]) -> Members:
         """Waits for the changes of the expected islands, and returns who takes part."""
@@ -203,8 +206,8 @@ class Meetings:
         """Returns the islands that were away, and have promised to come to this meeting."""
 
         def found() -> list[int]:
-            left = (self.folder.root / PROMISED).glob(f"{step:09d}-*")
-            return [int(each.name.partition("-")[2]) for each in left]
+            promises = (self.folder.root / PROMISED).glob(f"{step:09d}-*")
+            return [int(promise.name.partition("-")[2]) for promise in promises]
 
         return set(by_process_0(found))
 
@@ -232,8 +235,8 @@ class Meetings:
 
     def traffic(self) -> tuple[int, int]:
         """Returns the bytes of rows that the island has written, and read of others, so far."""
-        said = gather_texts(json.dumps([self.folder.sent, self.folder.received]))
-        sent, received = zip(*map(json.loads, said), strict=True)
+        of_all = gather_texts(json.dumps([self.folder.sent, self.folder.received]))
+        sent, received = zip(*map(json.loads, of_all), strict=True)
         return sum(sent), sum(received)
 
     def _is_decided(self, step: int) -> bool:
@@ -241,8 +244,8 @@ class Meetings:
 
     def _present(self, step: int) -> Members:
         """Returns who has left a change for this meeting; only process 0 asks."""
-        left = (self.folder.root / _meeting(step)).glob("change-*")
-        present = sorted(int(each.name.partition("-")[2]) for each in left)
+        changes = (self.folder.root / _meeting(step)).glob("change-*")
+        present = sorted(int(change.name.partition("-")[2]) for change in changes)
         return {i: self.folder.document(_change(step, i))["weight"] for i in present}
 
     def _forget_before(self, step: int) -> None:
@@ -260,12 +263,12 @@ class Meetings:
         process, _ = this_process()
         pause = SHORTEST_PAUSE
         while True:
-            left = deadline - time.monotonic()
-            is_over = process == 0 and (is_ready() or left <= 0)
+            seconds = deadline - time.monotonic()
+            is_over = process == 0 and (is_ready() or seconds <= 0)
             if of_process_0(int(is_over)):
                 return
             self._waiting()
-            time.sleep(min(pause, max(left, 0)))
+            time.sleep(min(pause, max(seconds, 0)))
             pause = min(2 * pause, LONGEST_PAUSE)
 
 
@@ -286,13 +289,13 @@ def parts_of(whole: Range, ways: int) -> list[Range]:
     """Returns a range cut into much the same parts, of whole blocks."""
     start, end = whole
     blocks = (end - start) // BLOCK
-    cuts = [start + blocks * each // ways * BLOCK for each in range(ways + 1)]
+    cuts = [start + blocks * part // ways * BLOCK for part in range(ways + 1)]
     return list(pairwise(cuts))
 
 
 def _steps(folder: Path) -> list[int]:
     """Returns the steps that have a folder here; one that is being written begins with a dot."""
-    return [int(each.name) for each in folder.glob("[0-9]*") if each.name.isdigit()]
+    return [int(path.name) for path in folder.glob("[0-9]*") if path.name.isdigit()]
 
 
 def _meeting(step: int) -> Path:

@@ -38,10 +38,10 @@ def write_around(folder: Path, target: Target, saved: Mapping[str, Any], run: Pa
     with writing(folder):
         text = json.dumps(target.keys, indent=2, ensure_ascii=False)
         (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
-    said = _write_tokenizer(folder, saved, run)
+    remark = _write_tokenizer(folder, saved, run)
     if saved.get("template") is None or not saved.get("tokenizer"):
-        return said
-    return said + _write_conversations(folder, saved)
+        return remark
+    return remark + _write_conversations(folder, saved)
 
 
 def _write_conversations(folder: Path, saved: Mapping[str, Any]) -> str:
@@ -89,10 +89,10 @@ def _stop_at(file: Path, ids: list[int], begin: int | None) -> None:
 def _write_tokenizer(folder: Path, saved: Mapping[str, Any], run: Path) -> str:
     """Writes the files of the tokenizer. Returns a remark about them."""
     spec = saved.get("tokenizer")
-    kept = original_folder(run)
-    if kept and (spec is None or _is_same(kept / TOKENIZER, spec)):
-        copy_files(files_to_keep(kept), folder)
-        return "tokenizer as imported" if (kept / TOKENIZER).is_file() else "no tokenizer"
+    original = original_folder(run)
+    if original and (spec is None or _is_same(original / TOKENIZER, spec)):
+        copy_files(files_to_keep(original), folder)
+        return "tokenizer as imported" if (original / TOKENIZER).is_file() else "no tokenizer"
     if not spec or spec.get("kind") != "huggingface":
         return "no tokenizer: the run's is not a Hugging Face tokenizer"
     from_spec(spec)  # raises if it is damaged

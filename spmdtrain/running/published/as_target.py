@@ -24,8 +24,8 @@ def target_of(run: Path, dtype: str | None) -> tuple[Target, dict[str, Any]]:
     if config.model.make or saved.get("model_code", {}).get("make"):
         raise ConfigError(f"{run} has a custom model, which belongs to no family")
     model = config.model.model_copy(update={"max_length": config.model.max_length})
-    kept = original_folder(run)
-    base = read_published(kept) if kept else None
+    original = original_folder(run)
+    base = read_published(original) if original else None
     chosen = dtype or (base and base.dtype) or "bfloat16"
     if chosen not in NAMES:
         raise ConfigError(f"--dtype {chosen!r:.40} is not one of {', '.join(NAMES)}")

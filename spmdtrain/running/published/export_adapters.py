@@ -56,14 +56,14 @@ def _values(checkpoints: SavedSteps, step: int, config: RunConfig, *, ema: bool)
     """Returns the weights; of adapted weights only the adapters."""
     if ema:
         checkpoints.averaged(step)  # raises if there is none
-    there = checkpoints.weight_shapes(step)
+    saved = checkpoints.weight_shapes(step)
     wide = config.finetune.model_copy(update={"base": "float"})
     model = build_model(config.model_copy(update={"finetune": wide}))
-    found = {}
+    values = {}
     for path, parameter in model.parameters.items():
-        is_adapted = any(each.startswith(f"{path}.") for each in model.parameters)
-        if is_adapted and (path not in there or config.finetune.kind != "dora"):
-            found[path] = np.broadcast_to(np.float32(0), parameter.shape)
+        is_adapted = any(name.startswith(f"{path}.") for name in model.parameters)
+        if is_adapted and (path not in saved or config.finetune.kind != "dora"):
+            values[path] = np.broadcast_to(np.float32(0), parameter.shape)
         else:
-            found[path] = checkpoints.read_weight(step, path, ema=ema)
-    return found
+            values[path] = checkpoints.read_weight(step, path, ema=ema)
+    return values

@@ -83,34 +83,34 @@ def export_run(  # noqa: PLR0913 - all that a directory is made of
     """
     run, out = as_path(run, "run"), as_path(out, "out")
     step, ema = as_step(step), as_flag(ema, "ema")
-    average = [as_whole(each, "average", 0) for each in average]
+    average = [as_whole(item, "average", 0) for item in average]
     check_average(run, step, average)
     part = as_whole(part, "part", 1)
     refuse_full(out)
     target, saved = target_of(run, dtype)
-    others = {as_path(each, "also"): run_config(each).finetune for each in also}
+    others = {as_path(item, "also"): run_config(item).finetune for item in also}
     check_merge({run: target.finetune, **others}, base)
     for other in others:
         fix = "adapters that learned the tokenizer of that run"
         check_same(f"--with {other}", other, tokenizer_of(run), f"{run}", fix)
-    asked = ExportOfRun(run, out, target, saved, others, ema, part, base, average)
+    export = ExportOfRun(run, out, target, saved, others, ema, part, base, average)
     with contextlib.closing(SavedSteps(run)) as checkpoints:
         step = max(average) if average else step
-        at, lines = read_step(checkpoints, run, step, lambda at: _write(checkpoints, at, asked))
+        at, lines = read_step(checkpoints, run, step, lambda at: _write(checkpoints, at, export))
     averaged = ", averaged" if ema else ""
-    said = f"step {at}" if not average else f"the mean of steps {', '.join(map(str, average))}"
-    return [f"{said} of {run}{averaged}, written as {target.dtype}", *lines]
+    which = f"step {at}" if not average else f"the mean of steps {', '.join(map(str, average))}"
+    return [f"{which} of {run}{averaged}, written as {target.dtype}", *lines]
 
 
-def _write(checkpoints: SavedSteps, step: int, asked: ExportOfRun) -> list[str]:
-    target = asked.target
+def _write(checkpoints: SavedSteps, step: int, export: ExportOfRun) -> list[str]:
+    target = export.target
     with contextlib.ExitStack() as held:
-        source = _weights(checkpoints, step, asked, held)
+        source = _weights(checkpoints, step, export, held)
         shapes = target.shapes(source.shapes)
         process, processes = this_process()
-        folder = held.enter_context(new_folder(asked.out, process=process))
+        folder = held.enter_context(new_folder(export.out, process=process))
         writer = TensorWriter(
-            folder, shapes, target.dtype, asked.part, process=process, processes=processes
+            folder, shapes, target.dtype, export.part, process=process, processes=processes
         )
         with together():
             if process == 0:
@@ -119,16 +119,16 @@ def _write(checkpoints: SavedSteps, step: int, asked: ExportOfRun) -> list[str]:
             _write_mine(source, target, writer, process, processes)
             writer.finish()
         source.verify()
-        said = ""
+        remark = ""
         with together():
             if process == 0:
-                said = write_around(folder, target, asked.saved, asked.run)
-    said = f"{source.merged} arrays of adapters merged; {said}" if source.merged else said
+                remark = write_around(folder, target, export.saved, export.run)
+    remark = f"{source.merged} arrays of adapters merged; {remark}" if source.merged else remark
     files = f"{len(writer.files)} file{'s' if len(writer.files) > 1 else ''}"
     size = f"{in_words(writer.bytes)} in {files}"
     return [
-        f"{asked.out}: {target.family}, {len(shapes)} tensors, {size}; "
-        f"config.json for transformers 4 and 5; {said}"
+        f"{export.out}: {target.family}, {len(shapes)} tensors, {size}; "
+        f"config.json for transformers 4 and 5; {remark}"
     ]
 
 
@@ -168,35 +168,35 @@ def _write_mine(
 
 
 def _weights(
-    checkpoints: SavedSteps, step: int, asked: ExportOfRun, held: contextlib.ExitStack
+    checkpoints: SavedSteps, step: int, export: ExportOfRun, held: contextlib.ExitStack
 ) -> MergedLayers | MeanOfSteps:
     """Returns the source of an export's weights: the checkpoints of all its runs, opened."""
-    if not asked.average:
-        return _merged_layers(checkpoints, step, asked, held)
-    return MeanOfSteps([_merged_layers(checkpoints, at, asked, held) for at in asked.average])
+    if not export.average:
+        return _merged_layers(checkpoints, step, export, held)
+    return MeanOfSteps([_merged_layers(checkpoints, at, export, held) for at in export.average])
 
 
 def _merged_layers(
-    checkpoints: SavedSteps, step: int, asked: ExportOfRun, held: contextlib.ExitStack
+    checkpoints: SavedSteps, step: int, export: ExportOfRun, held: contextlib.ExitStack
 ) -> MergedLayers:
     """Returns the weights after one step, with all adapters merged."""
-    target = asked.target
-    first = OfRun(asked.run, Layers(checkpoints, step, ema=asked.ema), target.finetune)
+    target = export.target
+    first = OfRun(export.run, Layers(checkpoints, step, ema=export.ema), target.finetune)
     others = []
-    for run, finetune in asked.others.items():
+    for run, finetune in export.others.items():
         opened = held.enter_context(contextlib.closing(SavedSteps(run)))
         newest = opened.newest()
         if newest is None:
             raise CheckpointError(f"{run} holds no checkpoint")
-        others.append(OfRun(run, Layers(opened, newest, ema=asked.ema), finetune))
-    if asked.base is None:
+        others.append(OfRun(run, Layers(opened, newest, ema=export.ema), finetune))
+    if export.base is None:
         return MergedLayers(first, others, first.own_shapes())
     wide = target.finetune.model_copy(update={"kind": "full", "base": "float"})
-    config = from_resolved(dict(asked.saved))
+    config = from_resolved(dict(export.saved))
     plain = build_model(config.model_copy(update={"finetune": wide}))
-    shapes = {path: tuple(each.shape) for path, each in plain.parameters.items()}
+    shapes = {path: tuple(parameter.shape) for path, parameter in plain.parameters.items()}
     of_layer = {
         path: shape[1:] if plain.in_stack(path) else shape for path, shape in shapes.items()
     }
-    base = weights_of_base(asked.base, target.family, config.model, of_layer)
+    base = weights_of_base(export.base, target.family, config.model, of_layer)
     return MergedLayers(first, others, shapes, base)

@@ -83,6 +83,6 @@ def _devices(config: RunConfig) -> Sequence[jax.Device] | None:
 
 
 def _refuse_full(run: Path) -> None:
-    there = newest_step(run)
-    if there is not None:
-        raise CheckpointError(f"{run} already holds step {there}", fix="another --out")
+    newest = newest_step(run)
+    if newest is not None:
+        raise CheckpointError(f"{run} already holds step {newest}", fix="another --out")

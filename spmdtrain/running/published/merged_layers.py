@@ -52,8 +52,8 @@ class OfRun:
             one: self.layers.read(one, layer, counts=counts) for one in self._beside(path, FEW_BITS)
         }
         like = {one: self.layers.read(one, layer, counts=False) for one in self.adapters(path)}
-        found: Any = parts | like
-        return np.asarray(wide(found)[path])
+        merged: Any = parts | like
+        return np.asarray(wide(merged)[path])
 
     def _beside(self, path: str, names: Sequence[str]) -> list[str]:
         return [
@@ -64,9 +64,9 @@ class OfRun:
 
     def own_shapes(self) -> dict[str, Shape]:
         """Returns the shapes of the weights that the run holds in full, without adapters."""
-        there = self.layers.shapes
-        beside = {each for path in there for each in self.adapters(path)}
-        return {path: shape for path, shape in there.items() if path not in beside}
+        shapes = self.layers.shapes
+        beside = {adapter for path in shapes for adapter in self.adapters(path)}
+        return {path: shape for path, shape in shapes.items() if path not in beside}
 
 
 class MergedLayers:
@@ -86,7 +86,7 @@ class MergedLayers:
         self.shapes = shapes
         self._runs = (first, *others)
         self._base = base
-        self.merged = sum(len(each.adapters(path)) for path in shapes for each in self._runs)
+        self.merged = sum(len(run.adapters(path)) for path in shapes for run in self._runs)
 
     def read(self, path: str, layer: int | None, *, counts: bool = True) -> np.ndarray:
         """Returns a weight, or one layer of it. See `Layers.read` for `counts`."""
@@ -101,27 +101,25 @@ class MergedLayers:
             if other.adapters(path):
                 theirs = other.held(path, layer, counts=counts)
                 self._check_same(value, theirs, path, other, str(first.run))
-        for each in self._runs:
-            arrays = {
-                one: each.layers.read(one, layer, counts=counts) for one in each.adapters(path)
-            }
+        for run in self._runs:
+            arrays = {one: run.layers.read(one, layer, counts=counts) for one in run.adapters(path)}
             # Adapters are merged into the original weights, not into the quantised ones.
-            plain = each.finetune.model_copy(update={"base": "float"})
+            plain = run.finetune.model_copy(update={"base": "float"})
             value = merged({path: value, **arrays}, plain)[path]
         return value
 
     def verify(self) -> None:
         """Raises DamagedError if what the processes have read together is not what was saved."""
-        for each in self._runs:
-            each.layers.verify()
+        for run in self._runs:
+            run.layers.verify()
 
     def _check_same(
         self, ours: np.ndarray, theirs: np.ndarray, path: str, run: OfRun, named: str
     ) -> None:
         """Refuses to merge adapters with weights that they were not trained on."""
         one, other = ours.astype(np.float32), theirs.astype(np.float32)
-        most = ROUNDED[run.finetune.base] if path not in run.layers.shapes else ROUNDED["float"]
-        if np.mean((one - other) ** 2) > most**2 * np.mean(one**2):
+        largest = ROUNDED[run.finetune.base] if path not in run.layers.shapes else ROUNDED["float"]
+        if np.mean((one - other) ** 2) > largest**2 * np.mean(one**2):
             raise CheckpointError(
                 f"the adapters of {run.run} belong to another model than {named}: {path} differs",
                 fix="the one in train.init_from of that run",
@@ -163,18 +161,18 @@ def check_merge(runs: Mapping[Path, FinetuneConfig], base: str | Path | None) ->
         raise ConfigError(f"{run} has no adapters that --base {base} could take", fix="no --base")
     if not others:
         return
-    for each, said in runs.items():
-        if each != run and not said.has_adapters:
-            raise ConfigError(f"{each} has no adapters that could be merged", fix="no --with")
-        if said.kind == "dora":
+    for other, settings in runs.items():
+        if other != run and not settings.has_adapters:
+            raise ConfigError(f"{other} has no adapters that could be merged", fix="no --with")
+        if settings.kind == "dora":
             raise ConfigError(
-                f"{each} has adapters of finetune.kind='dora', which cannot be added to others",
+                f"{other} has adapters of finetune.kind='dora', which cannot be added to others",
                 fix="an export of each run",
             )
-        if each != run and said.also_train:
+        if other != run and settings.also_train:
             raise ConfigError(
-                f"{each} also trains whole weights, which cannot be added to those of {run}",
-                found=f"finetune.also_train={list(said.also_train)}",
+                f"{other} also trains whole weights, which cannot be added to those of {run}",
+                found=f"finetune.also_train={list(settings.also_train)}",
                 fix="it as RUN, and the others --with",
             )
 

@@ -29,15 +29,15 @@ def check_room(run: Path, setup: Setup) -> None:
 def _check_memory(setup: Setup) -> None:
     """Refuses weights that are larger than all the memory of this host, if its CPUs hold them."""
     own = [device for device in setup.mesh.local_devices if device.platform == "cpu"]
-    most = host_bytes()
-    if not own or most is None:
+    total = host_bytes()
+    if not own or total is None:
         return
     needed = sum(_bytes_on(device, x) for x in setup.state.params.values() for device in own)
-    if needed > most:
+    if needed > total:
         raise StorageError(
             "the weights do not fit into the memory of this host",
             asked=in_words(needed),
-            found=in_words(most),
+            found=in_words(total),
             fix="--dtype bfloat16, or --set mesh.fsdp=N over more hosts",
         )
 

@@ -123,13 +123,13 @@ def _fill(
     if (run / COMPILED).exists():
         shutil.copyfile(run / COMPILED, folder / COMPILED)
     _write_lines(folder / METRICS, newest_lines(run / METRICS, READ_BYTES)[-FIGURES_KEPT:])
-    steps = [each for each in newest_lines(run / STEPS, READ_BYTES) if each["step"] <= step][
+    steps = [line for line in newest_lines(run / STEPS, READ_BYTES) if line["step"] <= step][
         -STEPS_KEPT:
     ]
-    for each in steps[:-PRINTS_KEPT]:
-        each.pop("after", None)
+    for line in steps[:-PRINTS_KEPT]:
+        line.pop("after", None)
     _write_lines(folder / STEPS, steps)
-    mine = [each for each in steps if each["step"] > (before or 0)]
+    mine = [line for line in steps if line["step"] > (before or 0)]
     document = {
         "format": 1,
         "step": step,
@@ -148,7 +148,7 @@ def _write_samples(
 ) -> None:
     """Writes the rows of the steps, unless they are too many for a bundle, as saved logits are."""
     ids = np.concatenate(
-        [np.arange(a, b + 1) for a, b in (each["samples"] for each in steps)] or [[]]
+        [np.arange(a, b + 1) for a, b in (line["samples"] for line in steps)] or [[]]
     )
     entries = len(ids) * config.train.sequence_length
     if not len(ids) or entries > MOST_ENTRIES or config.distill.logits is not None:
@@ -176,4 +176,4 @@ def _write_lines(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _last_step(run: Path) -> int:
-    return max((each["step"] for each in newest_lines(run / STEPS, READ_BYTES)), default=0)
+    return max((line["step"] for line in newest_lines(run / STEPS, READ_BYTES)), default=0)

@@ -51,12 +51,12 @@ def write_start(
         return
     folder = directory / STARTS
     numbers = [int(path.stem) for path in folder.glob("*.json") if path.stem.isdecimal()]
-    found = _document(setup, data, report) | {
+    document = _document(setup, data, report) | {
         "from_step": done,
-        "seams": {name: qualified_name(each) for name, each in seams.items() if each is not None},
+        "seams": {name: qualified_name(part) for name, part in seams.items() if part is not None},
     }
     folder.mkdir(exist_ok=True)
-    write_document(folder / f"{max(numbers, default=0) + 1}.json", found)
+    write_document(folder / f"{max(numbers, default=0) + 1}.json", document)
 
 
 def _document(setup: Setup, data: Data, report: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,13 +87,13 @@ def _document(setup: Setup, data: Data, report: Mapping[str, Any]) -> dict[str, 
 
 def versions() -> dict[str, str]:
     """Returns the versions of Python and of those packages for computing that are installed."""
-    found = {"python": platform.python_version()}
+    by_package = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            by_package[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return by_package
 
 
 def digest(value: Any) -> str:

@@ -28,7 +28,7 @@ OF_LOGITS = (IDS, LOGS)
 
 def sums_of_rows(rows: Mapping[str, np.ndarray]) -> Sums:
     """Returns the sums of rows on the host; `rows["sample"]` are their global indices."""
-    first, second = (int(each) % 2**32 for each in _sums(rows, np))
+    first, second = (int(sum_) % 2**32 for sum_ in _sums(rows, np))
     return first, second
 
 
@@ -55,7 +55,7 @@ def _on_devices(zigzag: int) -> Callable[[Batch], jax.Array]:
 
 def text_of(sums: Sums) -> str:
     """Returns the sums as 16 hexadecimal digits."""
-    return "".join(f"{each:08x}" for each in sums)
+    return "".join(f"{sum_:08x}" for sum_ in sums)
 
 
 def added(first: Sums, second: Sums) -> Sums:
@@ -87,7 +87,7 @@ def _sums(rows: Mapping[str, Any], xp: Any, order: np.ndarray | None = None) -> 
             terms = mixed(_bits(x, xp), index, *(np.uint32(factor) for factor in factors))
             totals[at].append(xp.sum(terms, dtype=np.uint32))
     # Arrays, because numpy warns of a sum of scalars that passes 2^32, which is meant here.
-    return [xp.sum(xp.stack(each), dtype=np.uint32) for each in totals]
+    return [xp.sum(xp.stack(terms_of_all), dtype=np.uint32) for terms_of_all in totals]
 
 
 def _bits(x: Any, xp: Any) -> Any:

@@ -76,7 +76,7 @@ def attempt(directory: Path, launched: float) -> Iterator[Attempt]:
 def _launch(directory: Path) -> dict[str, Any]:
     """Returns how this process was started, and how far the previous attempt had got."""
     devices = jax.devices()
-    found: dict[str, Any] = {
+    launch: dict[str, Any] = {
         "argv": sys.argv,
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -91,8 +91,8 @@ def _launch(directory: Path) -> dict[str, Any]:
     # Lines of steps after the checkpoint are dropped, and with them the time of the last one.
     before = newest_line(directory / METRICS)
     if before:
-        found["before"] = {name: before.get(name) for name in ("step", "time")}
-    return found
+        launch["before"] = {name: before.get(name) for name in ("step", "time")}
+    return launch
 
 
 def _why(error: BaseException) -> str:

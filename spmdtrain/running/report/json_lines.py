@@ -40,9 +40,9 @@ def write_document(path: Path, value: Any) -> None:
 def numbers(value: Any) -> Any:
     """Returns `value` with null for NaN and infinities, which JSON lacks."""
     if isinstance(value, dict):
-        return {key: numbers(each) for key, each in value.items()}
+        return {key: numbers(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [numbers(each) for each in value]
+        return [numbers(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
@@ -57,8 +57,8 @@ def forget_after(path: Path, step: int) -> None:
         return
     with replacing(path, path.with_suffix(".tmp")) as spare:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        kept = [line for line in lines if (at := _step_of(line)) is not None and at <= step]
-        spare.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        earlier = [line for line in lines if (at := _step_of(line)) is not None and at <= step]
+        spare.write_text("".join(line + "\n" for line in earlier), encoding="utf-8")
 
 
 def _step_of(line: str) -> int | None:

@@ -102,7 +102,7 @@ def make_figures(setup: Setup) -> Callable[[int, dict[str, Any], float], dict[st
     peak = peak_flops(setup.mesh.devices.flat[0].device_kind)
     by_stage: dict[TimedStage, float | None] = {}
     parameters = setup.model.parameters.values()
-    whole = all(each.is_trained for each in parameters)
+    whole = all(parameter.is_trained for parameter in parameters)
     for stage in config.train.timetable:
         own = config.in_stage(stage)
         if setup.make is Transformer and whole and not own.finetune.frozen_layers:
@@ -121,8 +121,10 @@ def make_figures(setup: Setup) -> Callable[[int, dict[str, Any], float], dict[st
         stage = config.train.stage_of(step)
         flops = by_stage.get(stage)
         of_items = setup.items.figure_names
-        found = step_figures(metrics, seconds, stage.tokens, flops, setup.mesh.size, peak, of_items)
-        return found | {"memory_bytes": held}
+        of_step = step_figures(
+            metrics, seconds, stage.tokens, flops, setup.mesh.size, peak, of_items
+        )
+        return of_step | {"memory_bytes": held}
 
     return figures
 

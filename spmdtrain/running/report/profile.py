@@ -38,7 +38,7 @@ def _instructions(step: Callable[..., Any]) -> dict[str, Any]:
 
     text = step.as_text() if isinstance(step, jax.stages.Compiled) else None
     try:
-        found = operations(text or "")
+        instructions = operations(text or "")
     except UNREADABLE:
         return {}
-    return {name: list(each) for name, each in found.items()}
+    return {name: list(instruction) for name, instruction in instructions.items()}

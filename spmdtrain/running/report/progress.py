@@ -48,14 +48,14 @@ class Progress:
 
     def update(self, step: int, figures: dict[str, Any], due: bool = False) -> None:
         """Shows the figures of `step`. `due` asks for a permanent line out of turn."""
-        pace, left = self._pace(step, figures["step_seconds"])
+        pace, remaining = self._pace(step, figures["step_seconds"])
         text = _line(figures)
         if self._bar:
-            shown = "  ".join([*left, text])
+            shown = "  ".join([*remaining, text])
             with closed_outputs.tolerated():
                 self._bar.update(self._bar.task_ids[0], completed=step, figures=shown)
         if due or step % self._every == 0:
-            self.say("  ".join([f"step {step}/{self._total}", text, pace, *left]))
+            self.say("  ".join([f"step {step}/{self._total}", text, pace, *remaining]))
 
     def _pace(self, step: int, seconds: float) -> tuple[str, list[str]]:
         """Returns (the time of `step`, the time left if known) in words."""
@@ -64,8 +64,8 @@ class Progress:
             return f"{seconds:.3g} s for the first step", []
         before = seconds if self._seconds is None else self._seconds
         self._seconds = 0.9 * before + 0.1 * seconds
-        left = duration(self._seconds * (self._total - step))
-        return f"{seconds:.3g} s/step", [f"eta {left}"]
+        remaining = duration(self._seconds * (self._total - step))
+        return f"{seconds:.3g} s/step", [f"eta {remaining}"]
 
 
 def _line(figures: dict[str, Any]) -> str:

@@ -132,13 +132,13 @@ class Reporter:
 
 def check(sinks: Sequence[MakeSink], hooks: Sequence[Hook]) -> None:
     """Raises ConfigError if the sinks or the hooks are not sequences of callables."""
-    for word, given, takes in (
+    for word, callables, takes in (
         ("sinks", sinks, "sinks=[MySink], a class or function of (directory, config, step)"),
         ("hooks", hooks, "hooks=[my_hook], a function of (event, step, figures)"),
     ):
-        listed = isinstance(given, list | tuple)
-        if not listed or not all(map(callable, given)):
-            raise ConfigError(f"{word}={given!r:.80} is not a list of callables", fix=takes)
+        listed = isinstance(callables, list | tuple)
+        if not listed or not all(map(callable, callables)):
+            raise ConfigError(f"{word}={callables!r:.80} is not a list of callables", fix=takes)
 
 
 def shipped(name: str) -> MakeSink:

@@ -75,16 +75,16 @@ def peak_bytes(mesh: jax.sharding.Mesh) -> int | None:
     return max((peak for peak in peaks if peak is not None), default=None)
 
 
-def show(found: dict[str, Any]) -> str:
+def show(values: dict[str, Any]) -> str:
     """Formats the values of `figures` as one line for the time and one for the memory.
 
     Unknown values are left out, or said to be unknown.
     """
-    hardware = found["hardware"]
+    hardware = values["hardware"]
     return "\n".join(
         [
-            f"median step time   {_said(found['step_seconds'], _seconds, hardware)}",
-            f"memory per device  {_said(found['memory_bytes'], _size, hardware)}",
+            f"median step time   {_said(values['step_seconds'], _seconds, hardware)}",
+            f"memory per device  {_said(values['memory_bytes'], _size, hardware)}",
         ]
     )
 

@@ -105,24 +105,24 @@ def _written(path: Path) -> dict[int, dict[str, Any]]:
     """Returns the figures of metrics.jsonl by step, in order; the last ones if a step repeats."""
     if not path.exists():
         return {}
-    found: dict[int, dict[str, Any]] = {}
+    by_step: dict[int, dict[str, Any]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         values = json.loads(line)
         values.pop("time", None)  # older versions wrote none
-        figures = found.setdefault(values.pop("step"), {})
+        figures = by_step.setdefault(values.pop("step"), {})
         figures |= {name: value for name, value in values.items() if value is not None}
-    return dict(sorted(found.items()))
+    return dict(sorted(by_step.items()))
 
 
 def _wandb_id(path: Path, is_new: bool) -> str:
     """Returns the id of the run, stored in a file from its first start on."""
     if not is_new and (known := _kept(path, "[A-Za-z0-9_-]{1,64}")):
         return known
-    found = secrets.token_hex(4)
+    fresh = secrets.token_hex(4)
     with writing(path):
         path.parent.mkdir(exist_ok=True)
-        path.write_text(found, encoding="utf-8")
-    return found
+        path.write_text(fresh, encoding="utf-8")
+    return fresh
 
 
 def _kept(path: Path, pattern: str) -> str:

@@ -72,7 +72,7 @@ def check_start(
     _compare(
         _versions()
         | _settings(config)
-        | {f"{name}=": _code(each) for name, each in seams.items() if each is not None}
+        | {f"{name}=": _code(part) for name, part in seams.items() if part is not None}
         | {
             "--fresh": fresh,
             "--step": step,
@@ -112,13 +112,13 @@ def check_program(lowered: jax.stages.Lowered) -> None:
     _compare({PROGRAM: hashlib.sha256(text.encode()).hexdigest()[:16]})
 
 
-def disagreement(said: Sequence[Said]) -> UserError | None:
+def disagreement(reports: Sequence[Said]) -> UserError | None:
     """Returns the error if processes, given in order, do not all report the same; None if they do.
 
     It names the first difference with its values, then the other differences.
     """
-    names = dict.fromkeys(name for each in said for name in each.facts)
-    different = [name for name in names if len({_text(each, name) for each in said}) > 1]
+    names = dict.fromkeys(name for report in reports for name in report.facts)
+    different = [name for name in names if len({_text(report, name) for report in reports}) > 1]
     if not different:
         return None
     first = different[0]
@@ -130,7 +130,7 @@ def disagreement(said: Sequence[Said]) -> UserError | None:
         more = f", and about {', '.join(others[:MOST_NAMED])}{dots}"
     return kind(
         f"the processes of this run do not agree about {first}{more}",
-        found=_values(said, first),
+        found=_values(reports, first),
         fix=fix,
     )
 
@@ -142,21 +142,21 @@ def _compare(facts: Facts) -> None:
         raise error
 
 
-def _values(said: Sequence[Said], name: str) -> str:
+def _values(reports: Sequence[Said], name: str) -> str:
     """Lists each value with the processes that report it, that of process 0 first."""
     holders: dict[str, list[int]] = {}
-    for process, each in enumerate(said):
-        holders.setdefault(_text(each, name), []).append(process)
+    for process, report in enumerate(reports):
+        holders.setdefault(_text(report, name), []).append(process)
     parts = []
     for value, who in list(holders.items())[:MOST_VALUES]:
         more = f" and {len(who) - 1} more" if len(who) > 1 else ""
-        parts.append(f"{value} in process {who[0]} on {said[who[0]].host}{more}")
+        parts.append(f"{value} in process {who[0]} on {reports[who[0]].host}{more}")
     rest = len(holders) - len(parts)
     return ", ".join(parts) + (f", and {rest} other values" if rest else "")
 
 
-def _text(each: Said, name: str) -> str:
-    value = each.facts.get(name)
+def _text(report: Said, name: str) -> str:
+    value = report.facts.get(name)
     return "none" if value is None else str(value)
 
 
@@ -173,9 +173,9 @@ def _kind_and_fix(name: str) -> tuple[type[UserError], str]:
 
 
 def _versions() -> dict[str, str | None]:
-    found = {f"version of {name}": _version(name) for name in PACKAGES}
+    of_packages = {f"version of {name}": _version(name) for name in PACKAGES}
     of_jax = {name: str(getattr(jax.config, name, None)) for name in OF_JAX}
-    return {"version of spmdtrain": our_sources()} | found | of_jax
+    return {"version of spmdtrain": our_sources()} | of_packages | of_jax
 
 
 def _version(package: str) -> str | None:

@@ -125,18 +125,18 @@ def open_session(
         pulse.tell(pulse.RESTORE)
         stages.enter("looking for a checkpoint")
         snapshots = _snapshots(setup, checkpoints, clear=prepared.chooses)
-        found = _find(prepared, setup, checkpoints, snapshots)
+        checkpoint = _find(prepared, setup, checkpoints, snapshots)
         # A checkpoint of another run is refused before the reporter forgets later steps.
-        remarks = _check(prepared, setup, found) if found else []
-        done = found.step if found else 0 if state is None else int(state.step)
+        remarks = _check(prepared, setup, checkpoint) if checkpoint else []
+        done = checkpoint.step if checkpoint else 0 if state is None else int(state.step)
         reporter = Reporter(directory, config, done, [*prepared.sinks, *sinks], prepared.hooks)
         contexts.enter_context(reporter)
         pulse.tell(pulse.UNDONE, done)
-        if found is None:
+        if checkpoint is None:
             state = _begin(setup, state, reporter)
         else:
-            state = _resume(prepared, setup, found, checkpoints, reporter, remarks)
-        meta = found.meta if found else None
+            state = _resume(prepared, setup, checkpoint, checkpoints, reporter, remarks)
+        meta = checkpoint.meta if checkpoint else None
         yield Session(
             prepared=prepared,
             setup=setup,
@@ -172,43 +172,43 @@ def _find(
 
     A snapshot in the launcher's memory is as good as a checkpoint of its step.
     """
-    found = snapshots.newest(checkpoints.newest() or 0) if snapshots else None
-    if found is not None:
-        return found
+    snapshot = snapshots.newest(checkpoints.newest() or 0) if snapshots else None
+    if snapshot is not None:
+        return snapshot
     directory = prepared.directory
     with naming_settings(directory, setup, prepared.data, prepared.seams):
         return chosen_or_newest(checkpoints, directory, prepared.step, setup.state)
 
 
-def _check(prepared: Prepared, setup: Setup, found: LoadedState) -> list[str]:
+def _check(prepared: Prepared, setup: Setup, checkpoint: LoadedState) -> list[str]:
     """Returns remarks about a checkpoint. Raises CheckpointError if it belongs to another run."""
     directory = prepared.directory
-    where = f"step {found.step} of {directory}"
-    return check_identity(found.meta, setup, prepared.data, where, recorded(directory))
+    where = f"step {checkpoint.step} of {directory}"
+    return check_identity(checkpoint.meta, setup, prepared.data, where, recorded(directory))
 
 
 def _resume(
     prepared: Prepared,
     setup: Setup,
-    found: LoadedState,
+    checkpoint: LoadedState,
     checkpoints: Checkpoints,
     reporter: Reporter,
     remarks: Sequence[str],
 ) -> TrainState:
     """Returns the state of a checkpoint; what the run left behind after that step is set aside."""
-    step = found.step
+    step = checkpoint.step
     directory = prepared.directory
-    set_aside_damaged(checkpoints, found, reporter)
+    set_aside_damaged(checkpoints, checkpoint, reporter)
     set_aside_later(checkpoints, step, reporter)
     set_aside_exports(step, reporter)
     if checkpoints.retention:
-        checkpoints.retention.recall(found.meta)
-    recall_progress(prepared.data, found.meta)
-    differs = changes(found.meta, setup.config, prepared.seams)
+        checkpoints.retention.recall(checkpoint.meta)
+    recall_progress(prepared.data, checkpoint.meta)
+    differs = changes(checkpoint.meta, setup.config, prepared.seams)
     values: dict[str, Any] = {"changed": differs} if differs else {}
     values["seconds"] = pulse.phase().seconds
     line = f"resumed {directory} at step {step}"
-    if found.from_memory:
+    if checkpoint.from_memory:
         line += ", from the launcher's memory"
         values["from_memory"] = True
     mesh = dict(setup.mesh.shape)
@@ -219,7 +219,7 @@ def _resume(
         reporter.event("adapted", step, adapted, why=adapted)
     for line in remarks:
         reporter.say(line)
-    return found.state
+    return checkpoint.state
 
 
 def _begin(setup: Setup, state: TrainState | None, reporter: Reporter) -> TrainState:

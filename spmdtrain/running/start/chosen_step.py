@@ -19,10 +19,10 @@ def check_chosen(run: Path, step: int | None, config: RunConfig, fresh: bool) ->
     if fresh:
         what = f"--step {step} goes back in a run, but --fresh starts a new one"
         raise ConfigError(what, fix="one of them at a time")
-    there = steps_in(run)
-    if step not in there:
-        listed = ", ".join(map(str, there))
-        fix = f"--step {there[-1]}" if there else "training first, without --step"
+    steps = steps_in(run)
+    if step not in steps:
+        listed = ", ".join(map(str, steps))
+        fix = f"--step {steps[-1]}" if steps else "training first, without --step"
         raise CheckpointError(
             f"{run} holds no checkpoint of step {step}", found=listed or "none", fix=fix
         )
@@ -51,7 +51,7 @@ def chosen_or_newest(
 
 def set_aside_later(checkpoints: Checkpoints, step: int, reporter: Reporter) -> None:
     """Moves the checkpoints of later steps aside: the run takes those steps again."""
-    later = [each for each in checkpoints.steps() if each > step]
+    later = [saved for saved in checkpoints.steps() if saved > step]
     if not later:
         return
     checkpoints.quarantine(later)

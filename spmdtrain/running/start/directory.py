@@ -112,12 +112,12 @@ def _start_of(pid: int) -> int:
 
 def _holder(text: str) -> dict[str, str | int] | None:
     try:
-        found = json.loads(text)
+        holder = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    match found:
+    match holder:
         case {"host": str(), "pid": int(), "start": int()}:
-            return found
+            return holder
         case _:
             return None
 
@@ -134,10 +134,10 @@ def _describe_holder(holder: dict[str, str | int] | None) -> str:
 
 def check_given(directory: Path, init_from: str | None, fresh: bool) -> None:
     """Raises ConfigError if a run that is given a state would start from something else."""
-    there = newest_step(directory)
-    if there is not None and not fresh:
+    newest = newest_step(directory)
+    if newest is not None and not fresh:
         raise ConfigError(
-            f"state= starts a new run, but {directory} holds step {there}",
+            f"state= starts a new run, but {directory} holds step {newest}",
             fix="another directory, or fresh=True",
         )
     if init_from:

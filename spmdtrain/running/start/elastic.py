@@ -106,9 +106,11 @@ def choose_layout(config: RunConfig, count: int) -> MeshSizes | None:
     if batch % shards:
         raise _does_not_divide(config, count, stay)
     before = batch_shards({axis: max(size, 1) for axis, size in sizes.items()})
-    most = config.train.microbatch or max(config.train.global_batch // before, 1)
-    microbatch = max(each for each in range(1, most + 1) if batch % (shards * each) == 0)
-    fsdp = max(each for each in range(1, max(sizes["fsdp"], 1) + 1) if rest % each == 0)
+    largest = config.train.microbatch or max(config.train.global_batch // before, 1)
+    microbatch = max(
+        divisor for divisor in range(1, largest + 1) if batch % (shards * divisor) == 0
+    )
+    fsdp = max(divisor for divisor in range(1, max(sizes["fsdp"], 1) + 1) if rest % divisor == 0)
     chosen = {**sizes, "data": rest // fsdp, "fsdp": fsdp}
     return MeshSizes(chosen, microbatch)
 
@@ -128,13 +130,13 @@ def _does_not_divide(config: RunConfig, count: int, stay: int) -> ConfigError:
     batch = math.gcd(*(stage.global_batch for stage in config.train.timetable))
     expert = config.mesh.expert
     shards = count // stay * expert
-    groups = [each for each in range(1, batch // expert + 1) if batch % (each * expert) == 0]
+    groups = [number for number in range(1, batch // expert + 1) if batch % (number * expert) == 0]
     here = count // stay
-    near = [max((each for each in groups if each < here), default=0)]
-    near += [min((each for each in groups if each > here), default=0)]
-    counts = " or ".join(str(each * stay) for each in near if each)
+    near = [max((number for number in groups if number < here), default=0)]
+    near += [min((number for number in groups if number > here), default=0)]
+    counts = " or ".join(str(number * stay) for number in near if number)
     below = batch // shards * shards
-    batches = " or ".join(str(each) for each in (below, below + shards) if each)
+    batches = " or ".join(str(number) for number in (below, below + shards) if number)
     return ConfigError(
         f"the run cannot continue with {count} devices: train.global_batch={batch} is not "
         f"divisible by {shards} shards",

@@ -49,9 +49,9 @@ def check_source(config: RunConfig, tokenizer: Spec | None, directory: Path, fre
 
 
 def _check_weights(source: str, directory: Path, fresh: bool) -> None:
-    asked = f"train.init_from='{source}'"
+    setting = f"train.init_from='{source}'"
     if fresh and Path(source).resolve() == directory.resolve():
-        raise ConfigError(f"{asked} is the run that --fresh sets aside", fix="another --run")
+        raise ConfigError(f"{setting} is the run that --fresh sets aside", fix="another --run")
     if newest_step(Path(source)) is None:
         fix = "the directory of a trained run, or of a model of Hugging Face"
         if is_published(Path(source)):
@@ -59,7 +59,7 @@ def _check_weights(source: str, directory: Path, fresh: bool) -> None:
             is_float8 = published.packing == "fp8"
             check_dtypes(open_tensors(published.folder, is_float8=is_float8))
             return
-        raise CheckpointError(f"{asked} holds no checkpoint", fix=fix)
+        raise CheckpointError(f"{setting} holds no checkpoint", fix=fix)
 
 
 def weights_of(
@@ -141,12 +141,12 @@ def _of_run(run: Path, setup: Setup, say: Callable[[str], None]) -> dict[str, ja
     reading = contextlib.closing(Checkpoints(run, setup, keep=None))
 
     def asked_of(step: int) -> dict[str, jax.Array]:
-        there = checkpoints.parameters(step)
+        saved = checkpoints.parameters(step)
         of_model = setup.model.parameters
         return {
             path: x
             for path, x in setup.state.params.items()
-            if path in there or not of_model[path].is_of_adapter
+            if path in saved or not of_model[path].is_of_adapter
         }
 
     with reading as checkpoints, naming_settings(run, setup):
@@ -157,8 +157,8 @@ def _of_run(run: Path, setup: Setup, say: Callable[[str], None]) -> dict[str, ja
         say(line)
     if begun := len(setup.state.params) - len(params):
         say(f"{run} has no adapters: {begun} arrays of them start fresh")
-    asked = f"train.init_from='{run}'"
-    for line in check_model_code(meta["model_code"], code_of(setup), asked):
+    setting = f"train.init_from='{run}'"
+    for line in check_model_code(meta["model_code"], code_of(setup), setting):
         say(line)
     for name, then, now in model_changes(meta, setup.config):
         say(f"the weights of {run} were trained with {name}={then}; here it is {now}")

@@ -66,7 +66,7 @@ def keep(meta: Meta, setup: Setup) -> Names:
             return {}
 
 
-def check_kept(kept: Names, where: str) -> None:
+def check_kept(earlier: Names, where: str) -> None:
     """Raises CheckpointError if a call cannot run what it ran before; call it after the trace.
 
     `where` names the checkpoint.
@@ -75,7 +75,7 @@ def check_kept(kept: Names, where: str) -> None:
     if decisions is None:
         return
     for call, reason in decisions.missed.items():
-        if call in kept:
+        if call in earlier:
             raise CheckpointError(
                 f"a kernel of {where} cannot run here: {reason}",
                 asked=call,

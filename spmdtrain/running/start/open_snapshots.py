@@ -21,13 +21,13 @@ def open_snapshots(setup: Setup, checkpoints: Checkpoints, *, clear: bool) -> Sn
     them, or if a host has too little memory. All processes must call it.
     """
     config = setup.config.checkpoint
-    asked = f"checkpoint.memory_every={config.memory_every}"
+    setting = f"checkpoint.memory_every={config.memory_every}"
     slots = handed_slots.slots()
     with together():
         if not slots:
             raise ConfigError(
                 "only a launcher on Linux keeps a state in memory when a process dies",
-                asked=asked,
+                asked=setting,
                 fix="spmdtrain launch train ..., or --set checkpoint.memory_every=0",
             )
         if config.memory_peer and not handed_slots.are_copied():
@@ -45,26 +45,26 @@ def open_snapshots(setup: Setup, checkpoints: Checkpoints, *, clear: bool) -> Sn
         wanted += snapshots.bytes  # a copy on its way from the devices
     if config.memory_peer:
         wanted += handed_slots.PER_PROCESS * snapshots.slot_bytes  # of the host before this one
-    _check_room(asked, wanted)
+    _check_room(setting, wanted)
     with together():
         try:
             snapshots.reserve()
         except OSError as error:
-            raise ConfigError(TOO_LITTLE, asked=asked, found=error.strerror or "") from None
+            raise ConfigError(TOO_LITTLE, asked=setting, found=error.strerror or "") from None
     return snapshots
 
 
-def _check_room(asked: str, wanted: int) -> None:
+def _check_room(setting: str, wanted: int) -> None:
     """Raises ConfigError in all processes if those of one host want more than is available."""
     mine = [socket.gethostname(), wanted, available_bytes()]
-    said = [json.loads(each) for each in gather_texts(json.dumps(mine))]
-    for host in dict.fromkeys(name for name, _, _ in said):
-        needed = sum(of_one for name, of_one, _ in said if name == host)
-        there = min((free for name, _, free in said if name == host and free), default=None)
-        if there is not None and needed > there:
+    of_all = [json.loads(text) for text in gather_texts(json.dumps(mine))]
+    for host in dict.fromkeys(name for name, _, _ in of_all):
+        needed = sum(of_one for name, of_one, _ in of_all if name == host)
+        available = min((free for name, _, free in of_all if name == host and free), default=None)
+        if available is not None and needed > available:
             raise ConfigError(
                 f"{TOO_LITTLE}: {needed / 1e9:.1f} GB on {host}",
-                asked=asked,
-                found=f"{there / 1e9:.1f} GB available",
+                asked=setting,
+                found=f"{available / 1e9:.1f} GB available",
                 fix="checkpoint.memory_every=0, or a mesh with more hosts along fsdp",
             )
