@@ -34,8 +34,8 @@ import numpy as np
 from spmdtrain.config.errors import DataError
 from spmdtrain.data.corpus import Corpus
 from spmdtrain.data.indices import check_range, sample_indices
-from spmdtrain.data.saved_logits.reader import SavedLogits
 from spmdtrain.data.shuffle import permute, random_bits
+from spmdtrain.data.token_arrays import TokenArrays
 
 Batch = dict[str, np.ndarray]
 
@@ -138,7 +138,7 @@ class TrainStream:
         seed: int,
         shuffle: bool,
         packing: str = "stream",
-        logits: SavedLogits | None = None,
+        beside: TokenArrays | None = None,
     ):
         check_range(*span, len(corpus.tokens), sequence_length)
         if span.size <= sequence_length:  # split() reports this, with a fix to type
@@ -153,7 +153,7 @@ class TrainStream:
         self._seed = seed
         self._shuffle = shuffle
         self._packing = packing
-        self._logits = logits
+        self._beside = beside
         # The last token is never an input. With a phase, the largest one must leave room for as
         # many windows as the others.
         reserve = sequence_length if shuffle else 1
@@ -183,9 +183,9 @@ class TrainStream:
         counts = [self._corpus.counts(at + 1, at + self._length + 1) for at in starts.tolist()]
         mask = np.stack(counts)
         batch = make_batch(self._corpus, rows, starts, mask, indices, self._packing)
-        if self._logits is None:
+        if self._beside is None:
             return batch
-        return batch | self._logits.of_windows(starts, self._length)
+        return batch | self._beside.of_windows(starts, self._length)
 
 
 class EvalWindows:

@@ -21,8 +21,8 @@ from spmdtrain.data.batches import ORDER, Batch, Range
 from spmdtrain.data.corpus import Corpus
 from spmdtrain.data.indices import check_range, sample_indices
 from spmdtrain.data.pairs import fill_pair, whole_pairs
-from spmdtrain.data.saved_logits.reader import SavedLogits
 from spmdtrain.data.shuffle import permute, random_bits
+from spmdtrain.data.token_arrays import TokenArrays
 
 
 @dataclass(frozen=True)
@@ -129,11 +129,11 @@ class PackedWindows:
     The rest of a window is padded with id 0 and mask 0, as a separate segment.
     """
 
-    def __init__(self, corpus: Corpus, span: Range, length: int, logits: SavedLogits | None = None):
+    def __init__(self, corpus: Corpus, span: Range, length: int, beside: TokenArrays | None = None):
         check_range(*span, len(corpus.tokens), length)
         self._corpus = corpus
         self._length = length
-        self._logits = logits
+        self._beside = beside
         if corpus.has_pairs:
             span = whole_pairs(corpus, span, length)
         self._packing = pack_documents(corpus.document_starts, span, length)
@@ -154,8 +154,8 @@ class PackedWindows:
         }
         if self._corpus.references is not None:
             batch["reference"] = np.zeros(shape, np.float32)
-        if self._logits is not None:
-            batch |= self._logits.blank(shape)
+        if self._beside is not None:
+            batch |= self._beside.blank(shape)
         windows = [self.pieces(window) for window in indices.tolist()]
         for pieces in windows:
             for start, size in pieces:
@@ -183,8 +183,8 @@ class PackedWindows:
             batch["mask"][row, place] = self._corpus.counts(start + 1, start + size + 1)
             batch["segment_ids"][row, place] = segment
             batch["positions"][row, place] = np.arange(size)
-            if self._logits is not None:
-                for name, values in self._logits.read(start, start + size).items():
+            if self._beside is not None:
+                for name, values in self._beside.read(start, start + size).items():
                     batch[name][row, place] = values
             if self._corpus.has_pairs:
                 fill_pair(batch, row, at, segment, self._corpus, start, size)
@@ -207,9 +207,9 @@ class PackedStream:
         *,
         seed: int,
         shuffle: bool,
-        logits: SavedLogits | None = None,
+        beside: TokenArrays | None = None,
     ):
-        self._windows = PackedWindows(corpus, span, length, logits)
+        self._windows = PackedWindows(corpus, span, length, beside)
         self._seed = seed
         self._shuffle = shuffle
 

@@ -23,9 +23,9 @@ from spmdtrain.data.corpus import CORPORA, Corpus, check_vocab, common_template,
 from spmdtrain.data.cut_documents import count_cut, cut_note
 from spmdtrain.data.epochs import Endless, counted_in_steps
 from spmdtrain.data.indices import sample_indices
-from spmdtrain.data.saved_logits.reader import SavedLogits, open_logits
 from spmdtrain.data.shuffle import random_bits
 from spmdtrain.data.targets import check_targets
+from spmdtrain.data.token_arrays import TokenArrays
 
 if TYPE_CHECKING:
     from spmdtrain.data.mixtures.mixture_phases import PhasedMixture
@@ -70,7 +70,7 @@ class CorpusData:
     corpus: Corpus
     train: Range
     validation: Range
-    logits: SavedLogits | None = None  # of the training tokens
+    beside: TokenArrays | None = None  # of the training tokens
 
     @property
     def fingerprint(self) -> str:
@@ -114,10 +114,10 @@ class CorpusData:
         if config.data.packing == "best_fit":
             from spmdtrain.data.packing import PackedStream
 
-            return PackedStream(self.corpus, self.train, length, logits=self.logits, **order)
+            return PackedStream(self.corpus, self.train, length, beside=self.beside, **order)
         packing = config.data.packing
         return TrainStream(
-            self.corpus, self.train, length, packing=packing, logits=self.logits, **order
+            self.corpus, self.train, length, packing=packing, beside=self.beside, **order
         )
 
     def eval_sets(self, config: RunConfig) -> list[EvalSet]:
@@ -136,8 +136,8 @@ class CorpusData:
     def describe(self, config: RunConfig) -> str:
         """Returns the line in which a run describes its data."""
         parts = [f"{config.data.corpus}, {self.train.size:,} tokens to train"]
-        if self.logits is not None:
-            parts.append(self.logits.manifest.described)
+        if self.beside is not None:
+            parts.append(self.beside.described)
         parts.append(cut_note(*self.cut_conversations(config), config.data.packing))
         return ", ".join(filter(None, parts))
 
@@ -425,8 +425,12 @@ def _cut(corpus: Corpus, config: RunConfig, source: str = "") -> CorpusData:
 
 def _with_logits(data: CorpusData, config: RunConfig) -> CorpusData:
     """Returns the data with the logits that `distill.logits` names, if it names any."""
+    if config.distill.logits is None:
+        return data
+    from spmdtrain.data.saved_logits.reader import open_logits
+
     logits = open_logits(config, data.fingerprint, data.tokenizer, data.train.stop)
-    return replace(data, logits=logits)
+    return replace(data, beside=logits)
 
 
 def _check_pairs(corpus: Corpus, config: RunConfig) -> None:

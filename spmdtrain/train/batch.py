@@ -27,7 +27,8 @@ from spmdtrain.parallel.context.context_method import (
 )
 
 Batch = dict[str, jax.Array]
-# Further arrays of a batch by name: the dtype, and the dims that follow those of tokens.
+# Further arrays of a batch by name: the dtype (int32: ids of the vocabulary), and the dims that
+# follow those of tokens.
 BatchArrays = Mapping[str, tuple[str, tuple[int, ...]]]
 Samples = Callable[[np.ndarray], Mapping[str, np.ndarray]]
 OF_SEQUENCES = ("sample", "source")  # arrays with one number per sequence

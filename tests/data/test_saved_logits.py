@@ -80,7 +80,7 @@ def assert_own(batch: dict[str, np.ndarray]) -> None:
 def test_each_sample_has_what_was_said_of_its_own_tokens(tmp_path, packing):
     taught = opened(written(tmp_path / "logits"))
     corpus, span = corpus_of([70, 5, 150, 40, 235]), Range(0, TOKENS)
-    options = {"seed": 3, "shuffle": True, "logits": taught}
+    options = {"seed": 3, "shuffle": True, "beside": taught}
     if packing == "best_fit":
         stream = PackedStream(corpus, span, LENGTH, **options)
     else:
@@ -131,7 +131,7 @@ def test_padding_has_no_two_of_one_id(tmp_path):
     taught = opened(written(tmp_path / "logits"))
     assert taught is not None
     stream = PackedStream(
-        corpus_of([8, 8, 484]), Range(0, 16), 12, seed=0, shuffle=False, logits=taught
+        corpus_of([8, 8, 484]), Range(0, 16), 12, seed=0, shuffle=False, beside=taught
     )
     batch = stream.samples(np.arange(2))
     assert batch["mask"].min() == 0

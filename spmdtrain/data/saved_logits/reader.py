@@ -32,6 +32,11 @@ class SavedLogits:
         self._ids = ids
         self._logs = logs
 
+    @property
+    def described(self) -> str:
+        """A line about them, of the manifest."""
+        return self.manifest.described
+
     def blank(self, shape: tuple[int, int]) -> dict[str, np.ndarray]:
         """Returns the entries of a batch for tokens [n, T] without saved logits."""
         top = self.manifest.top

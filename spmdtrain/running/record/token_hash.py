@@ -15,15 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmdtrain.checkpoints.leaves.fingerprint import FACTORS, mixed
-from spmdtrain.data.saved_logits.reader import IDS, LOGS
 from spmdtrain.parallel.context.context_method import zigzag_order
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.setup import Setup
 
 Sums = tuple[int, int]
 OF_ROWS = "sample"  # the entry with the index of each row
-# Saved logits are fifty times the tokens; checkpoints know their folder by its fingerprint.
-OF_LOGITS = (IDS, LOGS)
 
 
 def sums_of_rows(rows: Mapping[str, np.ndarray]) -> Sums:
@@ -67,10 +64,13 @@ def _sums(rows: Mapping[str, Any], xp: Any, order: np.ndarray | None = None) -> 
     """Returns the two sums with numpy or jax.numpy. Entries are [..., time], or [...] like sample.
 
     `order`: the time of each entry of a row, if they do not ascend. The index of an entry counts
-    all entries of all samples, so no two share one.
+    all entries of all samples, so no two share one. Arrays of more dims, such as saved logits, do
+    not count: they are many times the tokens, and checkpoints know them by their fingerprint.
     """
-    names = sorted(rows.keys() - {OF_ROWS, *OF_LOGITS})
     sample = rows[OF_ROWS].astype(np.uint32)
+    names = sorted(
+        name for name, x in rows.items() if name != OF_ROWS and x.ndim <= sample.ndim + 1
+    )
     length = max(rows[name].shape[-1] for name in names if rows[name].ndim > sample.ndim)
     totals: list[Any] = [[], []]
     for number, name in enumerate(names):

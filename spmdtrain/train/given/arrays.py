@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 
 from spmdtrain.config.arguments import shown
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.data.saved_logits.reader import IDS, LOGS
 from spmdtrain.parallel.context.context_method import ContextMethod, zigzag_order
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
@@ -145,7 +144,7 @@ def check_batch(setup: Setup, batch: Any, *, training: bool) -> None:
     if not reads_sample:
         wanted.pop("sample")
     if not training:
-        for name in ("source", IDS, LOGS):
+        for name in ("source", *setup.batch_arrays):
             wanted.pop(name, None)
     for name, want in wanted.items():
         if name not in batch:
@@ -207,7 +206,9 @@ def _check_numbers(setup: Setup, part: dict[str, np.ndarray]) -> None:
     learned = config.model.positions == "learned"
     _check_range("positions", part.get("positions"), config.model.max_length if learned else 2**31)
     _check_range("segment_ids", part.get("segment_ids"), 2**31)
-    _check_range(IDS, part.get(IDS), config.vocab)
+    for name, (dtype, _) in setup.batch_arrays.items():
+        if dtype == "int32":
+            _check_range(name, part.get(name), config.vocab)
     if config.data.mix:
         _check_range("source", part.get("source"), len(config.data.mix))
     length = part["tokens"].shape[-1] if "tokens" in part else 0
