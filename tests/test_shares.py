@@ -3,6 +3,7 @@
 import ast
 import re
 import subprocess
+import sys
 from itertools import product
 from pathlib import Path
 
@@ -82,6 +83,20 @@ def test_where_a_case_runs_does_not_depend_on_the_cases_before_it():
     """One Python may collect a case that the other one does not have."""
     tests = [(case.name, case.marks) for case in grid("long")]
     assert cases_of(tests)[2:] == cases_of([tests[0], *tests[2:]])[1:]
+
+
+@pytest.mark.seconds
+def test_a_name_of_a_test_that_is_none_ends_the_collection(tmp_path):
+    """`core` is for cases: as a decorator it leaves a list where the test was."""
+    (tmp_path / "test_it.py").write_text(
+        "from shares import core\n@core\ndef test_lost():\n    assert False\n"
+    )
+    collect = ["pytest", "-p", "conftest", "-p", "no:cacheprovider", "-q", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", *collect], cwd=TESTS, capture_output=True, text=True
+    )
+    assert done.returncode == pytest.ExitCode.INTERRUPTED
+    assert "test_lost is no test but [ParameterSet" in done.stdout
 
 
 def test_marked_cases_have_their_mark():
