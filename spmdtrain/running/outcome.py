@@ -33,7 +33,7 @@ class Outcome:
 
 
 def nothing_to_do(session: Session) -> Outcome | None:
-    """Returns the outcome of a run that has already ended, and says so; None if steps are left."""
+    """Returns the outcome of a run that has already ended, and prints it; None if steps remain."""
     directory = session.prepared.directory
     step = session.done
     early_stop = session.early_stop

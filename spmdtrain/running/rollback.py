@@ -99,7 +99,7 @@ def set_aside_damaged(
 
 
 def set_aside_exports(after: int, reporter: Reporter) -> None:
-    """Moves the exports of steps later than `after` into RUN/exports/quarantine, and says so.
+    """Moves the exports of steps later than `after` into RUN/exports/quarantine, and prints a line.
 
     Process 0 moves them. Raises StorageError if it cannot.
     """

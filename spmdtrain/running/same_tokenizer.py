@@ -1,4 +1,4 @@
-"""Refuses weights whose ids stand for other texts than those that they meet."""
+"""Refuses weights that were trained with another tokenizer than that of the data."""
 
 from pathlib import Path
 from typing import Any

@@ -20,12 +20,11 @@ from fuzz_data.worker import timed  # noqa: E402
 from spmdtrain import cli  # noqa: E402
 from spmdtrain.cli import command  # noqa: E402
 from spmdtrain.config.errors import DataError  # noqa: E402
-from spmdtrain.data import source  # noqa: E402
 from spmdtrain.data.batches import EvalWindows  # noqa: E402
 from spmdtrain.data.corpus import Corpus  # noqa: E402
 from spmdtrain.data.prepare import prepare_corpus  # noqa: E402
 from spmdtrain.data.prepare.token_writer import TokenWriter  # noqa: E402
-from spmdtrain.data.token_files import tokens  # noqa: E402
+from spmdtrain.data.token_files import cut_files, tokens  # noqa: E402
 
 ENOUGH = 150  # cases, among which each planted fault shows
 SLICE = 500  # cases that every run of the tests examines
@@ -96,7 +95,7 @@ def test_an_evaluation_that_leaves_out_a_window_is_found(monkeypatch):
 def test_a_mixture_that_trains_on_what_validates_is_found(monkeypatch):
     case = Case(0, "nanogpt", documents=5, files=3, reads="shared", fraction=0.3)
     assert timed(case).how == "passed"
-    monkeypatch.setattr(source, "cut_shared_files", lambda corpora, _: corpora)
+    monkeypatch.setattr(cut_files, "cut_shared_files", lambda corpora, _: corpora)
     assert timed(case).kind == "tokens that validate are trained on"
 
 

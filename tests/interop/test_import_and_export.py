@@ -237,7 +237,7 @@ def test_a_disk_that_is_full_while_step_0_is_written_is_one_line(published, tmp_
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(store, "write_by_layer", full)
+    monkeypatch.setattr(by_layer, "write_by_layer", full)
     with pytest.raises(StorageError, match="cannot save a checkpoint: .*No space left"):
         import_model(published / "llama", tmp_path / "run")
     assert not list((tmp_path / "run" / "checkpoints").iterdir())

@@ -1,13 +1,13 @@
-"""Keeps what islands leave for each other in a folder that all their processes can reach.
+"""Exchanges documents and rows between islands, in a folder that all their processes can reach.
 
-Whatever is left is a folder of its own that is written aside and then renamed, which succeeds once:
-whoever comes second leaves what is there. Renaming a folder is all that is asked of the file
-system; it may be a mounted one.
+Each entry is a folder that is written under another name and then renamed. Only one rename
+succeeds; an island that comes second keeps the entry of the first. The file system needs nothing
+but an atomic rename of folders, so it may be mounted.
 
 The processes of an island leave a folder together. Process 0 makes it; each writes the ranges that
-it has of the rows; process 0 adds about.json, which says which ranges are in which file, and
-renames it. What is in the folder is asked by process 0 alone, which tells the others, because hosts
-may see a change of a mounted folder at different times.
+it has of the rows; process 0 adds about.json, which lists the ranges in each file, and renames it.
+Process 0 alone looks into the folder, and broadcasts what it sees, because hosts may see a change
+of a mounted folder at different times.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Does the part of an island in the meetings of a run.
+"""Takes part in the meetings of a run for one island.
 
 The results of meetings stay in the folder. If an island resumes, it repeats its steps up to where
 it was, and each meeting has the same result. If the others have met without it, because it was away
@@ -37,7 +37,7 @@ ALONE = (
 IN_COMMON = ("islands.", "model.", "optimizer.", "train.seed", "train.sequence_length")
 TOKENIZER = "the tokenizer of the data"
 SHOWN = 16  # hex digits of its hash
-# Else a run that begins anew would be given what an earlier one has learned.
+# If they differ, a run that starts over would receive what an earlier one has learned.
 OWN = ("data.", "train.global_batch", "train.init_from")
 
 

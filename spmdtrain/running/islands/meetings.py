@@ -14,7 +14,8 @@ resumed, comes out as before.
 
 Each island that takes part averages one part of the row, reads that part alone of the others, and
 reads the other parts of the mean. So it receives what it would in an all-reduce, whatever the
-number of islands. A part whose island is gone is averaged by whoever waits for it.
+number of islands. If the island of a part is gone, one that waits for the part averages
+it.
 
 The processes of an island share its work, and call each method together. They take the same turns,
 as process 0 alone looks into the folder.

@@ -1,4 +1,4 @@
-"""Compiles the step of a session, and reports it: in words, config.json and compiled.json."""
+"""Compiles the step of a session; config.json, compiled.json and the terminal report on it."""
 
 from collections.abc import Callable
 from typing import Any

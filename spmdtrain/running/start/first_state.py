@@ -30,7 +30,7 @@ def init_state(setup: Setup) -> TrainState:
 def first_state(
     setup: Setup, say: Callable[[str], None], directory: Path | None = None
 ) -> TrainState:
-    """Returns what `init_state` does; `say` is told what is to be known of the weights.
+    """Returns what `init_state` does; `say` prints remarks about the weights.
 
     The files around published weights are kept in the run `directory`, if there is one.
     """
