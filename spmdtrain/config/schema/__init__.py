@@ -99,3 +99,13 @@ __all__ = [
     "TransformerConfig",
     "check_config",
 ]
+
+# The sections of a run, by the names of their classes: run.py is the only other file that names a
+# new one.
+_SECTIONS = {
+    field.annotation.__name__: field.annotation
+    for field in RunConfig.model_fields.values()
+    if isinstance(field.annotation, type)
+}
+globals().update(_SECTIONS)
+__all__ += sorted(_SECTIONS.keys() - set(__all__))  # pyright: ignore[reportUnsupportedDunderAll]
