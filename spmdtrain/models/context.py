@@ -7,6 +7,7 @@ state: a layer without one cannot silently run unsharded. It is a pytree of its 
 b: sequences, t: tokens of a sequence.
 """
 
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -163,12 +164,18 @@ def _fold_in(keys_b: jax.Array, number: jax.Array | int) -> jax.Array:
 
 
 # A purpose is identified by its position: append new ones, or old runs would draw other numbers.
-Purpose = Literal["init", "noise", "corruption", "rounding"]
+Purpose = Literal["init", "noise", "corruption", "rounding", "part"]
 
 
 def random_key(seed: int, purpose: Purpose) -> jax.Array:
     """Returns the key of one purpose: initial values and noise share a seed, but never a key."""
     return jax.random.fold_in(jax.random.key(seed), get_args(Purpose).index(purpose))
+
+
+def part_key(seed: int, name: str, step: jax.Array) -> jax.Array:
+    """Returns the key of a step from which the part of this name draws, whatever other parts do."""
+    key = jax.random.fold_in(random_key(seed, "part"), zlib.crc32(name.encode()) >> 1)
+    return jax.random.fold_in(key, step)
 
 
 def sample_noise(seed: int, step: jax.Array, sample_b: jax.Array) -> jax.Array:
