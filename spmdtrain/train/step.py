@@ -85,7 +85,7 @@ def traced_step(setup: Setup, see: See | None = None) -> Callable[..., Any]:
         params, projected = setup.items.project(state.items, moved)
         figures |= {"grad_norm": norm, "learning_rate": rate}
         made |= projected
-        taken = Taken(config, params, gradients, batch, loss, norm, number, good, made)
+        taken = Taken(config, params, gradients, batch, loss, norm, number, good, made, state.step)
         if good is not None:
             figures["skipped"] = 1.0 - good.astype(jnp.float32)
             params = unless_skipped(good, params, state.params)

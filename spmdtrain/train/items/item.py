@@ -75,7 +75,8 @@ class Taken:
     clipped. `loss`, `grad_norm` (before clipping) and `number` (of what the loss is a mean over):
     float32 scalars. `good`: a bool; if it is false, the step did not change the weights; None:
     nothing judges steps. `made`: what the step has made for items, by the item's name: while it
-    computed gradients, projected weights (`Projected`) or judged itself.
+    computed gradients, projected weights (`Projected`) or judged itself. `step`: its 0-based
+    number, an int32 scalar, as in `Graded`.
     """
 
     config: RunConfig
@@ -87,6 +88,7 @@ class Taken:
     number: jax.Array
     good: jax.Array | None = None
     made: Mapping[str, Value] = field(default_factory=dict)
+    step: jax.Array | None = None
 
 
 @dataclass(frozen=True)
