@@ -13,7 +13,7 @@ from spmdtrain.parallel.regions import MANUAL_AXES, make_sliced_sum
 from spmdtrain.pipeline.executor import StageProgram
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.gradients.forward import make_context, make_head_losses, make_side_losses
-from spmdtrain.train.gradients.sums import set_apart
+from spmdtrain.train.gradients.sums import only_minimised, set_apart
 from spmdtrain.train.part import Parts
 from spmdtrain.train.setup import Setup
 
@@ -90,17 +90,20 @@ def make_stage_program(
 
     def layer(weights, x, rest):
         number, (_, ctx) = rest
-        return run_block(model.bind(weights).blocks.layer, x, ctx, number)
+        y, losses = run_block(model.bind(weights).blocks.layer, x, ctx, number)
+        # The executor minimises the sum of whatever it is given.
+        return y, only_minimised(losses, parts)
 
     def head(shared, x, context):
         part, ctx = context
         module = model.bind(outside | shared)
-        losses = head_losses(module, x, ctx, part)
+        losses = only_minimised(head_losses(module, x, ctx, part), parts)
         if side_losses is None:
             return losses
         # All stages run these blocks on the same x: they tick together, and would wait for the last
         # one as long.
-        return losses | set_apart(side_losses(module, x, ctx, part))
+        of_parts = only_minimised(side_losses(module, x, ctx, part), parts)
+        return losses | set_apart(of_parts)
 
     # With "full", the executor itself recomputes whole chunks.
     remat = "dots" if setup.config.train.remat == "dots" else "none"

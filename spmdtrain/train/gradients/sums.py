@@ -40,9 +40,20 @@ def join_losses(setup: Setup, of_head: Losses, of_layers: Losses) -> Losses:
 
 def objective(losses: Losses, parts: Parts) -> Any:
     """Returns the scalar that training minimises: the sum of all losses."""
+    return sum(total_of(losses[name]) for name in losses if _is_minimised(name, parts))
+
+
+def only_minimised(losses: Losses, parts: Parts) -> Losses:
+    """Returns the same losses; those that training does not minimise have no gradient."""
+    return {
+        name: loss if _is_minimised(name, parts) else jax.lax.stop_gradient(loss)
+        for name, loss in losses.items()
+    }
+
+
+def _is_minimised(name: str, parts: Parts) -> bool:
     shown = {ENTROPY}.union(*(part.shown for part in parts))
-    minimised = (name for name in losses if name not in shown and not name.startswith(MEASURED))
-    return sum(total_of(losses[name]) for name in minimised)
+    return name not in shown and not name.startswith(MEASURED)
 
 
 def set_apart(side_losses: Losses) -> Losses:
