@@ -41,9 +41,11 @@ def test_what_is_measured_or_shown_has_no_gradient(layout, monkeypatch):
         setup = prepared(*SMALL, *LAYOUTS[layout])
         state = init_state(setup)
         with batches_of(setup) as ahead:
-            found, sums = jax.jit(make_gradients(setup))(state.params, state.step, next(ahead))
+            gradients_found, sums = jax.jit(make_gradients(setup))(
+                state.params, state.step, next(ahead)
+            )
         seen.append(sums.keys())
-        return plain_arrays(setup, found)
+        return plain_arrays(setup, gradients_found)
 
     seen: list = []
     plain = gradients()
@@ -52,5 +54,5 @@ def test_what_is_measured_or_shown_has_no_gradient(layout, monkeypatch):
     measuring = gradients()
     assert seen[1] - seen[0] == {"shown_of_layers", "shown_of_head"}
     for path, x in plain.items():
-        most = np.abs(x).max()
-        np.testing.assert_allclose(measuring[path], x, rtol=0, atol=1e-6 * most, err_msg=path)
+        largest = np.abs(x).max()
+        np.testing.assert_allclose(measuring[path], x, rtol=0, atol=1e-6 * largest, err_msg=path)
