@@ -727,7 +727,7 @@ def _schema_for_toml(node: Any) -> Any:
     """Adapts pydantic's schema to what this file accepts.
 
     Null is "none", a section without `name` may be any of its classes, and the defaults of whole
-    sections are left out.
+    sections are left out, as are the examples of settings, which are values for tests to draw.
     """
     if isinstance(node, list):
         return [_schema_for_toml(item) for item in node]
@@ -738,6 +738,8 @@ def _schema_for_toml(node: Any) -> Any:
     adapted = {}
     for key, value in node.items():
         if key == "discriminator":
+            continue
+        if key == "examples" and isinstance(value, list):
             continue
         if key == "default" and (value is None or isinstance(value, dict)):
             continue
