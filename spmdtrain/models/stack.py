@@ -182,7 +182,7 @@ def run_block(
 
     # A round is no layer: each of its blocks is one.
     around = None if isinstance(block, Round) else ctx.around_layer
-    y, side_losses = around(run, x, at_layer) if around else run(x)
+    y, side_losses = with_losses(around(run, x, at_layer), block) if around else run(x)
     if (y.shape, y.dtype) != (x.shape, x.dtype):
         raise ConfigError(
             f"a {type(block).__name__} turns {x.dtype}{list(x.shape)} "

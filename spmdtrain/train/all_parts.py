@@ -14,11 +14,14 @@ from spmdtrain.train.part import Part, Parts
 
 @dataclass(frozen=True)
 class Feature:
-    """A part that is imported where the settings ask for it. `items`: the names of its items."""
+    """A part that is imported where the settings ask for it. `items`: the names of its items, and
+    `example`: settings with which a tiny run has them, for tests of all items.
+    """
 
     begins: Callable[[RunConfig], bool]
     part: Callable[[], Part]
     items: tuple[str, ...] = ()
+    example: tuple[str, ...] = ()
 
 
 def _ema() -> Part:
@@ -94,15 +97,45 @@ def _corrupt() -> Part:
 
 
 FEATURES: tuple[Feature, ...] = (
-    Feature(lambda config: config.optimizer.ema is not None, _ema, ("ema",)),
-    Feature(lambda config: config.guard.window is not None, _spikes, ("recent",)),
-    Feature(lambda config: config.precision.compute == "float16", _loss_scale, ("loss_scale",)),
     Feature(
-        lambda config: config.islands.are_several, _islands, ("outer", "outer_momentum", "unmet")
+        lambda config: config.optimizer.ema is not None, _ema, ("ema",), ("optimizer.ema=0.9",)
     ),
-    Feature(lambda config: config.sparsity.pattern != "none", _sparsity, ("masks",)),
-    Feature(lambda config: config.compression.has_feedback, _compression, ("errors", "factors")),
-    Feature(lambda config: config.precision.scaling == "delayed", _magnitudes, ("magnitudes",)),
+    Feature(
+        lambda config: config.guard.window is not None,
+        _spikes,
+        ("recent",),
+        ("guard.sigmas=6", "guard.window=8"),
+    ),
+    Feature(
+        lambda config: config.precision.compute == "float16",
+        _loss_scale,
+        ("loss_scale",),
+        ("precision.compute=float16",),
+    ),
+    Feature(
+        lambda config: config.islands.are_several,
+        _islands,
+        ("outer", "outer_momentum", "unmet"),
+        ("islands.count=2", "islands.index=0", "islands.directory=there"),
+    ),
+    Feature(
+        lambda config: config.sparsity.pattern != "none",
+        _sparsity,
+        ("masks",),
+        ("sparsity.pattern=2:4",),
+    ),
+    Feature(
+        lambda config: config.compression.has_feedback,
+        _compression,
+        ("errors", "factors"),
+        ("compression.codec=lowrank",),
+    ),
+    Feature(
+        lambda config: config.precision.scaling == "delayed",
+        _magnitudes,
+        ("magnitudes",),
+        ("precision.matmul=float8", "precision.scaling=delayed"),
+    ),
     Feature(lambda config: config.distill.teacher is not None, _teacher, ("teacher",)),
     Feature(lambda config: config.distill.logits is not None, _saved_logits),
     Feature(lambda config: config.train.learns_pairs, _pairs),

@@ -80,10 +80,13 @@ class Part:
     `make_inputs(setup)`: a function of `StepInputs`, which changes the batch or the cotangent.
     `make_reading(setup)`: a `Reading`.
     `make_head_losses(setup, training, table_axes)`: the losses of the head, in place of the others.
-    `make_side_losses(setup, table_axes)`: further losses of the head's input, which are added.
-    `make_layer(setup)`: `around(run, x, ctx)`, called in place of each layer's `run(x)`.
+    `make_side_losses(setup, table_axes)`: further losses of the head's input, which are added. They
+    are sums over tokens: what is not linear in them would depend on how a batch is cut.
+    `make_layer(setup)`: `around(run, x, ctx)`, called in place of each layer's `run(x)`. Its losses
+    and what it measures are scalars.
     `make_data_sum(setup)`: a `SumOverData`.
-    `make_gradients(setup)`: a function of `Graded`, which returns other gradients.
+    `make_gradients(setup)`: a function of `Graded`, which returns other gradients. Those of a
+    router's bias are the load of its experts: `optimizers.learned` are the paths of the others.
     `shown`: the names of losses that are reported and not minimised.
     """
 

@@ -19,7 +19,7 @@ from spmdtrain.planner.estimate import estimate
 from spmdtrain.planner.own_model import with_traced_optimizer_state
 from spmdtrain.planner.plan import plan
 from spmdtrain.running.compile_step import lower_step
-from spmdtrain.train.all_parts import ITEM_NAMES
+from spmdtrain.train.all_parts import FEATURES, ITEM_NAMES
 from spmdtrain.train.state import bytes_per_device
 
 LLAMA = (
@@ -146,18 +146,8 @@ def test_the_closed_form_knows_what_is_frozen(mesh, also):
 
 # What adds to the state, by the items that it adds, and by optimizer.
 ADDS = {
-    "ema": ("optimizer.ema=0.9",),
-    "recent": ("guard.sigmas=6", "guard.window=8"),
-    "loss_scale": ("precision.compute=float16",),
-    "outer, outer_momentum, unmet": (
-        "islands.count=2",
-        "islands.index=0",
-        "islands.directory=there",
-    ),
-    "masks": ("sparsity.pattern=2:4",),
+    **{", ".join(feature.items): feature.example for feature in FEATURES if feature.example},
     "errors": ("compression.codec=topk",),
-    "errors, factors": ("compression.codec=lowrank",),
-    "magnitudes": ("precision.matmul=float8", "precision.scaling=delayed"),
     "moments in bfloat16": ("optimizer.moment_dtype=bfloat16",),
     "moments in 8 bits": ("optimizer.moment_dtype=8bit",),
     **{f"state of {name}": (f"optimizer.name={name}",) for name in OPTIMIZERS},
