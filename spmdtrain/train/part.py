@@ -86,7 +86,7 @@ class Part:
     and what it measures are scalars.
     `make_data_sum(setup)`: a `SumOverData`.
     `make_gradients(setup)`: a function of `Graded`, which returns other gradients. Those of a
-    router's bias are the load of its experts: `optimizers.learned` are the paths of the others.
+    router's bias are its load, not a slope: `optimizers.learned` are the paths of the others.
     `shown`: the names of losses that are reported and not minimised.
     """
 
