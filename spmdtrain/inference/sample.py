@@ -44,7 +44,7 @@ from spmdtrain.parallel.matmuls.tensor_matmul import (
 )
 from spmdtrain.parallel.regions import make_constrain, make_local_map
 from spmdtrain.parallel.vocabulary import make_lookup
-from spmdtrain.train.given.arrays import check_params
+from spmdtrain.train.external_arrays.check_arrays import check_params
 from spmdtrain.train.setup import Setup, check_setup
 from spmdtrain.train.state import are_finite
 

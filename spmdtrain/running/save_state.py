@@ -17,7 +17,7 @@ from spmdtrain.data.source import Source, Tokens, open_data
 from spmdtrain.running.guards.bad_steps import BadSteps
 from spmdtrain.running.report.json_lines import write_document
 from spmdtrain.running.start.directory import open_directory
-from spmdtrain.train.given.placed import placed
+from spmdtrain.train.external_arrays.place_state import placed
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
 

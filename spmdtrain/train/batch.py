@@ -168,11 +168,11 @@ def to_devices(  # noqa: PLR0913 - what a batch consists of, and where it goes
         start, stop, _ = columns.indices(shape.sequences)
         if (start, stop) not in made:
             mine = ids[:, start:stop]
-            found = samples(mine.ravel())
+            sampled = samples(mine.ravel())
             if zigzag > 1:
-                found = in_zigzag(found, zigzag)
+                sampled = in_zigzag(sampled, zigzag)
             made[start, stop] = {
-                name: x.reshape(*mine.shape, *x.shape[1:]) for name, x in found.items()
+                name: x.reshape(*mine.shape, *x.shape[1:]) for name, x in sampled.items()
             }
         return made[start, stop]
 

@@ -52,13 +52,13 @@ def _check(one: Callable, setup: Setup) -> None:
     _, sequences = setup.batch_shape
     shape = (sequences, setup.config.train.sequence_length)
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
-    given = jax.eval_shape(one, tokens, jax.ShapeDtypeStruct((sequences,), jnp.uint32))
-    found = [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(given)]
-    if found != [f"int32{list(shape)}", f"bool{list(shape)}"]:
+    outputs = jax.eval_shape(one, tokens, jax.ShapeDtypeStruct((sequences,), jnp.uint32))
+    kinds = [f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(outputs)]
+    if kinds != [f"int32{list(shape)}", f"bool{list(shape)}"]:
         raise ConfigError(
             "corrupt(tokens_bt, key_b) of the model does not return what it should",
             asked=f"(tokens int32{list(shape)}, chosen bool{list(shape)})",
-            found=", ".join(found),
+            found=", ".join(kinds),
         )
 
 

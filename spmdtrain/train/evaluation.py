@@ -16,7 +16,7 @@ from spmdtrain.config.errors import DataError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.batches import batch_ids
 from spmdtrain.data.source import Data, EvalSet, Windows, check_data
-from spmdtrain.train.given.arrays import check_state_here
+from spmdtrain.train.external_arrays.check_arrays import check_state_here
 from spmdtrain.train.setup import Setup, check_setup
 from spmdtrain.train.state import TrainState
 from spmdtrain.train.step import make_eval_step
@@ -58,16 +58,16 @@ def window_losses(
         yield ids, float(nats), float(tokens)
 
 
-def mean_loss(found: Sequence[Predicted]) -> float | None:
+def mean_loss(predictions: Sequence[Predicted]) -> float | None:
     """Returns the mean of the sets' losses by their weights, over the sets that have a loss.
 
     It is None if none has.
     """
-    counted = [each for each in found if each.tokens]
+    counted = [prediction for prediction in predictions if prediction.tokens]
     if not counted:
         return None
-    weight = sum(each.weight for each in counted)
-    return sum(each.weight * each.loss for each in counted) / weight
+    weight = sum(prediction.weight for prediction in counted)
+    return sum(prediction.weight * prediction.loss for prediction in counted) / weight
 
 
 def make_eval_figures(setup: Setup, data: Data) -> Callable[[TrainState], dict[str, float]]:
@@ -84,20 +84,20 @@ def make_eval_figures(setup: Setup, data: Data) -> Callable[[TrainState], dict[s
     # Made once, on first use: packing the documents of a large corpus takes seconds.
     eval_sets = functools.cache(lambda: data.eval_sets(setup.config))
 
-    def predict(params: Params, each: EvalSet) -> Predicted:
-        losses = list(window_losses(setup, step, params, each.windows, limit))
+    def predict(params: Params, eval_set: EvalSet) -> Predicted:
+        losses = list(window_losses(setup, step, params, eval_set.windows, limit))
         nats = sum(nats for _, nats, _ in losses)
         tokens = sum(tokens for _, _, tokens in losses)
-        return Predicted(each.name, each.weight, nats, int(tokens), each.tokens)
+        return Predicted(eval_set.name, eval_set.weight, nats, int(tokens), eval_set.tokens)
 
     def losses_of(params: Params, word: str) -> tuple[dict[str, float], dict[str, int]]:
-        found = [predict(params, each) for each in eval_sets()]
-        mean = mean_loss(found)
+        predictions = [predict(params, eval_set) for eval_set in eval_sets()]
+        mean = mean_loss(predictions)
         losses = {} if mean is None else {word: mean}
-        losses |= {f"{word}/{each.name}": each.loss for each in found if each.name and each.tokens}
-        counts = {f"eval_{unit}": sum(each.tokens for each in found)}
-        counts |= {f"eval_{unit}/{each.name}": each.tokens for each in found if each.name}
-        return losses, counts | {f"eval_split_{unit}": sum(each.of_tokens for each in found)}
+        losses |= {f"{word}/{x.name}": x.loss for x in predictions if x.name and x.tokens}
+        counts = {f"eval_{unit}": sum(x.tokens for x in predictions)}
+        counts |= {f"eval_{unit}/{x.name}": x.tokens for x in predictions if x.name}
+        return losses, counts | {f"eval_split_{unit}": sum(x.of_tokens for x in predictions)}
 
     def figures(state: TrainState) -> dict[str, float]:
         losses, counts = losses_of(state.params, "eval_loss")
@@ -120,10 +120,10 @@ def make_evaluate(setup: Setup, data: Data) -> Callable[[TrainState], float]:
 
     def evaluate(state: TrainState) -> float:
         check_state_here(setup, state)
-        found = figures(replace(state, items={}))
-        if "eval_loss" not in found:
+        report = figures(replace(state, items={}))
+        if "eval_loss" not in report:
             raise DataError(f"there is nothing to evaluate: {NOTHING}")
-        return found["eval_loss"]
+        return report["eval_loss"]
 
     return evaluate
 

@@ -23,13 +23,11 @@ def init_state(setup: Setup) -> TrainState:
     needs.
     """
     check_setup(setup)
-    return fresh_but_for(setup, ())
+    return fresh_without(setup, ())
 
 
-def fresh_but_for(setup: Setup, given: Collection[str]) -> TrainState:
-    """Returns `init_state` without the parameters at the paths `given`, which are never
-    allocated.
-    """
+def fresh_without(setup: Setup, paths: Collection[str]) -> TrainState:
+    """Returns `init_state` without the parameters at these paths, which are never allocated."""
     epochs = setup.config.train.epochs
     if epochs is not None:
         raise ConfigError(
@@ -38,7 +36,7 @@ def fresh_but_for(setup: Setup, given: Collection[str]) -> TrainState:
         )
 
     def lacking(state: TrainState) -> TrainState:
-        params = {path: x for path, x in state.params.items() if path not in given}
+        params = {path: x for path, x in state.params.items() if path not in paths}
         return replace(state, params=params, items=setup.items.saved(state.items))
 
     def fresh(key: jax.Array, yes: jax.Array) -> TrainState:

@@ -104,5 +104,5 @@ class Setup:
 def check_setup(setup: Any) -> None:
     """Raises ConfigError if a caller passes anything but a setup."""
     if not isinstance(setup, Setup):
-        found = type(setup).__name__
-        raise ConfigError("setup= takes a Setup", found=found, fix="st.shard(config)")
+        kind = type(setup).__name__
+        raise ConfigError("setup= takes a Setup", found=kind, fix="st.shard(config)")

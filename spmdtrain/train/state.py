@@ -162,7 +162,7 @@ def resting_specs(model: AbstractModel, rules: Rules, zero: int) -> tuple[dict[s
     gathering the parameters over `data` in compute precision (Megatron-LM's distributed optimizer).
     """
     specs = parameter_specs(model, rules)
-    of_model = {path: each.shape for path, each in model.parameters.items()}
+    of_model = {path: parameter.shape for path, parameter in model.parameters.items()}
     in_use = _shapes_in_use(model, rules)
     at_rest = dict(in_use)
     data = rules.sizes["data"]

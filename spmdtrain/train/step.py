@@ -15,7 +15,12 @@ import jax.numpy as jnp
 from spmdtrain.models.abstract import matmuls
 from spmdtrain.train.all_parts import parts_of
 from spmdtrain.train.batch import Batch
-from spmdtrain.train.given.arrays import Checked, check_batch, check_params, check_state_here
+from spmdtrain.train.external_arrays.check_arrays import (
+    Checked,
+    check_batch,
+    check_params,
+    check_state_here,
+)
 from spmdtrain.train.gradients import grad_accumulation
 from spmdtrain.train.gradients.inputs import FindGradients, StepInputs
 from spmdtrain.train.gradients.sums import means, number_of
@@ -65,15 +70,15 @@ def traced_step(setup: Setup, see: See | None = None) -> Callable[..., Any]:
         points = optimizers.gradient_points(setup.update_rules, state.params, state.opt_state)
         with matmuls(config.precision.compute):
             inputs = StepInputs(state.step, batch, items=state.items)
-            found = find_gradients(points, inputs)
-        unclipped = {p: x for p, x in found.gradients.items() if p in setup.update_rules}
+            result = find_gradients(points, inputs)
+        unclipped = {p: x for p, x in result.gradients.items() if p in setup.update_rules}
         gradients, norm = optimizers.clip(unclipped, config.train.clip, setup.update_rules)
         gradients = change_gradients(Graded(gradients, norm, state.step, state.items))
         rate = setup.learning_rate(state.step)
-        figures = means(setup, found.sums, gradients)
+        figures = means(setup, result.sums, gradients)
         number = number_of(figures)
         loss = figures["loss"]
-        made, good = dict(found.made), None
+        made, good = dict(result.made), None
         if config.judges_steps:
             made[JUDGED.name], good = judge(config, state.items, loss, norm)
         updates, opt_state = update_parameters(setup, gradients, state, rate, good)
@@ -145,8 +150,8 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
         cotangent: jax.Array | None = None,
         items: Mapping[str, Any] | None = None,
     ):
-        found = find(params, StepInputs(step, batch, cotangent, items or {}))
-        return found.gradients, found.sums
+        result = find(params, StepInputs(step, batch, cotangent, items or {}))
+        return result.gradients, result.sums
 
     return gradients_and_sums
 

@@ -183,8 +183,8 @@ def _sum_own(  # noqa: PLR0913 - arrays of a head, and what shapes its loss
     part_bn=None,
 ) -> Losses:
     def losses(logits_btv, targets_bt):
-        found = _by_name(own, logits_btv, targets_bt)
-        return found if training else {"loss": found["loss"]}
+        by_name = _by_name(own, logits_btv, targets_bt)
+        return by_name if training else {"loss": by_name["loss"]}
 
     from pallas_kernels.loss.own import linear_token_loss
 
@@ -205,8 +205,8 @@ def _by_name(own: TokenLoss, logits_btv: jax.Array, targets_bt: jax.Array) -> Lo
 
     Raises ConfigError if it returns anything else.
     """
-    given = own(logits_btv, targets_bt)
-    losses = dict(given) if isinstance(given, Mapping) else {"loss": given}
+    returned = own(logits_btv, targets_bt)
+    losses = dict(returned) if isinstance(returned, Mapping) else {"loss": returned}
     if "loss" not in losses:
         raise ConfigError(f"loss= gives {sorted(losses)} and no 'loss'", fix=TAKES)
     for name, loss_bt in losses.items():

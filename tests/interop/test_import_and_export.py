@@ -36,7 +36,7 @@ from spmdtrain.running.published.export_run import export_run
 from spmdtrain.running.published.import_model import import_model
 from spmdtrain.running.published.read_weights import read_weights
 from spmdtrain.train.compared.in_order import plain_arrays
-from spmdtrain.train.given import from_layers
+from spmdtrain.train.external_arrays import from_layers
 from spmdtrain.train.shard import shard
 
 MESHES = {

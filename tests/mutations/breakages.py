@@ -177,8 +177,8 @@ BREAKAGES = [
     Breakage(
         "gradients of a microbatch keep the dtype of the weights",
         "train/gradients/grad_accumulation.py",
-        "return Totals(setup.model.cast(gradients, accumulate), seen, sums)",
-        "return Totals(gradients, seen, sums)",
+        "return Totals(setup.model.cast(gradients, accumulate), magnitudes, sums)",
+        "return Totals(gradients, magnitudes, sums)",
         PRECISION,
     ),
     Breakage(
@@ -625,7 +625,7 @@ BREAKAGES = [
     Breakage(
         "SOAP's momentum stays in the bases before",
         "train/updates/transformations/soap.py",
-        "return _turned(plain, rows, columns), rows, columns",
+        "return _rotated(plain, rows, columns), rows, columns",
         "return momentum, rows, columns",
         f"{SOAP} -k paper",
     ),
@@ -639,14 +639,14 @@ BREAKAGES = [
     Breakage(
         "the QRs of a stack run in each step",
         "train/updates/transformations/rarely.py",
-        "found = rarely(jax.vmap(change))(",
-        "found = (lambda due, x: jax.tree.map(lambda a, b: jnp.where(due, a, b), "
+        "changed = rarely(jax.vmap(change))(",
+        "changed = (lambda due, x: jax.tree.map(lambda a, b: jnp.where(due, a, b), "
         "jax.vmap(change)(x), x))(",
         f"{SOAP} -k refresh_alone",
     ),
     Breakage(
         "a run from the weights of another has a z of its own",
-        "train/given/given_weights.py",
+        "train/external_arrays/state_from_weights.py",
         "if any(rule.gradient_point for rule in setup.update_rules.values()):",
         "if not setup.update_rules:",
         f"{SCHEDULE_FREE} -k another",
@@ -744,7 +744,7 @@ BREAKAGES = [
     ),
     Breakage(
         "a run that begins with another's weights averages fresh ones",
-        "train/given/given_weights.py",
+        "train/external_arrays/state_from_weights.py",
         "return with_items_begun(setup, state, setup.state.items)",
         "return state",
         f"{EMA} -k another_run",
@@ -1322,8 +1322,8 @@ BREAKAGES = [
     Breakage(
         "lets the loads of experts count in the norm of the gradients",
         "train/updates/optimizers.py",
-        "kept = set(gradients if update_rules is None else learned(update_rules))",
-        "kept = set(gradients)",
+        "counted = set(gradients if update_rules is None else learned(update_rules))",
+        "counted = set(gradients)",
         f"{ROUTERS} -k own_rate",
     ),
     Breakage(

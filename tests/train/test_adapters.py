@@ -19,7 +19,7 @@ from spmdtrain.planner.estimate import estimate
 from spmdtrain.running.compile_step import lower_step
 from spmdtrain.running.published.export_adapters import export_adapters
 from spmdtrain.train.compared.in_order import plain_array, plain_arrays
-from spmdtrain.train.given.given_weights import with_weights, with_wide_base
+from spmdtrain.train.external_arrays.state_from_weights import with_weights, with_wide_base
 from spmdtrain.train.step import make_gradients
 
 pytestmark = pytest.mark.long

@@ -18,7 +18,7 @@ from spmdtrain.models.layers import Attention, Mlp
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.parallel.context.context_method import ContextMethod, zigzag_order
 from spmdtrain.train.compared.in_order import placed_arrays
-from spmdtrain.train.given.arrays import check_batch
+from spmdtrain.train.external_arrays.check_arrays import check_batch
 from spmdtrain.train.shard import shard
 from spmdtrain.train.step import make_losses
 

@@ -8,7 +8,7 @@ from spmdtrain.config.errors import CheckpointError, UserError
 from spmdtrain.config.published.read_config import Published
 from spmdtrain.interop.published_weights import Weights
 from spmdtrain.processes.processes import any_process
-from spmdtrain.train.given.from_layers import layer_shapes, params_from_layers
+from spmdtrain.train.external_arrays.from_layers import layer_shapes, params_from_layers
 from spmdtrain.train.setup import Setup
 
 

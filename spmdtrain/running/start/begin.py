@@ -103,7 +103,7 @@ def open_session(
     config = setup.config
     check_model(setup)
     if state is not None:
-        from spmdtrain.train.given.placed import placed
+        from spmdtrain.train.external_arrays.place_state import placed
 
         state = placed(setup, state)
         check_given(directory, prepared.config.train.init_from, prepared.fresh)

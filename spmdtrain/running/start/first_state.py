@@ -38,7 +38,7 @@ def first_state(
     if source is None:
         return fresh.init_state(setup)
     from spmdtrain.running.start.init_from import weights_of
-    from spmdtrain.train.given.given_weights import with_weights
+    from spmdtrain.train.external_arrays.state_from_weights import with_weights
 
     return with_weights(setup, weights_of(Path(source), setup, say, directory))
 

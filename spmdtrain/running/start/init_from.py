@@ -25,7 +25,7 @@ from spmdtrain.interop.safetensors_files import open_tensors
 from spmdtrain.running.published.read_weights import read_weights
 from spmdtrain.running.same_tokenizer import check_same
 from spmdtrain.running.start.other_run import naming_settings, recorded
-from spmdtrain.train.given.given_weights import with_wide_base
+from spmdtrain.train.external_arrays.state_from_weights import with_wide_base
 from spmdtrain.train.setup import Setup
 
 # Settings that the shapes of tensors show anyway, or that may differ: `max_length`, a separate

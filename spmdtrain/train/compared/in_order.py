@@ -48,16 +48,16 @@ def plain_state(setup: Setup, state: TrainState) -> Plain:
     An item sharded like the parameters becomes plain like them; any other is returned as stored.
     """
     state = jax.device_get(state)
-    found: Plain = {Leaf(STEP): np.asarray(state.step)}
+    plain: Plain = {Leaf(STEP): np.asarray(state.step)}
     for kind, trees in _by_parameter(state).items():
         for path, tree in trees.items():
             for place, x in jax.tree_util.tree_leaves_with_path(tree):
                 leaf = Leaf(kind, path, jax.tree_util.keystr(place))
-                found[leaf] = plain_array(setup, path, x)
+                plain[leaf] = plain_array(setup, path, x)
     for kind, value in _others(state).items():
         for place, x in jax.tree_util.tree_leaves_with_path(value):
-            found[Leaf(kind, "", jax.tree_util.keystr(place))] = np.asarray(x)
-    return found
+            plain[Leaf(kind, "", jax.tree_util.keystr(place))] = np.asarray(x)
+    return plain
 
 
 def placed_state(setup: Setup, plain: Mapping[Leaf, np.ndarray]) -> TrainState:
@@ -66,7 +66,7 @@ def placed_state(setup: Setup, plain: Mapping[Leaf, np.ndarray]) -> TrainState:
     An array of an item that is neither whole nor sharded like the parameters must have the shape
     that this setup asks for. Raises KeyError if a leaf is missing.
     """
-    asked = setup.state
+    abstract = setup.state
 
     def of_parameter(kind: str, path: str, tree: Any) -> Any:
         def leaf(place: Any, like: Any) -> jax.Array:
@@ -83,18 +83,18 @@ def placed_state(setup: Setup, plain: Mapping[Leaf, np.ndarray]) -> TrainState:
 
     made = {
         kind: {path: of_parameter(kind, path, tree) for path, tree in trees.items()}
-        for kind, trees in _by_parameter(asked).items()
+        for kind, trees in _by_parameter(abstract).items()
     }
-    beside = {kind: other(kind, value) for kind, value in _others(asked).items()}
-    named = {name: (made | beside)[name] for name in asked.items}
-    step = jax.device_put(plain[Leaf(STEP)], asked.step.sharding)
+    others = {kind: other(kind, value) for kind, value in _others(abstract).items()}
+    named = {name: (made | others)[name] for name in abstract.items}
+    step = jax.device_put(plain[Leaf(STEP)], abstract.step.sharding)
     return TrainState(step, made[WEIGHT], made[OPTIMIZER], named)
 
 
 def plain_arrays(setup: Setup, arrays: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
     """Returns weights, gradients or updates by path as plain arrays. Waits for the devices."""
-    found = jax.device_get(dict(arrays))
-    return {path: plain_array(setup, path, x) for path, x in found.items()}
+    on_host = jax.device_get(dict(arrays))
+    return {path: plain_array(setup, path, x) for path, x in on_host.items()}
 
 
 def placed_arrays(setup: Setup, plain: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
@@ -128,12 +128,12 @@ def placed_array(setup: Setup, path: str, x: np.ndarray, like: Any) -> jax.Array
 
 def _by_parameter(state: TrainState) -> dict[str, Mapping[str, Any]]:
     """Returns the trees of a state that belong to parameters, by kind and path."""
-    beside = {
+    others = {
         item.name: value
         for item, value in items_named(state.items).of(state.items)
         if item.rests is as_parameters
     }
-    return {WEIGHT: state.params, OPTIMIZER: state.opt_state} | beside
+    return {WEIGHT: state.params, OPTIMIZER: state.opt_state} | others
 
 
 def _others(state: TrainState) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from spmdtrain.train.batch import Batch
-from spmdtrain.train.given.arrays import Checked
+from spmdtrain.train.external_arrays.check_arrays import Checked
 from spmdtrain.train.items.item import Metrics
 from spmdtrain.train.setup import Setup, check_setup
 from spmdtrain.train.state import TrainState
@@ -42,10 +42,10 @@ def make_watched_step(setup: Setup) -> Checked:
 
 def _watched_step(setup: Setup) -> Any:
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics, Watched]:
-        seen: list[Watched] = []
-        traced = traced_step(setup, lambda *both: seen.append(Watched(*both)))
+        traces: list[Watched] = []
+        traced = traced_step(setup, lambda *both: traces.append(Watched(*both)))
         after, metrics = traced(state, batch)
-        (watched,) = seen
+        (watched,) = traces
         return after, metrics, watched
 
     return step

@@ -16,7 +16,7 @@ from spmdtrain.train import step
 from spmdtrain.train.all_parts import parts_of
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.distillation.run_teacher import teacher_of
-from spmdtrain.train.given.arrays import Checked, check_batch, check_params
+from spmdtrain.train.external_arrays.check_arrays import Checked, check_batch, check_params
 from spmdtrain.train.gradients.sums import COUNTS, number_of, objective, total_of
 from spmdtrain.train.setup import Setup, check_setup
 

@@ -66,14 +66,14 @@ class Totals(NamedTuple):
     """The result of some microbatches: gradients, magnitudes in slots, and sums of losses."""
 
     gradients: dict[str, jax.Array]
-    seen: dict[str, jax.Array]
+    magnitudes: dict[str, jax.Array]
     sums: dict[str, jax.Array]
 
     def joined(self, other: "Totals") -> "Totals":
         """Returns the result of these microbatches and others: magnitudes are never summed."""
         return Totals(
             jax.tree.map(jnp.add, self.gradients, other.gradients),
-            jax.tree.map(jnp.maximum, self.seen, other.seen),
+            jax.tree.map(jnp.maximum, self.magnitudes, other.magnitudes),
             jax.tree.map(jnp.add, self.sums, other.sums),
         )
 
@@ -101,8 +101,8 @@ def make_gradients(setup: Setup, parts: Parts) -> FindGradients:
 
     def of_microbatch(weights, microbatch: Batch, step, cotangent) -> Totals:
         find = jax.value_and_grad(minimised, (0, 1), has_aux=True)
-        (_, sums), (gradients, seen) = find(*weights, microbatch, step, cotangent)
-        return Totals(setup.model.cast(gradients, accumulate), seen, sums)
+        (_, sums), (gradients, magnitudes) = find(*weights, microbatch, step, cotangent)
+        return Totals(setup.model.cast(gradients, accumulate), magnitudes, sums)
 
     def accumulated(weights, step, batch: Batch, cotangent) -> Totals:
         first = {name: x[0] for name, x in batch.items()}
@@ -123,12 +123,12 @@ def make_gradients(setup: Setup, parts: Parts) -> FindGradients:
         trained, fixed = setup.model.split_trained(in_use(setup, params))
         rest = Rest(fixed, brought.in_use(arrays), scales)
         weights = (trained, slots_of(setup, scales), rest)
-        gradients, seen, sums = accumulated(weights, step, batch, cotangent)
+        gradients, magnitudes, sums = accumulated(weights, step, batch, cotangent)
         sums = sum_over_shards(sums, setup.rules)
         sums, measured = take_measured(sums)
         number, over_data = total_of(number_of(sums)), brought.over_data(arrays, step)
         means, made = mean_gradients(setup, gradients, number, cotangent, over_data)
-        return means, sums, made, largest_of(setup, seen, cotangent), measured
+        return means, sums, made, largest_of(setup, magnitudes, cotangent), measured
 
     wide = with_wide_sums(local, setup.config.precision.compute)
     resting = resting_specs_in(setup)

@@ -41,8 +41,8 @@ def find_table_axes(setup: Setup) -> tuple[str, ...]:
         for dim, part in enumerate(spec)
         if not model.in_stack(path) and "pipeline" in axes_of_dim(part)
     }
-    in_hidden = rows.keys() & model.read_by(lambda *given: head(*given)[0], tokens)
-    in_table = rows.keys() & model.read_by(lambda *given: head(*given)[1], tokens)
+    in_hidden = rows.keys() & model.read_by(lambda *weights: head(*weights)[0], tokens)
+    in_table = rows.keys() & model.read_by(lambda *weights: head(*weights)[1], tokens)
     cut_otherwise = {path for path in in_table if rows[path] != model.rows}
     for path in sorted(in_hidden | cut_otherwise):
         stages = setup.rules.sizes["pipeline"]

@@ -53,8 +53,8 @@ def make_meet(setup: Setup, places: PlacesInRow, in_step: bool, mix: float) -> M
     def take(
         outer: Weights, momentum: Weights, params: Weights, mean: OnDevices
     ) -> tuple[Weights, Weights, Weights]:
-        found = _of_row(setup, places, codec, mean)
-        outer, momentum = outer_step(settings, in_step, outer, momentum, found)
+        mean_change = _of_row(setup, places, codec, mean)
+        outer, momentum = outer_step(settings, in_step, outer, momentum, mean_change)
         return outer, momentum, _moved_to(outer, params, places.starts, mix)
 
     items = setup.state.items
@@ -107,19 +107,19 @@ def _as_row(setup: Setup, places: PlacesInRow, codec: Codec | None, values: Weig
 
 def _of_row(setup: Setup, places: PlacesInRow, codec: Codec | None, row: OnDevices) -> Weights:
     """Inverts `_as_row`."""
-    found: Weights = {}
+    weights: Weights = {}
     last = None
     for path, flat_n in row.numbers.items():
         if last is not None:
-            flat_n, found[last] = jax.lax.optimization_barrier((flat_n, found[last]))
+            flat_n, weights[last] = jax.lax.optimization_barrier((flat_n, weights[last]))
         if codec is not None:
             flat_n = _decode(codec, flat_n[None], row.scales[path][None])[0]
         x = flat_n[: places.size(path)].reshape(places.shapes[path])
         x = setup.padding.to_rest(path, x)
         rest = setup.state.params[path].sharding
-        found[path] = jax.lax.with_sharding_constraint(x, rest)
+        weights[path] = jax.lax.with_sharding_constraint(x, rest)
         last = path
-    return found
+    return weights
 
 
 def _moved_to(outer: Weights, params: Weights, paths: Mapping[str, int], mix: float) -> Weights:

@@ -46,7 +46,7 @@ class Row(NamedTuple):
 
 def joined(rows: Iterable[Row]) -> Row:
     """Returns one row of several, of which there is at least one."""
-    return Row(*(np.concatenate(each) for each in zip(*rows, strict=True)))
+    return Row(*(np.concatenate(field) for field in zip(*rows, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -95,18 +95,18 @@ class PlacesInRow:
     def ranges(self, mesh: Mesh, process: int) -> list[Range]:
         """Returns the ranges of the row that the devices of a process have; none touch."""
         owners = [device.process_index for device in mesh.devices.flat]
-        found: list[Range] = []
+        ranges: list[Range] = []
         for path, start in self.starts.items():
             share = self.size_on_devices(path, len(owners)) // len(owners)
             size = round_up(self.size(path), BLOCK)
             for number, owner in enumerate(owners):
-                first, end = (start + min(each * share, size) for each in (number, number + 1))
+                first, end = (start + min(index * share, size) for index in (number, number + 1))
                 if owner != process or first == end:
                     continue
-                if found and found[-1][1] == first:
-                    first, _ = found.pop()
-                found.append((first, end))
-        return found
+                if ranges and ranges[-1][1] == first:
+                    first, _ = ranges.pop()
+                ranges.append((first, end))
+        return ranges
 
 
 def split(mesh: Mesh) -> NamedSharding:
@@ -130,8 +130,8 @@ def to_host(places: PlacesInRow, on_devices: OnDevices, ranges: Sequence[Range])
 
 def _shards(flat: jax.Array, size: int) -> list[np.ndarray]:
     """Returns what this process has of the first `size` elements, in order."""
-    found = {shard.index[0].start or 0: shard.data for shard in flat.addressable_shards}
-    return [np.asarray(found[start])[: max(size - start, 0)] for start in sorted(found)]
+    by_start = {shard.index[0].start or 0: shard.data for shard in flat.addressable_shards}
+    return [np.asarray(by_start[start])[: max(size - start, 0)] for start in sorted(by_start)]
 
 
 def to_devices(places: PlacesInRow, held: Held, mesh: Mesh, in_blocks: bool) -> OnDevices:
@@ -142,23 +142,23 @@ def to_devices(places: PlacesInRow, held: Held, mesh: Mesh, in_blocks: bool) -> 
     firsts = [first for first, _ in held.ranges]
     offsets = np.cumsum([0, *(end - first for first, end in held.ranges)])
 
-    def found(start: int, stop: int) -> Row:
+    def own_part(start: int, stop: int) -> Row:
         at = bisect_right(firsts, start) - 1
         offset = int(offsets[at]) + start - firsts[at]
         return held.row.part(offset, offset + stop - start)
 
-    def put(path: str, field: str, each: int, dtype: type) -> jax.Array:
-        """Puts a field of Row, in which an element is about `each` numbers."""
+    def put(path: str, field: str, block: int, dtype: type) -> jax.Array:
+        """Puts a field of Row, in which an element is about `block` numbers."""
         begin, size = places.starts[path], round_up(places.size(path), BLOCK)
-        length = places.size_on_devices(path, mesh.size) // each
+        length = places.size_on_devices(path, mesh.size) // block
 
         def shard(index: Any) -> np.ndarray:
             start, stop, _ = index[0].indices(length)
             x = np.zeros(stop - start, dtype)
-            first, end = start * each, min(stop * each, size)
+            first, end = start * block, min(stop * block, size)
             if first < end:
-                part = found(begin + first, begin + end)
-                x[: (end - first) // each] = getattr(part, field)
+                part = own_part(begin + first, begin + end)
+                x[: (end - first) // block] = getattr(part, field)
             return x
 
         return jax.make_array_from_callback((length,), split(mesh), shard)

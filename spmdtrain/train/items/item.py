@@ -95,7 +95,7 @@ class Taken:
 class Note:
     """The JSON form, in the meta of a checkpoint, of an item of a few numbers.
 
-    `read(written, asked)` returns numbers, or numpy arrays, in the structure and shapes of `asked`,
+    `read(written, like)` returns numbers, or numpy arrays, in the structure and shapes of `like`,
     whatever shapes were written.
     """
 

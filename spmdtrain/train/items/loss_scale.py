@@ -110,9 +110,9 @@ def values_of(loss_scale: LossScale) -> list[float]:
     return [float(loss_scale.scale), int(loss_scale.good_steps)]
 
 
-def scale_of(values: list[float], asked: LossScale) -> LossScale:
+def scale_of(values: list[float], like: LossScale) -> LossScale:
     """Reverses `values_of`; the result still holds Python's numbers."""
-    return jax.tree.unflatten(jax.tree.structure(asked), values)
+    return jax.tree.unflatten(jax.tree.structure(like), values)
 
 
 def _begin(start: Start) -> LossScale | None:

@@ -45,12 +45,12 @@ def limits(guard: GuardConfig, recent: jax.Array | None) -> jax.Array:
     return jnp.where(2 * count >= guard.window, spike, fixed)
 
 
-def is_good(figures: jax.Array, most: jax.Array) -> jax.Array:
+def is_good(figures: jax.Array, largest: jax.Array) -> jax.Array:
     """Returns True if a step with this loss and gradient norm [2] is good.
 
-    `most`: their limits [2].
+    `largest`: the limits of both [2].
     """
-    return (jnp.isfinite(figures) & (figures <= most)).all()
+    return (jnp.isfinite(figures) & (figures <= largest)).all()
 
 
 def remember(recent: jax.Array, figures: jax.Array, good: jax.Array) -> jax.Array:
@@ -91,9 +91,9 @@ def rows_of(recent: jax.Array) -> list[list[float]]:
     return rows[np.isfinite(rows[:, 0])].tolist()
 
 
-def recent_of(rows: list[list[float]], asked: jax.Array | jax.ShapeDtypeStruct) -> np.ndarray:
+def recent_of(rows: list[list[float]], like: jax.Array | jax.ShapeDtypeStruct) -> np.ndarray:
     """Returns the figures of good steps in these rows, or the newest that fit."""
-    recent = np.full(asked.shape, np.inf, asked.dtype)
+    recent = np.full(like.shape, np.inf, like.dtype)
     newest = rows[-len(recent) :]
     if newest:
         recent[-len(newest) :] = newest

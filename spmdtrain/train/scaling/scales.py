@@ -73,11 +73,11 @@ def scaling_of(scales: Mapping[str, jax.Array], slots: Mapping[str, jax.Array]) 
 
 
 def largest_of(
-    setup: Setup, seen: Mapping[str, jax.Array], cotangent: jax.Array | None
+    setup: Setup, magnitudes: Mapping[str, jax.Array], cotangent: jax.Array | None
 ) -> Arrays | None:
     """Returns the largest magnitudes [*stack, 2] on any device, from those in the slots of each.
 
-    Inside the manual region; gradients are divided by the cotangent. None if nothing was seen.
+    Inside the manual region; gradients are divided by the cotangent. None without slots.
     """
     axes = tuple(axis for axis in BATCH_AXES if setup.rules.sizes[axis] > 1)
 
@@ -88,4 +88,4 @@ def largest_of(
             return of_all
         return of_all / jnp.stack([jnp.ones_like(cotangent), cotangent])
 
-    return {path: largest(slots) for path, slots in seen.items()} or None
+    return {path: largest(slots) for path, slots in magnitudes.items()} or None

@@ -25,7 +25,7 @@ def sparse_parameters(
     if settings.weights:
         paths = _named(settings.weights, model.parameters)
     else:
-        paths = [p for p, each in model.parameters.items() if each.is_trained & each.is_of_matmuls]
+        paths = [p for p, x in model.parameters.items() if x.is_trained & x.is_of_matmuls]
     if not paths:
         raise ConfigError(
             f"sparsity.pattern={settings.pattern!r}: no trained weight of the model is one that "
@@ -74,7 +74,7 @@ def _check_groups(pattern: str, size: int, chosen: Mapping[str, Parameter]) -> N
         inputs = parameter.shape[input_dim(parameter)]
         if inputs % size == 0:
             continue
-        others = [p for p, each in chosen.items() if each.shape[input_dim(each)] % size == 0]
+        others = [p for p, x in chosen.items() if x.shape[input_dim(x)] % size == 0]
         fix = f"--set sparsity.weights={','.join(others)}, or " if others else ""
         raise ConfigError(
             f"sparsity.pattern={pattern!r}: {path} has {inputs} inputs in a row, which do not "

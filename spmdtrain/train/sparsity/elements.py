@@ -20,11 +20,11 @@ def largest(x: jax.Array, count: jax.Array | int) -> jax.Array:
     """
     assert x.size < 2**BITS, "indices and counts are int32"
     magnitude = magnitudes(x)
-    threshold = _most(lambda bits: jnp.sum(magnitude >= bits) >= count)
+    threshold = _largest(lambda bits: jnp.sum(magnitude >= bits) >= count)
     above, equal = magnitude > threshold, magnitude == threshold
     index = _indices(x.shape)
     of_equal = count - jnp.sum(above)
-    stop = _most(lambda bits: jnp.sum(equal & (index < bits)) <= of_equal)
+    stop = _largest(lambda bits: jnp.sum(equal & (index < bits)) <= of_equal)
     return above | (equal & (index < stop))
 
 
@@ -47,14 +47,15 @@ def magnitudes(x: jax.Array) -> jax.Array:
     return bits & jnp.int32(2**BITS - 1)
 
 
-def _most(holds) -> jax.Array:
-    """Returns the largest int32 for which `holds` is True, given that it is for 0 and all up to
-    that one.
+def _largest(holds) -> jax.Array:
+    """Returns the largest int32 for which `holds` is True, one bit at a time.
+
+    `holds` must be True for 0 and for every number up to the result.
     """
 
-    def with_bit(at: jax.Array, found: jax.Array) -> jax.Array:
-        more = found | (jnp.int32(1) << (BITS - 1 - at))
-        return jnp.where(holds(more), more, found)
+    def with_bit(at: jax.Array, bits: jax.Array) -> jax.Array:
+        more = bits | (jnp.int32(1) << (BITS - 1 - at))
+        return jnp.where(holds(more), more, bits)
 
     return jax.lax.fori_loop(0, BITS, with_bit, jnp.int32(0))
 

@@ -20,19 +20,19 @@ def crosses(transformation: optax.GradientTransformation, tensors: Any) -> bool:
     begin = jax.make_jaxpr(transformation.init)(tensors).jaxpr
     step = jax.make_jaxpr(transformation.update)(tensors, state, tensors).jaxpr
     own = [frozenset([at]) for at in range(len(jax.tree.leaves(tensors)))]
-    of_state = _followed(begin, own)
+    of_state = _propagate(begin, own)
     while True:
-        found = _followed(step, [*own, *of_state, *own])
-        updates, after = found[: len(own)], found[len(own) :]
+        outputs = _propagate(step, [*own, *of_state, *own])
+        updates, after = outputs[: len(own)], outputs[len(own) :]
         grown = [old | new for old, new in zip(of_state, after, strict=True)]
         if grown == of_state:
             return any(not update <= mine for update, mine in zip(updates, own, strict=True))
         of_state = grown
 
 
-def _followed(jaxpr: Any, given: list[Origins]) -> list[Origins]:
-    """Returns the origins of the outputs of a traced function, given those of its inputs."""
-    known: dict[Any, Origins] = dict(zip(jaxpr.invars, given, strict=True))
+def _propagate(jaxpr: Any, inputs: list[Origins]) -> list[Origins]:
+    """Returns the origins of the outputs of a traced function from those of its inputs."""
+    known: dict[Any, Origins] = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def origins(value: Any) -> Origins:
         return frozenset() if isinstance(value, Literal) else known.get(value, frozenset())
@@ -43,15 +43,15 @@ def _followed(jaxpr: Any, given: list[Origins]) -> list[Origins]:
     return [origins(value) for value in jaxpr.outvars]
 
 
-def _through(equation: Any, given: list[Origins]) -> list[Origins]:
+def _through(equation: Any, inputs: list[Origins]) -> list[Origins]:
     """Returns the origins of an operation's outputs; all inputs for loops and unknown ones."""
     params = equation.params
     if equation.primitive.name == "cond":
-        taken = [_followed(branch.jaxpr, given[1:]) for branch in params["branches"]]
-        return [given[0].union(*each) for each in zip(*taken, strict=True)]
+        branches = [_propagate(branch.jaxpr, inputs[1:]) for branch in params["branches"]]
+        return [inputs[0].union(*outcomes) for outcomes in zip(*branches, strict=True)]
     inner = params.get("jaxpr", params.get("call_jaxpr"))
     inner = getattr(inner, "jaxpr", inner)
     is_call = inner is not None and equation.primitive.name not in LOOPS
-    if is_call and len(getattr(inner, "invars", ())) == len(given):
-        return _followed(inner, given)
-    return [frozenset().union(*given)] * len(equation.outvars)
+    if is_call and len(getattr(inner, "invars", ())) == len(inputs):
+        return _propagate(inner, inputs)
+    return [frozenset().union(*inputs)] * len(equation.outvars)

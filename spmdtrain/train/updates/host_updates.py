@@ -53,8 +53,8 @@ def streamed_updates(
             (spec, specs, spec, P()),
             (spec, specs),
         )
-        given = (_without_padding(setup, path, each[path]) for each in (gradients, values))
-        gradient, value = given
+        unpadded = (_without_padding(setup, path, tree[path]) for tree in (gradients, values))
+        gradient, value = unpadded
         updates[path], after[path] = run(gradient, state[path], value, good)
     return updates, after
 
@@ -78,7 +78,7 @@ def _update(  # noqa: PLR0913 - what an update hangs on
     rule = setup.update_rules[path]
     of_layer = over_stack(rule.transformation.update, parameter.apart - parameter.stacked)
 
-    def kept(is_on_host: bool, new: jax.Array, old: jax.Array) -> jax.Array:
+    def at_rest(is_on_host: bool, new: jax.Array, old: jax.Array) -> jax.Array:
         new = jnp.asarray(new, old.dtype)
         if good is not None:
             new = jnp.where(good, new, old)
@@ -86,8 +86,8 @@ def _update(  # noqa: PLR0913 - what an update hangs on
 
     def update(gradient: jax.Array, state: Any, value: jax.Array) -> tuple[jax.Array, Any]:
         here = jax.tree.map(on_device, state)
-        found, after = of_layer(*in_float32((gradient, here, value)))
-        return found, jax.tree.map(kept, kinds, after, here)
+        layer_update, after = of_layer(*in_float32((gradient, here, value)))
+        return layer_update, jax.tree.map(at_rest, kinds, after, here)
 
     return _by_layer(update, parameter.stacked)(gradient, state, value)
 

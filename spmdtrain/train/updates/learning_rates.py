@@ -36,13 +36,13 @@ def make_learning_rate(config: RunConfig, own: LearningRate | None) -> LearningR
         raise ConfigError(f"learning_rate={own!r:.80} is not a function of the step", fix=takes)
 
     def rate(step: jax.Array) -> jax.Array:
-        found = own(step)
-        is_array = isinstance(found, jax.Array | np.ndarray | np.generic | int | float)
-        if not is_array or not jnp.issubdtype(jnp.result_type(found), jnp.number):
-            raise ConfigError(f"learning_rate= gives {shown(found)}, not a rate", fix=takes)
-        if jnp.issubdtype(jnp.result_type(found), jnp.complexfloating):
+        value = own(step)
+        is_array = isinstance(value, jax.Array | np.ndarray | np.generic | int | float)
+        if not is_array or not jnp.issubdtype(jnp.result_type(value), jnp.number):
+            raise ConfigError(f"learning_rate= gives {shown(value)}, not a rate", fix=takes)
+        if jnp.issubdtype(jnp.result_type(value), jnp.complexfloating):
             raise ConfigError("learning_rate= gives a complex number, not a rate", fix=takes)
-        return jnp.asarray(found, jnp.float32)
+        return jnp.asarray(value, jnp.float32)
 
     try:
         shape = jax.eval_shape(rate, jax.ShapeDtypeStruct((), jnp.int32)).shape
@@ -54,9 +54,9 @@ def make_learning_rate(config: RunConfig, own: LearningRate | None) -> LearningR
             f"learning_rate= gives an array of shape {shape}, not one rate", fix=takes
         )
     for step in (0, config.train.steps - 1):
-        found = float(rate(jnp.int32(step)))
-        if not 0 <= found < math.inf:
-            what = f"learning_rate= gives {found} for step {step}, which is not a rate"
+        value = float(rate(jnp.int32(step)))
+        if not 0 <= value < math.inf:
+            what = f"learning_rate= gives {value} for step {step}, which is not a rate"
             raise ConfigError(what, fix="a number of at least 0")
     return rate
 
@@ -90,8 +90,8 @@ def batch_factor(config: RunConfig, step: jax.Array) -> jax.Array:
     """
     stages = config.train.timetable
     power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[config.optimizer.rate_by_batch]
-    factors = jnp.array([(each.tokens / stages[-1].tokens) ** power for each in stages])
-    ends = jnp.array([each.last for each in stages[:-1]])
+    factors = jnp.array([(stage.tokens / stages[-1].tokens) ** power for stage in stages])
+    ends = jnp.array([stage.last for stage in stages[:-1]])
     return factors.astype(jnp.float32)[jnp.searchsorted(ends, step, side="right")]
 
 

@@ -58,14 +58,14 @@ class Rule:
 
     def __post_init__(self):
         if not isinstance(self.transformation, optax.GradientTransformation):
-            given = shown(self.transformation)
-            raise ConfigError(f"Rule({given}) has no optax transformation", fix=_TAKES)
+            value = shown(self.transformation)
+            raise ConfigError(f"Rule({value}) has no optax transformation", fix=_TAKES)
         object.__setattr__(self, "rate", as_number(self.rate, "rate", 0))
         if self.own_rate is not None:
             object.__setattr__(self, "own_rate", as_number(self.own_rate, "own_rate", 0))
         if self.gradient_point is not None and not callable(self.gradient_point):
-            given = shown(self.gradient_point)
-            raise ConfigError(f"gradient_point={given} is not a function", fix="None")
+            value = shown(self.gradient_point)
+            raise ConfigError(f"gradient_point={value} is not a function", fix="None")
 
 
 UpdateRules = Mapping[str, Rule]  # by dotted parameter path
@@ -96,7 +96,7 @@ def choose_update_rules(
         choose = lambda *_: optimizer  # noqa: E731
     if not callable(choose):
         raise ConfigError(f"optimizer={optimizer!r:.80} is not an optimizer", fix=_TAKES)
-    chosen = {path: _rule(path, choose(path, each)) for path, each in parameters.items()}
+    chosen = {path: _rule(path, choose(path, parameter)) for path, parameter in parameters.items()}
     update_rules = {path: rule for path, rule in chosen.items() if rule is not None}
     if not update_rules:
         raise ConfigError(f"optimizer= freezes all {len(parameters)} parameters", fix=_TAKES)
@@ -109,12 +109,12 @@ def choose_update_rules(
 _TAKES = "an optax transformation, or a function (path, parameter) -> transformation, Rule or None"
 
 
-def _rule(path: str, found: Any) -> Rule | None:
-    if isinstance(found, optax.GradientTransformation):
-        found = Rule(found)
-    if found is None or isinstance(found, Rule):
-        return found
-    raise ConfigError(f"optimizer= gives {found!r:.80} for {path}", fix=_TAKES)
+def _rule(path: str, choice: Any) -> Rule | None:
+    if isinstance(choice, optax.GradientTransformation):
+        choice = Rule(choice)
+    if choice is None or isinstance(choice, Rule):
+        return choice
+    raise ConfigError(f"optimizer= gives {choice!r:.80} for {path}", fix=_TAKES)
 
 
 def _with_whole_trees(
@@ -128,13 +128,15 @@ def _with_whole_trees(
     for path, rule in update_rules.items():
         if rule.gradient_point is None:
             sharing.setdefault(id(rule.transformation), {})[path] = parameters[path]
-    found = dict(update_rules)
+    rules = dict(update_rules)
     for group in sharing.values():
         transformation = update_rules[next(iter(group))].transformation
         refuse_unfit(transformation, group)
         whole = needs_whole_tree(transformation, group)
         if whole is None:
-            by_dims = {len(each.shape) - each.apart: path for path, each in group.items()}
+            by_dims = {
+                len(parameter.shape) - parameter.apart: path for path, parameter in group.items()
+            }
             for path in by_dims.values():
                 _check_direction(path, parameters[path], update_rules[path])
             continue
@@ -153,8 +155,8 @@ def _with_whole_trees(
             )
         _check_sign(next(iter(group)), *whole.trial_update(group))
         for path in group:
-            found[path] = replace(update_rules[path], together=whole)
-    return found
+            rules[path] = replace(update_rules[path], together=whole)
+    return rules
 
 
 def _check_direction(path: str, parameter: Parameter, rule: Rule) -> None:
@@ -187,14 +189,14 @@ def init(
     update_rules: UpdateRules, parameters: Mapping[str, Parameter], values: Mapping[str, jax.Array]
 ) -> OptimizerState:
     """Returns the optimizer state before the first step."""
-    found = {}
+    state = {}
     for path, rule in update_rules.items():
         if rule.together is None:
             begin = over_stack(rule.transformation.init, parameters[path].apart)
-            found[path] = begin(values[path])
+            state[path] = begin(values[path])
     for whole in _whole_trees(update_rules):
-        found |= whole.init(values)
-    return {path: found[path] for path in update_rules}
+        state |= whole.init(values)
+    return {path: state[path] for path in update_rules}
 
 
 @part("optimizer")
@@ -214,22 +216,22 @@ def updates(
     A rule computes in float32, whatever `precision.params` and `precision.accumulate` are, and
     every leaf of the state keeps the dtype that `init` gave it.
     """
-    found = {}
+    by_path = {}
     after = {}
     wide = in_float32((dict(gradients), state, dict(values)))
     for path, rule in update_rules.items():
         if rule.together is None:
             update = over_stack(_update_of(rule, rate), parameters[path].apart)
-            found[path], after[path] = update(*(tree[path] for tree in wide))
+            by_path[path], after[path] = update(*(tree[path] for tree in wide))
     for whole in _whole_trees(update_rules):
         updated, new = whole.update(*wide)
-        found |= updated
+        by_path |= updated
         after |= new
-    kept = {
+    new_state = {
         path: jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), after[path], state[path])
         for path in update_rules
     }
-    return {path: found[path] for path in update_rules}, kept
+    return {path: by_path[path] for path in update_rules}, new_state
 
 
 def in_float32(tree: Any) -> Any:
@@ -325,8 +327,8 @@ def clip(
     Squares are summed in float32 whatever the dtype of the gradients. With `update_rules`, only
     those of `learned` parameters count and are scaled.
     """
-    kept = set(gradients if update_rules is None else learned(update_rules))
-    slopes = {path: leaf for path, leaf in gradients.items() if path in kept}
+    counted = set(gradients if update_rules is None else learned(update_rules))
+    slopes = {path: leaf for path, leaf in gradients.items() if path in counted}
     norm = optax.tree.norm(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), slopes))
     if limit is None:
         return gradients, norm

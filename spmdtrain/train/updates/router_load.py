@@ -31,7 +31,7 @@ def update_rules(experts: ExpertsConfig | None, parameters: Mapping[str, Paramet
     """
     rate = 0.0 if experts is None else experts.bias_rate or 0.0
     rule = Rule(_towards_the_mean(), own_rate=rate)
-    return {path: rule for path, each in parameters.items() if each.is_load_bias}
+    return {path: rule for path, parameter in parameters.items() if parameter.is_load_bias}
 
 
 def _towards_the_mean() -> optax.GradientTransformation:

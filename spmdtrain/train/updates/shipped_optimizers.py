@@ -63,7 +63,7 @@ def make_optimizer(
         if not isinstance(path, str) or not isinstance(parameter, Parameter):
             what = f"an optimizer is called with {shown(path)} and {type(parameter).__name__}"
             raise ConfigError(what, fix="the path and the Parameter that optimizer= is called with")
-        group = next((each for each in config.groups if fnmatchcase(path, each.match)), EVERY)
+        group = next((group for group in config.groups if fnmatchcase(path, group.match)), EVERY)
         if group.frozen:
             return None
         of_width = 1.0 if width_factor == 1 else width_rate(config, path, parameter, width_factor)

@@ -43,27 +43,29 @@ class WholeTree:
 
     def init(self, values: Tensors) -> dict[str, Any]:
         """Returns the state before the first step, by path."""
-        return self._to_rest(self.transformation.init(self.given(values)), values)
+        return self._to_rest(self.transformation.init(self.as_input(values)), values)
 
     def update(
         self, gradients: Tensors, state: Mapping[str, Any], values: Tensors
     ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
         """Returns (updates, new state), by path."""
-        given = self.given(values)
-        whole = self._from_rest(state, jax.eval_shape(self.transformation.init, given))
-        found: Any
-        found, new = self.transformation.update(self.given(gradients), whole, given)
-        updates = {path: self._joined(path, found[path], values[path]) for path in self.stacked}
+        params = self.as_input(values)
+        whole = self._from_rest(state, jax.eval_shape(self.transformation.init, params))
+        new_updates: Any
+        new_updates, new = self.transformation.update(self.as_input(gradients), whole, params)
+        updates = {
+            path: self._joined(path, new_updates[path], values[path]) for path in self.stacked
+        }
         return updates, self._to_rest(new, values)
 
     def trial_update(self, parameters: Mapping[str, Parameter]) -> tuple[jax.Array, jax.Array]:
         """Returns (update, gradient) of all small tensors as vectors, after a step of ones."""
-        ones = {path: jnp.ones(_small(each)) for path, each in parameters.items()}
+        ones = {path: jnp.ones(_small(parameter)) for path, parameter in parameters.items()}
         updates, _ = self.update(ones, self.init(ones), ones)
         joined = [jnp.concatenate([x[path].ravel() for path in ones]) for x in (updates, ones)]
         return joined[0], joined[1]
 
-    def given(self, tensors: Tensors) -> dict[str, Any]:
+    def as_input(self, tensors: Tensors) -> dict[str, Any]:
         """Returns the tensors in the form that the transformation gets."""
         return {path: self._parted(path, tensors[path]) for path in self.stacked}
 
@@ -152,7 +154,7 @@ def needs_whole_tree(
 
     Raises ConfigError if it cannot update them at all.
     """
-    stacked = {path: each.apart for path, each in parameters.items()}
+    stacked = {path: parameter.apart for path, parameter in parameters.items()}
     whole = WholeTree(transformation, stacked, by_layer=True)
     trial = partial(_trial, parameters)
     alone = _tried(lambda: trial(*_one_by_one(transformation, stacked)))
@@ -174,8 +176,8 @@ def needs_whole_tree(
             )
         return None
     if not isinstance(alone, Exception) and _equal(alone, together):
-        ones = {path: jnp.ones(_small(each)) for path, each in parameters.items()}
-        return whole if crosses(transformation, whole.given(ones)) else None
+        ones = {path: jnp.ones(_small(parameter)) for path, parameter in parameters.items()}
+        return whole if crosses(transformation, whole.as_input(ones)) else None
     stacks = WholeTree(transformation, stacked, by_layer=False)
     at_once = _tried(lambda: trial(stacks.init, stacks.update))
     if isinstance(at_once, Exception) or not _equal(at_once, together):
@@ -202,12 +204,12 @@ def _one_by_one(
         }
 
     def update(gradients: Tensors, state: Mapping[str, Any], values: Tensors) -> Any:
-        found = {
+        results = {
             path: over_stack(transformation.update, stacked[path])(gradients[path], state[path], x)
             for path, x in values.items()
         }
-        updates = {path: update for path, (update, _) in found.items()}
-        return updates, {path: new for path, (_, new) in found.items()}
+        updates = {path: update for path, (update, _) in results.items()}
+        return updates, {path: new for path, (_, new) in results.items()}
 
     return init, update
 
@@ -237,7 +239,7 @@ def _trial(parameters: Mapping[str, Parameter], init: Callable, update: Callable
     state = init(values)
     if len(values) > 1:
         update = jax.jit(update).lower(values, state, values).compile(QUICKLY)
-    found = []
+    trajectory = []
     for step, scale in enumerate(SCALES):
         gradients = tensors(scale)
         if step == len(SCALES) - 1:
@@ -245,8 +247,8 @@ def _trial(parameters: Mapping[str, Parameter], init: Callable, update: Callable
             gradients[last] = gradients[last].at[(0,) * len(shapes[last])].set(jnp.nan)
         updates, state = update(gradients, state, values)
         _check_shapes(updates, values)
-        found.append((updates, state))
-    return found
+        trajectory.append((updates, state))
+    return trajectory
 
 
 def _check_shapes(updates: Tensors, values: Tensors) -> None:
@@ -265,7 +267,7 @@ def _small(parameter: Parameter) -> tuple[int, ...]:
 
 def _equal(one: list[Any], other: list[Any]) -> bool:
     """Returns True if two trials gave the same result, except for the order of additions."""
-    ours, theirs = ([_plain(x) for x in jax.tree.leaves(found)] for found in (one, other))
+    ours, theirs = ([_plain(x) for x in jax.tree.leaves(trial)] for trial in (one, other))
     return len(ours) == len(theirs) and all(
         a.shape == b.shape and np.allclose(a, b, rtol=1e-4, atol=0, equal_nan=True)
         for a, b in zip(ours, theirs, strict=True)
@@ -279,11 +281,12 @@ def _plain(x: Any) -> np.ndarray:
 def _rest_alike(one: WholeTree, other: WholeTree, parameters: Mapping[str, Parameter]) -> bool:
     """Returns True if both keep a state of the same shapes for tensors of this size."""
     values = {
-        path: jax.ShapeDtypeStruct(each.shape, jnp.float32) for path, each in parameters.items()
+        path: jax.ShapeDtypeStruct(parameter.shape, jnp.float32)
+        for path, parameter in parameters.items()
     }
     shapes = [
-        [x.shape for x in jax.tree.leaves(jax.eval_shape(each.init, values))]
-        for each in (one, other)
+        [x.shape for x in jax.tree.leaves(jax.eval_shape(tree.init, values))]
+        for tree in (one, other)
     ]
     return shapes[0] == shapes[1]
 

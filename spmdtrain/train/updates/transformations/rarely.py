@@ -27,9 +27,9 @@ def rarely(change: Callable[[T], T]) -> Callable[[jax.Array, T], T]:
             return leaf if is_batched else jnp.broadcast_to(leaf, (size, *leaf.shape))
 
         any_due, parts = batched
-        found = rarely(jax.vmap(change))(
+        changed = rarely(jax.vmap(change))(
             jnp.any(due) if any_due else due, jax.tree.map(stacked, x, parts)
         )
-        return found, jax.tree.map(lambda _: True, found)
+        return changed, jax.tree.map(lambda _: True, changed)
 
     return call

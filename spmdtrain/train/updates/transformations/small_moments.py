@@ -58,8 +58,8 @@ def in_bfloat16(transformation: optax.GradientTransformation) -> optax.GradientT
         wide = _by_field(
             lambda name, x: x.astype(jnp.float32) if name in SQUARES | MOMENTA else x, state
         )
-        found, after = transformation.update(updates, wide, params)
-        return found, _by_field(narrow, after)
+        new_updates, after = transformation.update(updates, wide, params)
+        return new_updates, _by_field(narrow, after)
 
     return optax.GradientTransformation(init, update)
 
@@ -77,10 +77,10 @@ def in_8_bits(
         return SmallState(jnp.int32(0), inner)
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, SmallState]:
-        found, after = transformation.update(updates, _by_field(decoded, state.inner), params)
+        new_updates, after = transformation.update(updates, _by_field(decoded, state.inner), params)
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), site), state.steps)
         inner = _by_field(lambda name, x: encoded(name, x, key), after)
-        return found, SmallState(state.steps + 1, inner)
+        return new_updates, SmallState(state.steps + 1, inner)
 
     return optax.GradientTransformation(init, update)
 

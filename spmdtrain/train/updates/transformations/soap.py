@@ -8,7 +8,7 @@ Adam sees the gradient, and from which its update comes back:
 
 The bases are those of the steps before. They begin as identities, with which SOAP is Adam. In the
 first step and in every n-th after it each follows its factor by one power iteration: the orthogonal
-part of factor P, by a QR. Adam's momentum is then turned into the new bases; its mean of squares
+part of factor P, by a QR. Adam's momentum is then rotated into the new bases; its mean of squares
 stays, as in the paper.
 
 Directions in which a matrix has had no gradient have no eigenvectors of their own: rounding would
@@ -70,11 +70,11 @@ class BasisSettings:
 
 
 def soap(adam: optax.GradientTransformation, bases: BasisSettings) -> optax.GradientTransformation:
-    """Returns SOAP; `adam` is `optax.scale_by_adam(...)`, which makes the update in the bases."""
+    """Returns SOAP; `adam` is `optax.scale_by_adam(...)`, which works in the bases."""
 
     def init(x: jax.Array) -> SoapState:
         rows = x.shape[bases.row]
-        sides = (_begun(n, bases.largest) for n in (rows, x.size // rows))
+        sides = (_initial(n, bases.largest) for n in (rows, x.size // rows))
         return SoapState(adam.init(x), *sides)
 
     def update(gradient: jax.Array, state: SoapState, x: Any) -> tuple[jax.Array, SoapState]:
@@ -82,17 +82,17 @@ def soap(adam: optax.GradientTransformation, bases: BasisSettings) -> optax.Grad
         tensor = partial(_tensor, bases.row, gradient.shape)
         g_rc = matrix(gradient).astype(jnp.float32)
         rows, columns = state.rows, state.columns
-        turned: Any
+        rotated: Any
         moments: Any
-        turned, moments = adam.update(tensor(_turned(g_rc, rows, columns)), state.adam, x)
-        found = _turned_back(matrix(turned), rows, columns)
+        rotated, moments = adam.update(tensor(_rotated(g_rc, rows, columns)), state.adam, x)
+        direction = _rotated_back(matrix(rotated), rows, columns)
 
-        rows = _followed(rows, g_rc, bases.beta)
-        columns = _followed(columns, g_rc.T, bases.beta)
+        rows = _with_gradient(rows, g_rc, bases.beta)
+        columns = _with_gradient(columns, g_rc.T, bases.beta)
         due = state.adam.count % bases.every == 0
         momentum = matrix(moments.mu).astype(jnp.float32)
-        momentum, rows, columns = rarely(_refreshed)(due, (momentum, rows, columns))
-        return tensor(found), SoapState(moments._replace(mu=tensor(momentum)), rows, columns)
+        momentum, rows, columns = rarely(_refresh)(due, (momentum, rows, columns))
+        return tensor(direction), SoapState(moments._replace(mu=tensor(momentum)), rows, columns)
 
     return of_each_tensor(init, update)
 
@@ -104,10 +104,10 @@ def of_each_tensor(init: Callable, update: Callable) -> optax.GradientTransforma
         leaves, structure = jax.tree.flatten(updates)
         states = structure.flatten_up_to(state)
         values = [None] * len(leaves) if params is None else structure.flatten_up_to(params)
-        found = list(map(update, leaves, states, values))
+        results = list(map(update, leaves, states, values))
         return (
-            structure.unflatten([each for each, _ in found]),
-            structure.unflatten([after for _, after in found]),
+            structure.unflatten([new_update for new_update, _ in results]),
+            structure.unflatten([after for _, after in results]),
         )
 
     return optax.GradientTransformation(lambda params: jax.tree.map(init, params), update_all)
@@ -124,8 +124,8 @@ def _tensor(row: int, shape: tuple[int, ...], x_rc: jax.Array) -> jax.Array:
     return jnp.moveaxis(x_rc.reshape(-1, *rest), 0, row)
 
 
-def _begun(n: int, largest: int) -> Eigenbasis | None:
-    """Returns a side of n rows or columns before the first step."""
+def _initial(n: int, largest: int) -> Eigenbasis | None:
+    """Returns the initial basis of n rows or columns; None if it would be too large."""
     if n > largest:
         return None
     return Eigenbasis(jnp.zeros(n * n, jnp.float32), jnp.eye(n, dtype=jnp.float32).ravel())
@@ -136,40 +136,42 @@ def _square(x: jax.Array) -> jax.Array:
     return x.reshape(math.isqrt(x.size), -1)
 
 
-def _turned(x_rc: jax.Array, rows: Eigenbasis | None, columns: Eigenbasis | None) -> jax.Array:
-    """Returns a matrix in the bases: P^T x Q."""
+def _rotated(x_rc: jax.Array, rows: Eigenbasis | None, columns: Eigenbasis | None) -> jax.Array:
+    """Rotates a matrix into the bases: P^T x Q."""
     if rows is not None:
         x_rc = _dot(_square(rows.vectors).T, x_rc)
     return x_rc if columns is None else _dot(x_rc, _square(columns.vectors))
 
 
-def _turned_back(x_rc: jax.Array, rows: Eigenbasis | None, columns: Eigenbasis | None) -> jax.Array:
-    """Inverts `_turned`: P x Q^T."""
+def _rotated_back(
+    x_rc: jax.Array, rows: Eigenbasis | None, columns: Eigenbasis | None
+) -> jax.Array:
+    """Inverts `_rotated`: P x Q^T."""
     if rows is not None:
         x_rc = _dot(_square(rows.vectors), x_rc)
     return x_rc if columns is None else _dot(x_rc, _square(columns.vectors).T)
 
 
-def _followed(side: Eigenbasis | None, g_nm: jax.Array, beta: float) -> Eigenbasis | None:
-    """Returns a side whose factor counts a gradient, of which it is the rows."""
+def _with_gradient(side: Eigenbasis | None, g_nm: jax.Array, beta: float) -> Eigenbasis | None:
+    """Returns the side after its factor has absorbed a gradient given by its rows."""
     if side is None:
         return None
     product = _dot(g_nm, g_nm.T).ravel()
     return side._replace(factor=beta * side.factor + (1 - beta) * product)
 
 
-def _refreshed(
-    given: tuple[jax.Array, Eigenbasis | None, Eigenbasis | None],
+def _refresh(
+    in_old_bases: tuple[jax.Array, Eigenbasis | None, Eigenbasis | None],
 ) -> tuple[jax.Array, Eigenbasis | None, Eigenbasis | None]:
-    """Returns (momentum in the new bases, rows and columns with them)."""
-    momentum, *before = given
-    rows, columns = map(_iterated, before)
-    plain = _turned_back(momentum, *before)
-    return _turned(plain, rows, columns), rows, columns
+    """Moves both bases by one power iteration, and rotates the momentum into them."""
+    momentum, *before = in_old_bases
+    rows, columns = map(_power_iteration, before)
+    plain = _rotated_back(momentum, *before)
+    return _rotated(plain, rows, columns), rows, columns
 
 
-def _iterated(side: Eigenbasis | None) -> Eigenbasis | None:
-    """Returns a side whose basis is nearer to the eigenvectors of its factor."""
+def _power_iteration(side: Eigenbasis | None) -> Eigenbasis | None:
+    """Returns the side with its basis one power iteration closer to its factor's eigenvectors."""
     if side is None:
         return None
     factor, basis = _square(side.factor), _square(side.vectors)

@@ -1,4 +1,4 @@
-"""Makes the state of a new run that starts from given weights."""
+"""Makes the initial state of a run that starts from existing weights, e.g. published ones."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -6,23 +6,23 @@ from dataclasses import replace
 import jax
 
 from spmdtrain.models.adapters.by_path import magnitude_paths, with_few_bits, with_magnitudes
-from spmdtrain.train.fresh import fresh_but_for, with_items_begun
+from spmdtrain.train.fresh import fresh_without, with_items_begun
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.shard import shard_on
 from spmdtrain.train.state import TrainState
 from spmdtrain.train.updates import optimizers
 
 
-def with_weights(setup: Setup, given: dict[str, jax.Array]) -> TrainState:
+def with_weights(setup: Setup, weights: dict[str, jax.Array]) -> TrainState:
     """Returns the state of a new run that starts from these weights, with its items and moments.
 
-    Parameters that are not given start as in `init_state`; magnitudes of adapters (DoRA) start with
-    the norms of the given weights.
+    The other parameters start as in `init_state`; magnitudes of adapters (DoRA) start as the norms
+    of these weights.
     """
-    given = _as_it_rests(setup, given)
-    state = fresh_but_for(setup, given)
+    weights = _quantised(setup, weights)
+    state = fresh_without(setup, weights)
     begun = state.params
-    state = replace(state, params={path: (begun | given)[path] for path in setup.state.params})
+    state = replace(state, params={path: (begun | weights)[path] for path in setup.state.params})
     state = replace(state, params=state.params | _magnitudes(setup, state.params, begun))
     if any(rule.gradient_point for rule in setup.update_rules.values()):
         state = replace(state, opt_state=_optimizer_state(setup, state.params))
@@ -51,37 +51,37 @@ def with_wide_base(setup: Setup) -> Setup:
     return shard_on(config.model_copy(update={"finetune": finetune}), setup.mesh, setup.make)
 
 
-def _as_it_rests(setup: Setup, given: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns the given weights, quantising those that this setup stores quantised."""
-    wide = {path: x for path, x in given.items() if path not in setup.state.params}
+def _quantised(setup: Setup, weights: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns the weights, quantising those that this setup stores quantised."""
+    wide = {path: x for path, x in weights.items() if path not in setup.state.params}
     kind = setup.config.finetune.base
     if not wide or kind == "float":
-        return given
-    kept = {path: x for path, x in given.items() if path not in wide}
+        return weights
+    at_rest = {path: x for path, x in weights.items() if path not in wide}
     for path in list(wide):  # one at a time: each wide weight is freed once it has been quantised
 
         def made(x: jax.Array, path: str = path) -> dict[str, jax.Array]:
             return with_few_bits({path: x}, [path], kind, setup.model.parameters)
 
-        asked = jax.eval_shape(made, wide[path])
-        shardings = {name: setup.state.params[name].sharding for name in asked}
-        kept |= jax.jit(made, out_shardings=shardings)(wide[path])
-        del wide[path], given[path]
-    return kept
+        abstract = jax.eval_shape(made, wide[path])
+        shardings = {name: setup.state.params[name].sharding for name in abstract}
+        at_rest |= jax.jit(made, out_shardings=shardings)(wide[path])
+        del wide[path], weights[path]
+    return at_rest
 
 
 def _magnitudes(
     setup: Setup, params: Mapping[str, jax.Array], paths: Collection[str]
 ) -> dict[str, jax.Array]:
-    """Returns the magnitudes of adapters at `paths`, from the current weights."""
-    asked = [path for path in paths if path in magnitude_paths(params)]
-    if not asked:
+    """Computes the magnitudes at `paths` from the current weights; other paths are skipped."""
+    of_adapters = [path for path in paths if path in magnitude_paths(params)]
+    if not of_adapters:
         return {}
 
-    def found(params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    def compute(params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         values = {path: setup.padding.from_rest(path, x) for path, x in params.items()}
         values = with_magnitudes(values)
-        return {path: setup.padding.to_rest(path, values[path]) for path in asked}
+        return {path: setup.padding.to_rest(path, values[path]) for path in of_adapters}
 
-    shardings = {path: setup.state.params[path].sharding for path in asked}
-    return jax.jit(found, out_shardings=shardings)(params)
+    shardings = {path: setup.state.params[path].sharding for path in of_adapters}
+    return jax.jit(compute, out_shardings=shardings)(params)

@@ -68,17 +68,17 @@ def check_state(setup: Setup, state: Any) -> None:
     if not isinstance(state, TrainState):
         raise ConfigError(f"state is {type(state).__name__}, not a TrainState", fix=STATES)
     wanted = dict(jax.tree_util.tree_leaves_with_path(setup.state))
-    given = dict(jax.tree_util.tree_leaves_with_path(state))
+    by_path = dict(jax.tree_util.tree_leaves_with_path(state))
     for path, want in wanted.items():
         name = _name(path)
-        if path not in given:
+        if path not in by_path:
             raise ConfigError(f"the state has no {name}", fix=STATES)
-        x = given[path]
+        x = by_path[path]
         if not isinstance(x, int):  # the step may be one
             _check_array(f"{name} of the state", x, STATES)
         if jnp.shape(x) != want.shape or jnp.result_type(x) != want.dtype:
             raise _another(f"{name} of the state", x, want, STATES)
-    for path in given:
+    for path in by_path:
         if path not in wanted:
             what = f"the state has {_name(path)}, which does not belong to this setup"
             raise ConfigError(what, fix=STATES)
@@ -105,8 +105,8 @@ def _check_array(name: str, x: Any, fix: str) -> None:
 
 
 def _another(name: str, x: Any, want: Any, fix: str) -> ConfigError:
-    found = f"{jnp.result_type(x)} {jnp.shape(x)}"
-    return ConfigError(f"{name} is {found}", asked=f"{want.dtype} {want.shape}", fix=fix)
+    actual = f"{jnp.result_type(x)} {jnp.shape(x)}"
+    return ConfigError(f"{name} is {actual}", asked=f"{want.dtype} {want.shape}", fix=fix)
 
 
 def _check_devices(tree: Any, mesh: Mesh, name: str, fix: str) -> None:
@@ -115,12 +115,12 @@ def _check_devices(tree: Any, mesh: Mesh, name: str, fix: str) -> None:
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         if not isinstance(x, jax.Array) or isinstance(x, Tracer) or not x.committed:
             continue
-        there = x.sharding.device_set
-        if there != here:
+        devices = x.sharding.device_set
+        if devices != here:
             raise ConfigError(
                 f"{name}{jax.tree_util.keystr(path)} is not on the devices of the setup",
                 asked=f"{len(here)} of the mesh",
-                found=", ".join(sorted(map(str, there))[:8]),
+                found=", ".join(sorted(map(str, devices))[:8]),
                 fix=fix,
             )
 
@@ -148,15 +148,15 @@ def check_batch(setup: Setup, batch: Any, *, training: bool) -> None:
             wanted.pop(name, None)
     for name, want in wanted.items():
         if name not in batch:
-            found = ", ".join(map(str, batch)) or "nothing"
-            raise ConfigError(f"the batch has no {name!r}", found=found, fix=BATCHES)
+            names = ", ".join(map(str, batch)) or "nothing"
+            raise ConfigError(f"the batch has no {name!r}", found=names, fix=BATCHES)
         _check_entry(name, batch[name], want, batch["tokens"], training=training)
     cut = jnp.shape(batch["tokens"])[:2]
     for name, x in batch.items():
         _check_array(f"batch[{name!r}]", x, BATCHES)
         if jnp.shape(x)[:2] != cut:
-            found = f"{jnp.result_type(x)} {jnp.shape(x)}"
-            what = f"batch[{name!r}] is {found}"
+            actual = f"{jnp.result_type(x)} {jnp.shape(x)}"
+            what = f"batch[{name!r}] is {actual}"
             raise ConfigError(what, asked=f"[{cut[0]}, {cut[1]}, ...] as the tokens", fix=BATCHES)
     _check_devices(batch, setup.mesh, "batch", BATCHES)
     for part in _parts(batch):
@@ -186,8 +186,8 @@ def _parts(batch: Mapping[str, Any]) -> Iterator[dict[str, np.ndarray]]:
         yield {name: np.asarray(x) for name, x in known.items()}
         return
     shards = {name: x.addressable_shards for name, x in known.items() if isinstance(x, jax.Array)}
-    for each in zip(*shards.values(), strict=True):
-        yield {name: np.asarray(shard.data) for name, shard in zip(shards, each, strict=True)}
+    for local in zip(*shards.values(), strict=True):
+        yield {name: np.asarray(shard.data) for name, shard in zip(shards, local, strict=True)}
 
 
 def _check_numbers(setup: Setup, part: dict[str, np.ndarray]) -> None:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from spmdtrain.config.arguments import as_whole
-from spmdtrain.train.given.arrays import check_state
+from spmdtrain.train.external_arrays.check_arrays import check_state
 from spmdtrain.train.setup import Setup, check_setup
 from spmdtrain.train.state import TrainState
 

@@ -112,12 +112,12 @@ def _sent(leaf: jax.Array, stacked: int, layer_of: LayerOf) -> jax.Array:
 
 def _parts(leaf: jax.Array) -> dict[Bounds, list[jax.Device]]:
     """Returns the distinct parts of a parameter that this process holds, with their devices."""
-    found: dict[Bounds, list[jax.Device]] = {}
+    parts: dict[Bounds, list[jax.Device]] = {}
     for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
         assert index is not None, "the device is one of this process"
-        bounds = tuple(each.indices(size)[:2] for each, size in zip(index, leaf.shape, strict=True))
-        found.setdefault(bounds, []).append(device)
-    return found
+        bounds = tuple(dim.indices(size)[:2] for dim, size in zip(index, leaf.shape, strict=True))
+        parts.setdefault(bounds, []).append(device)
+    return parts
 
 
 def _layer_at(setup: Setup, bounds: Bounds, place: Place) -> int | None:
@@ -136,8 +136,10 @@ def _padded(
     bounds: Bounds, unpadded: Sequence[int], read: Callable[[Index], np.ndarray]
 ) -> np.ndarray:
     """Returns a part of one layer, with zeros beyond the model's own shape."""
-    there = [(min(start, size), min(stop, size)) for (start, stop), size in _with(bounds, unpadded)]
-    part = np.ascontiguousarray(read(tuple(slice(start, stop) for start, stop in there)))
+    inside = [
+        (min(start, size), min(stop, size)) for (start, stop), size in _with(bounds, unpadded)
+    ]
+    part = np.ascontiguousarray(read(tuple(slice(start, stop) for start, stop in inside)))
     more = [(0, stop - start - has) for (start, stop), has in _with(bounds, part.shape)]
     return np.pad(part, more) if any(after for _, after in more) else part
 
