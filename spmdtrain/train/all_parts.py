@@ -1,7 +1,7 @@
 """Lists the features that take part in a step, and imports those that a run has.
 
-A new one is a function and a row here. Items are updated, inputs changed and losses chosen in this
-order.
+A new one is a function and a row here. Items are updated, inputs changed and losses chosen in the
+order of the rows.
 """
 
 from collections.abc import Callable, Collection
@@ -156,7 +156,7 @@ def items_of(parts: Parts) -> Items:
 
 
 def items_named(names: Collection[str]) -> Items:
-    """Returns the items of these names, and those of the same parts."""
+    """Returns the items with these names, and all other items of their parts."""
     return items_of(
         tuple(feature.part() for feature in FEATURES if not set(feature.items).isdisjoint(names))
     )

@@ -4,7 +4,7 @@ It also chooses the order of the tokens, which is that of the data except with r
 
 A batch is a dict of arrays [accumulation, sequences, time]; those in OF_SEQUENCES have no time dim,
 and those that parts add may have more.
-One microbatch of it, [sequences, time], is what a model sees at once.
+One microbatch of it, [sequences, time], is what a model processes at once.
 """
 
 from collections.abc import Callable, Mapping
@@ -141,7 +141,7 @@ def in_zigzag(rows: Mapping[str, np.ndarray], ways: int) -> dict[str, np.ndarray
 
 
 def reordered(rows: Mapping[str, np.ndarray], order: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns rows with their tokens in this order, each with all that belongs to it."""
+    """Returns rows with their tokens, and every array that goes with a token, in this order."""
     time = rows["tokens"].ndim - 1
     return {
         name: x if name in OF_SEQUENCES else x.take(order, axis=time) for name, x in rows.items()

@@ -1,4 +1,4 @@
-"""Computes the loss on fixed windows, which is the same evaluation in `train`, `eval` and Python.
+"""Computes the loss on fixed windows: one evaluation for `train`, `eval` and the Python API.
 
 The windows are those of the whole split, or the first `eval.batches x train.global_batch` of each
 set. They do not depend on the mesh or on how many windows are computed at once.
@@ -129,7 +129,7 @@ def make_evaluate(setup: Setup, data: Data) -> Callable[[TrainState], float]:
 
 
 def unit_of(config: RunConfig) -> str:
-    """Returns the unit that a loss is a mean over: tokens or pairs."""
+    """Returns the unit over which losses are averaged: tokens or pairs."""
     return "pairs" if config.train.learns_pairs else "tokens"
 
 

@@ -61,7 +61,7 @@ def fresh_without(setup: Setup, paths: Collection[str]) -> TrainState:
 
 
 def with_items_begun(setup: Setup, state: TrainState, names: Collection[str]) -> TrainState:
-    """Returns the state with these items begun from its weights."""
+    """Returns the state with initial values of these items, computed from its weights."""
     state = _with_items_read(setup, state)
     saved = setup.items.saved(setup.state.items)
     abstract = {name: saved[name] for name in names if name in saved}
@@ -82,7 +82,7 @@ def with_items_begun(setup: Setup, state: TrainState, names: Collection[str]) ->
 
 
 def _with_items_read(setup: Setup, state: TrainState) -> TrainState:
-    """Returns the state with the items that are never saved, those that it lacks read anew."""
+    """Returns the state with all items that are never saved, reading those it lacks."""
     lacking = setup.state.items.keys() - setup.items.saved(setup.state.items) - state.items.keys()
     values = {name: setup.own[name].read() for name in sorted(lacking)}
     return replace(state, items=state.items | values) if values else state

@@ -17,7 +17,7 @@ class Joined:
     """A part's knowledge of one run: `Setup.own[PART]`. A part overrides what applies to it."""
 
     def of_batches(self, change: Callable[[RunConfig], RunConfig]) -> "Joined":
-        """Returns the same for a run that reads other batches, by this change of settings."""
+        """Returns the same for a run with different batches, given the changed settings."""
         del change
         return self
 

@@ -27,7 +27,7 @@ MEASURED = "measured "
 
 
 def measured(item: str) -> str:
-    """Returns the name under which a loss hook returns what is no loss, but a sum over tokens for
+    """Returns the name under which a loss hook returns what is not a loss but a sum over tokens for
     the item of this name: `Taken.made` then has the sum over the whole batch.
     """
     return MEASURED + item

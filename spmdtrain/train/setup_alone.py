@@ -1,4 +1,4 @@
-"""Makes the setup of one model."""
+"""Builds the setup of a single model, without the parts of its run."""
 
 from collections.abc import Callable
 

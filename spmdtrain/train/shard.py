@@ -1,4 +1,4 @@
-"""Brings a config to devices: derives the setup of a run from its settings, once."""
+"""Derives the setup of a run from its config and devices, once."""
 
 from collections.abc import Sequence
 

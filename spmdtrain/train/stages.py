@@ -1,4 +1,4 @@
-"""Makes the setup of each stage of `train.stages`: another batch, and the same state.
+"""Makes the setup of each stage of `train.stages`: the batch changes, the state does not.
 
 The weights, their shardings and the optimizer do not depend on the batch. So a step compiled for
 one stage takes the state that the step of another has returned.
@@ -19,7 +19,7 @@ def stages_of(setup: Setup) -> tuple[TimedStage, ...]:
 
 
 def setup_of(setup: Setup, stage: TimedStage) -> Setup:
-    """Returns the setup whose steps are all like those of a stage: for the last, the same.
+    """Returns the setup for the steps of one stage; for the last stage, `setup` itself.
 
     Raises ConfigError if the mesh does not divide the batch of the stage.
     """

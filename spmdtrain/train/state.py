@@ -68,7 +68,8 @@ def fresh_shapes(
     """Returns the shapes of weights and optimizer state in the model, which do not depend on the
     mesh.
 
-    Those of weights are known: making the model once more, to forget it, would be half of a setup.
+    Those of weights are known: building the model again, only to discard it, would take half
+    the time of a setup.
     """
     made = {
         path: jax.ShapeDtypeStruct(model.parameters[path].shape, variable.dtype)

@@ -139,7 +139,7 @@ def make_eval_step(setup: Setup) -> Checked:
 
 def make_gradients(setup: Setup) -> Callable[..., Any]:
     """Returns `find(params, step, batch, cotangent=None, items=None)`, which gives (gradients of
-    the mean objective, sums). See `StepInputs`; without `items` of a state it does without any.
+    the mean objective, sums). See `StepInputs`; `items` default to none.
     """
     find = find_gradients_of(setup)
 
@@ -184,7 +184,7 @@ def make_losses(setup: Setup) -> Callable[..., Any]:
 
 
 def _make_input_changes(setup: Setup) -> Callable[[StepInputs], StepInputs]:
-    """Returns what all parts make of the inputs of a step, one after another."""
+    """Returns a function that applies the input changes of all parts, in order."""
     makers = (part.make_inputs for part in parts_of(setup.config) if part.make_inputs)
     changes = [change for make in makers if (change := make(setup))]
 
@@ -197,7 +197,7 @@ def _make_input_changes(setup: Setup) -> Callable[[StepInputs], StepInputs]:
 
 
 def _make_gradient_changes(setup: Setup) -> Callable[[Graded], dict[str, jax.Array]]:
-    """Returns what all parts make of clipped gradients, one after another."""
+    """Returns a function that applies all parts' changes to clipped gradients, in order."""
     makers = (part.make_gradients for part in parts_of(setup.config) if part.make_gradients)
     changes = [change for make in makers if (change := make(setup))]
 

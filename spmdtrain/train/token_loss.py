@@ -1,4 +1,4 @@
-"""Makes the loss of a token: cross-entropy as the settings shape it, or a custom function.
+"""Builds the loss of a token: cross-entropy, with the options set, or a custom function.
 
 Both become a function of the head's hidden states and table, which returns sums by name. Training
 minimises the sum of all of them; evaluation has only `loss`.
@@ -59,7 +59,7 @@ def make_sum_losses(
 
 
 def choose(config: RunConfig, own: TokenLoss | None, items: Items) -> TokenLoss | None:
-    """Returns `own`, or the loss that `own.loss` names; None if it is that of the settings.
+    """Returns `own`, or the loss named by `own.loss`; None for the built-in loss.
 
     Raises ConfigError if it is not a loss of tokens, if a token's loss depends on the others, or if
     settings would shape the loss that it replaces.
@@ -101,10 +101,10 @@ def _check(config: TrainConfig, own: TokenLoss, vocab: int, others: Collection[s
 
 
 def _check_alone(own: TokenLoss, vocab: int) -> None:
-    """Raises ConfigError if a token has another loss alone than among others.
+    """Raises ConfigError if a token's loss depends on the other tokens in the call.
 
-    Layouts and microbatches decide which tokens a call sees, so such a loss would train something
-    else on each of them.
+    Layouts and microbatches decide which tokens a call sees, so such a loss would train a
+    different model on each.
     """
     random = np.random.default_rng(0)
     logits = random.normal(0, 2, (2, 2, vocab)).astype(np.float32)

@@ -17,7 +17,7 @@ from spmdtrain.train.updates.parameter_kinds import is_matrix, stream_dim
 def feedback_codecs(
     config: RunConfig, model: AbstractModel, sizes: Mapping[str, int]
 ) -> dict[str, FeedbackCodec]:
-    """Returns how gradients of matrices cross `data`, by path, if what is not sent is kept.
+    """Returns how gradients of matrices cross `data`, by path, for codecs with error feedback.
 
     A matrix whose factors have more numbers than itself, and one that has not a number to send for
     each device, have no codec. Neither have others if the settings ask for none of these. Raises
@@ -50,7 +50,7 @@ def feedback_codecs(
 
 
 def _no_codec(settings: CompressionConfig, shards: int, matched: Mapping[str, str]) -> ConfigError:
-    """Returns the error for settings with which no matrix is compressed."""
+    """Returns the error to raise if no matrix can be compressed."""
     if settings.ranks and all(matched.values()):
         what = "compression.ranks gives every matrix the rank 0: nothing is compressed"
         return ConfigError(what, fix="compression.codec=none")

@@ -57,7 +57,7 @@ def _factors_rest(start: Start, value: Arrays) -> dict[str, P]:
 
 
 def _in_equal_parts(errors: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Returns errors of as many data shards as `shape` has, with the same sum."""
+    """Spreads the sum of the errors evenly over the data shards of `shape`."""
     return jnp.broadcast_to(errors.sum(0) / shape[0], (shape[0], *errors.shape[1:]))
 
 

@@ -34,7 +34,7 @@ def _join(setup: Setup) -> Setup:
 
 
 def _make_reading(setup: Setup) -> Reading | None:
-    """Returns what earlier steps have not sent: both items, by their names."""
+    """Makes the reading of both items, by name: what earlier steps have not sent."""
     abstract = _of_items(setup.state.items)
     if abstract is None:
         return None
@@ -50,7 +50,7 @@ def _of_items(items: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _make_data_sum(setup: Setup) -> SumOverData | None:
-    """Returns the sums of the codecs; the first steps, `compression.after`, sum in full."""
+    """Makes the compressed sum; the first `compression.after` steps sum uncompressed."""
     joined = setup.own.get(NAME)
     if not isinstance(joined, CodecsOfRun):
         return None

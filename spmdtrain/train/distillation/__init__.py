@@ -1,1 +1,1 @@
-"""Trains a student on what a teacher says, [distill]: its losses, and the teacher's weights."""
+"""Trains a student on a teacher's predictions, [distill]: its losses, and the teacher's weights."""

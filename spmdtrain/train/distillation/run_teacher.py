@@ -18,14 +18,14 @@ DISTILLED = "distill_loss"  # reported; its gradient is in that of the loss
 
 
 class OnDisk(Protocol):
-    """The weights of a model on disk, which can be read again and again."""
+    """The weights of a model on disk, which can be read any number of times."""
 
     def read(self) -> dict[str, jax.Array]:
         """Returns the weights at rest, by path, in new arrays: a step donates those it gets."""
         ...
 
     def fingerprint(self) -> str:
-        """Returns a text that tells these weights from others, on any mesh."""
+        """Returns a string that identifies these weights, the same on every mesh."""
         ...
 
 
@@ -68,7 +68,7 @@ class Teacher(Joined):
         return train_flops_per_token(self.setup.config.model, length) / 3  # its forward pass
 
     def of_batches(self, change: Callable[[RunConfig], RunConfig]) -> "Teacher":
-        """Returns the teacher of a run that reads other batches, by this change of settings."""
+        """Returns the same teacher for a run with different batches, given the changed settings."""
         setup = self.setup
         config = change(setup.config)
         method = choose_context_method(config, setup.rules, setup.model.order_reason)
@@ -89,7 +89,7 @@ def with_opened(setup: Setup, on_disk: OnDisk) -> Setup:
 
 
 def check_loss(setup: Setup) -> None:
-    """Refuses a loss of the caller, and a model that does not predict the next token."""
+    """Refuses a custom loss, and a model that does not predict the next token."""
     if setup.loss is not None:
         what = f"{setup.config.distill.source} has a loss of its own, beside loss="
         raise ConfigError(what, fix="one of both")

@@ -1,4 +1,4 @@
-"""Computes the logits of a teacher that are saved, and the losses of a student beside them.
+"""Computes the teacher's logits to save, and a student's losses against saved ones.
 
 Letters: B sequences of a microbatch, T tokens of a sequence, K likeliest tokens.
 """

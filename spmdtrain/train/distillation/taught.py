@@ -1,4 +1,4 @@
-"""Computes the losses of a student beside its teacher, [distill] (arXiv:1503.02531).
+"""Computes a student's losses against a running teacher, [distill] (arXiv:1503.02531).
 
 The teacher reads the microbatch first, without dropout; of it only the hidden states of its head
 remain. Logits of both models exist for a chunk of tokens at a time, split like the vocabulary.

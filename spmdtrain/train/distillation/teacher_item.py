@@ -17,7 +17,7 @@ Weights = dict[str, jax.Array]  # by dotted path of the teacher's parameters
 
 
 def _begin(start: Start) -> None:
-    """Begins nothing: `shard` adds the shapes, and `fresh` the weights."""
+    """Returns no initial value: `shard` adds the shapes, and `fresh` the weights."""
     del start
 
 

@@ -15,7 +15,7 @@ def join_teacher(setup: Setup) -> Setup:
     """Returns the setup of a run with the teacher that it names, whose weights are in its state;
     the same if it names none.
 
-    Raises ConfigError if both cannot read the same batch.
+    Raises ConfigError if the two cannot read the same batch.
     """
     if setup.config.distill.teacher is None:
         return setup

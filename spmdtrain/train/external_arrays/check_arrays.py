@@ -1,7 +1,7 @@
 """Checks the arrays that a caller passes to a step or a loss, on the host, at each call.
 
-Nothing is traced or donated before. A value that is itself traced, e.g. by `jax.grad`, has a shape
-and a dtype to check but no numbers.
+This happens before anything is traced or donated. A value that is itself traced, e.g. by
+`jax.grad`, has a shape and a dtype to check but no numbers.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -221,10 +221,9 @@ def _check_numbers(setup: Setup, part: dict[str, np.ndarray]) -> None:
 
 
 def _check_order(method: ContextMethod, part: dict[str, np.ndarray]) -> None:
-    """Raises ConfigError if the tokens of a ring are not in its order.
+    """Raises ConfigError if a batch for ring attention is not in zigzag order.
 
-    Put back in the order of a sequence, a token is one position behind the token before it, unless
-    it begins a document.
+    Undoing the zigzag must give consecutive positions, except where a document begins.
     """
     positions = part.get("positions")
     if method.zigzag == 1 or positions is None or positions.shape[-1] % (2 * method.zigzag):

@@ -42,7 +42,7 @@ def layer_shapes(setup: Setup) -> dict[str, tuple[int, ...]]:
 def params_from_layers(setup: Setup, read: ReadPart) -> dict[str, jax.Array]:
     """Returns the parameters at rest, except adapters, in the shards and dtypes of `setup`.
 
-    `read` returns what `layer_shapes` names.
+    `read` is called for the paths of `layer_shapes`, and returns parts of these shapes.
     """
     return {path: _parameter(setup, path, partial(read, path)) for path in layer_shapes(setup)}
 
@@ -68,7 +68,7 @@ def _parameter(
 
 
 def _filled(leaf: jax.Array, stacked: int, layer_of: LayerOf) -> jax.Array:
-    """Returns a parameter whose devices are the host: filled where it stays, and not copied."""
+    """Returns a parameter on CPU devices, filled in place without a copy."""
     local = leaf.sharding.shard_shape(leaf.shape)
     arrays = []
     for bounds, devices in _parts(leaf).items():
@@ -86,9 +86,7 @@ def _sent(leaf: jax.Array, stacked: int, layer_of: LayerOf) -> jax.Array:
     places = list(np.ndindex(*local[:stacked]))
 
     def slab(place: Place) -> jax.Array:
-        """Returns one layer of each part of the stack, the one at this place of the part,
-        sharded.
-        """
+        """Returns the layers at this place of every part of the stack, as one sharded array."""
         arrays = []
         for bounds, devices in parts.items():
             layer = layer_of(bounds, place)

@@ -1,4 +1,4 @@
-"""Brings the arrays of parts into the region where gradients are computed, and back."""
+"""Passes arrays of parts into the region where gradients are computed, and results back."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,7 +24,7 @@ class Brought:
                 self._sums[part.name] = data_sum
 
     def arrays(self, params: dict[str, jax.Array], inputs: StepInputs) -> dict[str, Any]:
-        """Returns what they bring, outside the region; a part without arrays brings nothing."""
+        """Returns the arrays of all parts that have any, outside the region."""
         arrays = {name: part.arrays(params, inputs) for name, part in self._readings.items()}
         return {name: brought for name, brought in arrays.items() if brought is not None}
 

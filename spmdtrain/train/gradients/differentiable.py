@@ -1,4 +1,4 @@
-"""Makes the loss of a batch and its gradients functions that jax can transform.
+"""Offers the loss of a batch and its gradients as functions that jax can transform.
 
 The derivative of `make_loss` uses the gradients of the step, so `jax.grad`, `jax.value_and_grad`
 and `jax.vjp` of it cost as much as a step, on any mesh.

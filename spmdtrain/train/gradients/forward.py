@@ -150,8 +150,8 @@ def make_head_losses(
     """Returns `head_losses(module, x_bte, ctx, microbatch)`: sums over unmasked tokens, by name.
 
     They are float32 scalars; in the training of a mixture also vectors, as `means` takes them.
-    `table_axes`: the manual mesh axes over which the rows of the head's table are split. The losses
-    of tokens stand back for those of a part.
+    `table_axes`: the manual mesh axes over which the rows of the head's table are split. A part's
+    head losses replace those of tokens.
     """
     makers = (part.make_head_losses for part in parts if part.make_head_losses)
     of_parts = (make(setup, training=training, table_axes=table_axes) for make in makers)
@@ -214,7 +214,7 @@ def make_losses_of(
 def head_arrays(
     rules: Rules, hidden_bte: jax.Array, table_ve: jax.Array, microbatch: Batch
 ) -> tuple[tuple, tuple]:
-    """Returns what every loss of the head is computed from, and the logical axes of each."""
+    """Returns the arrays from which every loss of the head is computed, and their logical axes."""
     # The full logits never exist; their spec refuses a mesh axis that would split tokens and
     # vocabulary.
     logits_shape = (*microbatch["targets"].shape, table_ve.shape[0])

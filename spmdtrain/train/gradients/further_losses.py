@@ -52,7 +52,7 @@ def _make_further_losses(setup: Setup, *, table_axes: tuple[str, ...]) -> HeadLo
 
 
 def at_depth(microbatch: Batch, depth: int, ctx: ForwardContext) -> Batch:
-    """Returns the microbatch with the targets and the mask of a depth."""
+    """Returns the microbatch with targets and mask shifted to this depth."""
     targets_bt = _later(microbatch["targets"], depth, ctx)
     mask_bt = _later(microbatch["mask"].astype(jnp.float32), depth, ctx)
     length = targets_bt.shape[1]

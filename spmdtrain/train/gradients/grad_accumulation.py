@@ -83,7 +83,7 @@ def make_gradients(setup: Setup, parts: Parts) -> FindGradients:
 
     They are divided by the cotangent from which the backward pass starts. Sums: tokens (unmasked),
     loss, and the other losses of the head and the blocks; float32 scalars, or vectors as `means`
-    takes them. The objective is the sum of all losses. What parts bring has no gradient.
+    takes them. The objective is the sum of all losses. Arrays of parts have no gradient.
     """
     accumulate = setup.config.precision.accumulate
     context = make_context(setup, parts)

@@ -57,7 +57,7 @@ def _is_minimised(name: str, parts: Parts) -> bool:
 
 
 def set_apart(side_losses: Losses) -> Losses:
-    """Returns the side losses under names that no loss of a head has."""
+    """Returns the side losses renamed, so that none clashes with a loss of the head."""
     return {APART + name: loss for name, loss in side_losses.items()}
 
 
@@ -94,7 +94,7 @@ def count_tokens(setup: Setup, batch: Batch, *, training: bool) -> dict[str, jax
 
 
 def number_of(sums: Mapping[str, Any]) -> Any:
-    """Returns the number that a mean is over: of pairs if they are learned, else of tokens."""
+    """Returns the divisor of means: the number of pairs if pairs are learned, else of tokens."""
     return sums.get("pairs", sums["tokens"])
 
 
@@ -121,7 +121,7 @@ def means(
 
 
 def total_of(sums: jax.Array) -> jax.Array:
-    """Returns the sum over all sources, which precedes those of each."""
+    """Returns the entry for all sources, which comes first."""
     return sums[0] if sums.ndim else sums
 
 

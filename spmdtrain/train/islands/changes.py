@@ -1,6 +1,6 @@
-"""Makes the change of an island, and moves its weights by the mean change of all.
+"""Computes the change of an island, and applies the mean change of all islands.
 
-Both are rows (rows.py).
+Both are rows (fragment_rows.py).
 
 m: islands, n: numbers in a row, b: blocks.
 """
@@ -85,8 +85,9 @@ def make_copying(setup: Setup, places: PlacesInRow) -> Copying:
 
 
 def _as_row(setup: Setup, places: PlacesInRow, codec: Codec | None, values: Weights) -> OnDevices:
-    """Returns a row on devices. One weight follows the other: on its way each is whole for a moment
-    on every device, and all together might not fit.
+    """Returns the weights as a row on devices, converted one after another.
+
+    Each is briefly whole on every device, where all of them at once might not fit.
     """
     numbers, scales = {}, {}
     last = None

@@ -45,7 +45,7 @@ class Row(NamedTuple):
 
 
 def joined(rows: Iterable[Row]) -> Row:
-    """Returns one row of several, of which there is at least one."""
+    """Concatenates rows; there must be at least one."""
     return Row(*(np.concatenate(field) for field in zip(*rows, strict=True)))
 
 
@@ -85,7 +85,7 @@ class PlacesInRow:
         return cls(shapes, starts, end)
 
     def size(self, path: str) -> int:
-        """Returns the numbers of a weight."""
+        """Returns how many numbers a weight has."""
         return int(np.prod(self.shapes[path]))
 
     def size_on_devices(self, path: str, devices: int) -> int:
@@ -93,7 +93,7 @@ class PlacesInRow:
         return round_up(self.size(path), BLOCK * devices)
 
     def ranges(self, mesh: Mesh, process: int) -> list[Range]:
-        """Returns the ranges of the row that the devices of a process have; none touch."""
+        """Returns the ranges of the row on the devices of a process; adjacent ones are merged."""
         owners = [device.process_index for device in mesh.devices.flat]
         ranges: list[Range] = []
         for path, start in self.starts.items():
@@ -115,7 +115,7 @@ def split(mesh: Mesh) -> NamedSharding:
 
 
 def to_host(places: PlacesInRow, on_devices: OnDevices, ranges: Sequence[Range]) -> Held:
-    """Fetches what the devices of this process have: the `ranges`."""
+    """Fetches the `ranges` of the row that are on the devices of this process."""
     arrays = [*on_devices.numbers.values(), *on_devices.scales.values()]
     for array in arrays:
         array.copy_to_host_async()
@@ -129,7 +129,7 @@ def to_host(places: PlacesInRow, on_devices: OnDevices, ranges: Sequence[Range])
 
 
 def _shards(flat: jax.Array, size: int) -> list[np.ndarray]:
-    """Returns what this process has of the first `size` elements, in order."""
+    """Returns this process's shards of the first `size` elements, in order."""
     by_start = {shard.index[0].start or 0: shard.data for shard in flat.addressable_shards}
     return [np.asarray(by_start[start])[: max(size - start, 0)] for start in sorted(by_start)]
 

@@ -1,4 +1,4 @@
-"""Decides when islands meet, and which weights each meeting is about.
+"""Decides when islands meet, and which weights each meeting averages.
 
 A meeting is named by its step: the number of steps that an island has taken when it begins. All
 islands have the same timetable, which depends on the settings alone.

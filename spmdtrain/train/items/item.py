@@ -1,7 +1,7 @@
 """Defines an item of the training state: a value that steps change and checkpoints keep.
 
-Items come in addition to the weights and their optimizer state. An item says how it begins, how it
-is sharded, how a step changes it, and what happens if a checkpoint lacks it. Nothing else is
+Items come in addition to the weights and their optimizer state. An item defines its initial value,
+how it is sharded, how a step changes it, and what happens if a checkpoint lacks it. Nothing else is
 needed: the step, checkpoints, comparisons of replicas, `show` and the planner iterate over the
 items of all parts (../part.py), and know none of them by name.
 """

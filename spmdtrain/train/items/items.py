@@ -43,7 +43,7 @@ class Items:
     def subjects(
         self, config: RunConfig, model: AbstractModel, sizes: Mapping[str, int]
     ) -> dict[str, Subjects]:
-        """Returns the parameters that items are about, by name of the item; see `Start`."""
+        """Returns the parameters that each item tracks, by the item's name; see `Start`."""
         return {
             item.name: item.subjects(config, model, sizes) for item in self.table if item.subjects
         }

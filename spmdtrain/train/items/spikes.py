@@ -54,7 +54,7 @@ def is_good(figures: jax.Array, largest: jax.Array) -> jax.Array:
 
 
 def remember(recent: jax.Array, figures: jax.Array, good: jax.Array) -> jax.Array:
-    """Returns `recent` after a step with these figures [2]: a bad one leaves no trace."""
+    """Returns `recent` with the figures [2] of this step appended, unless it was bad."""
     return jnp.where(good, jnp.concatenate([recent[1:], figures[None]]), recent)
 
 

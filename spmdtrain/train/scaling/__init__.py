@@ -1,1 +1,1 @@
-"""Scales the 8-bit matmuls of a step by what earlier steps have seen (magnitudes.py)."""
+"""Scales the 8-bit matmuls of a step by the magnitudes of earlier steps (magnitudes.py)."""

@@ -1,4 +1,4 @@
-"""Makes the scales of a step that scales by earlier ones, and gathers what its matmuls have seen.
+"""Computes a step's scales from earlier steps, and collects the magnitudes of its matmuls.
 
 Scales are the same on all devices, because magnitudes are the largest of all devices and
 microbatches before they reach the state. A weight is the same in all microbatches: its scale comes
@@ -68,7 +68,7 @@ def slots_of(setup: Setup, scales: Mapping[str, jax.Array]) -> Arrays:
 
 
 def scaling_of(scales: Mapping[str, jax.Array], slots: Mapping[str, jax.Array]) -> Scaling:
-    """Returns what a model is bound to, for each weight."""
+    """Returns the (scales, slots) of each weight, to which the model is bound."""
     return {path: (scales[path], slots[path]) for path in scales}
 
 

@@ -1,1 +1,1 @@
-"""Which weights are zero: in which arrays, which elements of one, and from which step on."""
+"""Decides which weights are zero: in which matrices, which elements, and from which step on."""

@@ -3,7 +3,7 @@
 Of two elements of the same magnitude the first stays, in row-major order. Choices come from
 comparisons and from sums of integers, which are exact in every order: the same numbers give the
 same choice on every mesh. An element that is not a number counts as the largest of all: it stays,
-and is seen.
+and so is noticed.
 """
 
 import jax

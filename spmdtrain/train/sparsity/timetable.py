@@ -1,4 +1,4 @@
-"""Says after which steps it is chosen which weights are zero, and how many stay."""
+"""Decides after which steps the zero weights are chosen, and how many weights stay."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def shares(settings: SparsityConfig) -> np.ndarray:
 def number_kept(settings: SparsityConfig, size: int, step: jax.Array) -> jax.Array | int:
     """Returns how many of the `size` elements of a matrix stay after a 1-based `step`.
 
-    A product that is rounded alone, and not with a sum: the same on every mesh.
+    A single rounded product, with no sum to fuse: the same on every mesh.
     """
     if settings.group is not None:
         count, of = settings.group
@@ -33,7 +33,7 @@ def number_kept(settings: SparsityConfig, size: int, step: jax.Array) -> jax.Arr
 
 
 def is_time(settings: SparsityConfig, step: jax.Array) -> jax.Array:
-    """Returns True if it is chosen anew after a 1-based `step`."""
+    """Returns True if the zeros are chosen again after a 1-based `step`."""
     first, last, every = _times(settings)
     passed = step - first
     return (passed >= 0) & (step <= last) & (passed % every == 0)

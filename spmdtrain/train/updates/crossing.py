@@ -44,7 +44,7 @@ def _propagate(jaxpr: Any, inputs: list[Origins]) -> list[Origins]:
 
 
 def _through(equation: Any, inputs: list[Origins]) -> list[Origins]:
-    """Returns the origins of an operation's outputs; all inputs for loops and unknown ones."""
+    """Returns the origins of an operation's outputs; loops and unknown ones may use every input."""
     params = equation.params
     if equation.primitive.name == "cond":
         branches = [_propagate(branch.jaxpr, inputs[1:]) for branch in params["branches"]]

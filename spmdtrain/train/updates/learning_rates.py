@@ -1,4 +1,4 @@
-"""Makes the learning rate of each step: a custom schedule, or that of the settings."""
+"""Computes the learning rate of each step, from a custom schedule or the settings."""
 
 import math
 from collections.abc import Callable

@@ -261,7 +261,7 @@ def _update_of(rule: Rule, rate: jax.Array | float) -> Callable:
 
 
 def scaled(rule: Rule, update: jax.Array, rate: jax.Array) -> jax.Array:
-    """Returns the update in the form in which it is subtracted from the parameter, float32."""
+    """Returns the update as it is subtracted from the parameter, in float32."""
     update = update.astype(jnp.float32)
     if rule.gradient_point is not None:
         return update

@@ -1,10 +1,10 @@
-"""Makes the optimizers that a config can name, as optax transformations.
+"""Builds the optimizers that a config can name, as optax transformations.
 
 None of them includes the learning rate: `updates` returns what is scaled by it and subtracted. Each
 sees one layer's tensor, or one expert's. The leaves of a state have the same names whatever the
 values of the settings, so a run can resume with another decay or momentum.
 
-Weight decay acts only on matrices (kinds.py), and so do rules that need a matrix.
+Weight decay acts only on matrices (parameter_kinds.py), and so do rules that need a matrix.
 """
 
 import difflib
@@ -48,8 +48,8 @@ def make_optimizer(
 
     The function returns None for a parameter that a group freezes. `width_factor`: how many times
     wider the model is than that of `model.mup_base`, which divides the rates of some kinds of
-    parameters (kinds.py). Weight decay times rate does not change with the width, so a step decays
-    weights by the same share in every width (arXiv:2405.13698).
+    parameters (parameter_kinds.py). Weight decay times rate does not change with the
+    width, so a step decays weights by the same share in every width (arXiv:2405.13698).
     """
     check_kind(config, tuple(BUILDERS), "config", "config.optimizer")
     build = BUILDERS[type(config)]

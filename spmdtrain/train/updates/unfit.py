@@ -1,4 +1,4 @@
-"""Refuses optax transformations that a step cannot use, recognised by the state that they keep."""
+"""Refuses optax transformations that a step cannot use, recognised by their state."""
 
 from collections.abc import Mapping
 
@@ -36,7 +36,7 @@ UNFIT = (
 def refuse_unfit(
     transformation: optax.GradientTransformation, parameters: Mapping[str, Parameter]
 ) -> None:
-    """Raises ConfigError for a transformation that would not work here as it should."""
+    """Raises ConfigError for a transformation that would not work correctly here."""
     tensors = {path: jax.ShapeDtypeStruct(x.shape, jnp.float32) for path, x in parameters.items()}
     try:
         state = jax.eval_shape(transformation.init, tensors)

@@ -46,10 +46,10 @@ def update_parameters(
 
 
 def _zero_frozen(setup: Setup, updates: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns the updates without those of the frozen layers, and of what only embeds tokens.
+    """Zeroes the updates of frozen layers, and of weights that only embed tokens.
 
-    These have no gradient, but a rule's weight decay and its momentum of an earlier stage would
-    move them all the same.
+    They have no gradient, but weight decay and leftover momentum of an earlier stage would still
+    move them.
     """
     below = setup.model.below_the_stack(setup.config)
     learns = jnp.asarray(setup.model.stage_layout.numbers >= setup.frozen)

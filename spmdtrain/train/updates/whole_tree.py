@@ -150,7 +150,7 @@ SCALES = (1.0, 1e12, 1e-6, 1.0)  # of the gradients of each step
 def needs_whole_tree(
     transformation: optax.GradientTransformation, parameters: Mapping[str, Parameter]
 ) -> WholeTree | None:
-    """Returns how these parameters share the transformation; None: each tensor by itself.
+    """Returns how these parameters share the transformation; None if each is updated alone.
 
     Raises ConfigError if it cannot update them at all.
     """
@@ -279,7 +279,7 @@ def _plain(x: Any) -> np.ndarray:
 
 
 def _rest_alike(one: WholeTree, other: WholeTree, parameters: Mapping[str, Parameter]) -> bool:
-    """Returns True if both keep a state of the same shapes for tensors of this size."""
+    """Returns True if both have states of the same shapes for these parameters."""
     values = {
         path: jax.ShapeDtypeStruct(parameter.shape, jnp.float32)
         for path, parameter in parameters.items()

@@ -1,4 +1,4 @@
-"""Finds the orthogonal part of a matrix by a QR."""
+"""Computes the orthogonal factor of a matrix by QR decomposition."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from jax.custom_batching import custom_vmap
 
 @custom_vmap
 def orthogonal_part(x_nn: jax.Array) -> jax.Array:
-    """Returns Q of x = Q R, of each matrix of a stack [*stack, n, n]. A column may be turned round.
+    """Returns Q of x = Q R, of each matrix of a stack [*stack, n, n], up to the signs of columns.
 
     On CPUs the matrices of a stack take turns. LAPACK's call for a stack divides it among XLA's
     threads and waits for them on one of these threads: as many such calls as threads, of several

@@ -1,4 +1,4 @@
-"""Computes in some steps what is too expensive for every step."""
+"""Runs a computation in some steps only, where it is too expensive for all."""
 
 from collections.abc import Callable
 from typing import TypeVar

@@ -1,4 +1,4 @@
-"""Keeps an optimizer's moments in few bits between steps.
+"""Stores an optimizer's moments in fewer bits between steps.
 
 bfloat16: the moment, rounded to nearest. 8bit (after arXiv:2110.02861): integers in units of the
 largest number of their block, 256 along the last dim. A momentum is spaced evenly. A mean of
@@ -37,7 +37,7 @@ class SmallState(NamedTuple):
 
 
 def begun_in_float32(transformation: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Returns the transformation with a state that rests in float32, however weights do."""
+    """Returns the transformation with a state stored in float32, for weights of any dtype."""
 
     def init(params: Any) -> Any:
         return transformation.init(jax.tree.map(lambda x: x.astype(jnp.float32), params))
@@ -46,7 +46,7 @@ def begun_in_float32(transformation: optax.GradientTransformation) -> optax.Grad
 
 
 def in_bfloat16(transformation: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Returns the transformation with moments that rest in bfloat16."""
+    """Returns the transformation with moments stored in bfloat16."""
 
     def narrow(name: str, x: jax.Array) -> jax.Array:
         return x.astype(jnp.bfloat16) if name in SQUARES | MOMENTA else x
@@ -67,7 +67,7 @@ def in_bfloat16(transformation: optax.GradientTransformation) -> optax.GradientT
 def in_8_bits(
     transformation: optax.GradientTransformation, site: int
 ) -> optax.GradientTransformation:
-    """Returns the transformation with moments that rest in 8 bits.
+    """Returns the transformation with moments stored in 8 bits.
 
     `site`: a number that distinguishes the parameter, from which rounding draws.
     """
@@ -107,7 +107,7 @@ def encoded(name: str, x: jax.Array, key: jax.Array | None) -> Any:
 
 
 def decoded(name: str, few: Any) -> Any:
-    """Returns the float32 moment that `encoded` made these 8 bits from."""
+    """Inverts `encoded`, up to rounding: returns a float32 moment."""
     if not isinstance(few, Few):
         return few
     codes = _blocks(few.codes).astype(jnp.float32)
