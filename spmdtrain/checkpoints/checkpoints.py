@@ -55,7 +55,7 @@ from spmdtrain.checkpoints.store import read_leaves, saved_tree
 from spmdtrain.config.errors import DamagedError, UnfitError
 from spmdtrain.pipeline.stage_layout import StageLayout
 from spmdtrain.train.all_parts import items_named
-from spmdtrain.train.fresh import with_items_begun
+from spmdtrain.train.fresh import with_initial_items
 from spmdtrain.train.items.item import Item, Value, as_parameters
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
@@ -157,7 +157,7 @@ class Checkpoints(SavedSteps):
             if value is not None:
                 values[item.name] = value
         state = TrainState(step_counter(step, abstract), trees["params"], trees["state"], values)
-        return with_items_begun(self._setup, state, abstract.items.keys() - values), meta
+        return with_initial_items(self._setup, state, abstract.items.keys() - values), meta
 
     def _read_unlike_parameters(self, step: int, item: Item, abstract: Value) -> Value | None:
         """Returns an item not sharded like the parameters; None if it must start afresh."""

@@ -77,12 +77,12 @@ class OwnModel:
 
         from spmdtrain.parallel.mesh import AXES
         from spmdtrain.train.all_parts import items_of, parts_of
-        from spmdtrain.train.state import bytes_per_device, lay_to_rest, resting_bytes
+        from spmdtrain.train.state import bytes_per_device, place_at_rest, resting_bytes
 
         mesh: Any = jax.sharding.AbstractMesh(tuple(mesh_shape.sizes[axis] for axis in AXES), AXES)
         model, update_rules, shapes = self._built(mesh_shape.pipeline, chunks)
         items = items_of(parts_of(self._config))
-        _, _, state = lay_to_rest(self._config, mesh, model, update_rules, zero, items, shapes)
+        _, _, state = place_at_rest(self._config, mesh, model, update_rules, zero, items, shapes)
         unsplit = replace(mesh_shape, data=1, fsdp=1)
         if unsplit != mesh_shape:
             resident = self._states(unsplit, chunks, 0).resident

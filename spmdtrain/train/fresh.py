@@ -57,12 +57,12 @@ def fresh_without(setup: Setup, paths: Collection[str]) -> TrainState:
     key = random_key(setup.config.train.seed, "init")
     options = options_of_one_run(setup.mesh.devices.flat[0].platform)
     made = jax.jit(fresh, out_shardings=shardings, compiler_options=options)(key, True)
-    return _with_items_read(setup, made)
+    return _with_unsaved_items(setup, made)
 
 
-def with_items_begun(setup: Setup, state: TrainState, names: Collection[str]) -> TrainState:
+def with_initial_items(setup: Setup, state: TrainState, names: Collection[str]) -> TrainState:
     """Returns the state with initial values of these items, computed from its weights."""
-    state = _with_items_read(setup, state)
+    state = _with_unsaved_items(setup, state)
     saved = setup.items.saved(setup.state.items)
     abstract = {name: saved[name] for name in names if name in saved}
     if not abstract:
@@ -81,7 +81,7 @@ def with_items_begun(setup: Setup, state: TrainState, names: Collection[str]) ->
     return replace(state, items=state.items | begun)
 
 
-def _with_items_read(setup: Setup, state: TrainState) -> TrainState:
+def _with_unsaved_items(setup: Setup, state: TrainState) -> TrainState:
     """Returns the state with all items that are never saved, reading those it lacks."""
     lacking = setup.state.items.keys() - setup.items.saved(setup.state.items) - state.items.keys()
     values = {name: setup.own[name].read() for name in sorted(lacking)}

@@ -19,7 +19,7 @@ from spmdtrain.train.exchange import (
 )
 from spmdtrain.train.items.items import Items
 from spmdtrain.train.setup import Setup
-from spmdtrain.train.state import lay_to_rest
+from spmdtrain.train.state import place_at_rest
 from spmdtrain.train.token_loss import TokenLoss
 from spmdtrain.train.updates import optimizers
 from spmdtrain.train.updates.chosen_rules import check_frozen
@@ -54,7 +54,9 @@ def setup_alone(
     model.check_blocks(rules, batch_shape.sequences, config.train.sequence_length)
     token_loss.check_multi_token(config, model)
     loss = token_loss.choose(config, loss, items)
-    specs, padding, state = lay_to_rest(config, mesh, model, update_rules, config.train.zero, items)
+    specs, padding, state = place_at_rest(
+        config, mesh, model, update_rules, config.train.zero, items
+    )
     gathered = gathered_weights(model, specs)
     by_layers = gathered if table is None else {}
     return Setup(

@@ -118,7 +118,7 @@ def abstract_state(  # noqa: PLR0913 - all that a state hangs on
     )
 
 
-def lay_to_rest(
+def place_at_rest(
     config: RunConfig,
     mesh: Mesh,
     model: AbstractModel,

@@ -156,7 +156,7 @@ def make_gradients(setup: Setup) -> Callable[..., Any]:
     return gradients_and_sums
 
 
-def _way_to_gradients(setup: Setup) -> Any:
+def _gradients_module(setup: Setup) -> Any:
     """Returns the module that finds gradients on this mesh: over stages of a pipeline, or not."""
     if not setup.pipeline:
         return grad_accumulation
@@ -169,16 +169,16 @@ def find_gradients_of(setup: Setup) -> FindGradients:
     """Returns what `grad_accumulation.make_gradients` does, of inputs that parts may have changed.
     The mesh decides between accumulation and pipeline.
     """
-    way = _way_to_gradients(setup)
-    gradients = way.make_gradients(setup, parts_of(setup.config))
+    finder = _gradients_module(setup)
+    gradients = finder.make_gradients(setup, parts_of(setup.config))
     change = _make_input_changes(setup)
     return lambda params, inputs: gradients(params, change(inputs))
 
 
 def make_losses(setup: Setup) -> Callable[..., Any]:
     """Returns `(params, batch) -> sums` in the same way, without dropout."""
-    way = _way_to_gradients(setup)
-    losses = way.make_losses(setup, parts_of(setup.config))
+    finder = _gradients_module(setup)
+    losses = finder.make_losses(setup, parts_of(setup.config))
     change = _make_input_changes(setup)
     return lambda params, batch: losses(params, change(StepInputs(None, batch)).batch)
 

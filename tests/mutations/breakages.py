@@ -717,8 +717,8 @@ BREAKAGES = [
     Breakage(
         "the average of a resumed run begins anew",
         "checkpoints/checkpoints.py",
-        "return with_items_begun(self._setup, state, abstract.items.keys() - values), meta",
-        "return with_items_begun(self._setup, state, abstract.items.keys()), meta",
+        "return with_initial_items(self._setup, state, abstract.items.keys() - values), meta",
+        "return with_initial_items(self._setup, state, abstract.items.keys()), meta",
         f"{EMA} -k interrupted",
     ),
     Breakage(
@@ -745,7 +745,7 @@ BREAKAGES = [
     Breakage(
         "a run that begins with another's weights averages fresh ones",
         "train/external_arrays/state_from_weights.py",
-        "return with_items_begun(setup, state, setup.state.items)",
+        "return with_initial_items(setup, state, setup.state.items)",
         "return state",
         f"{EMA} -k another_run",
     ),

@@ -19,7 +19,7 @@ import spmdtrain as st
 from examples.seams.side_losses import CalmTransformer
 from spmdtrain.checkpoints.leaves.stored_items import from_note
 from spmdtrain.config import ConfigError
-from spmdtrain.train.fresh import init_state, with_items_begun
+from spmdtrain.train.fresh import init_state, with_initial_items
 from spmdtrain.train.items import loss_scale
 from spmdtrain.train.items.loss_scale import LossScale
 from spmdtrain.train.shard import shard
@@ -150,7 +150,7 @@ def test_a_checkpoint_of_before_begins_with_the_first_scale():
     setup = prepared(*NARROW)
     asked = setup.state.items["loss_scale"]
     assert from_note(loss_scale.ITEM, asked, {}) is None
-    begun = with_items_begun(setup, init_state(setup), ["loss_scale"]).items["loss_scale"]
+    begun = with_initial_items(setup, init_state(setup), ["loss_scale"]).items["loss_scale"]
     kept = from_note(loss_scale.ITEM, asked, {"loss_scale": [512.0, 3]})
     assert (float(begun.scale), int(begun.good_steps)) == (1024.0, 0)
     assert kept is not None and (float(kept.scale), int(kept.good_steps)) == (512.0, 3)

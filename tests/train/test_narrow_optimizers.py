@@ -206,6 +206,6 @@ def test_arithmetic_in_16_bits_is_found(name, settings, monkeypatch):
     """
     want = in_float32(name, *settings)
     monkeypatch.setattr(optimizers, "in_float32", lambda tree: tree)
-    monkeypatch.setattr(small_moments, "begun_in_float32", lambda rule: rule)
+    monkeypatch.setattr(small_moments, "with_float32_state", lambda rule: rule)
     got = after_steps(run_with(name, *settings, *WAYS["weights"]))
     assert any(text.startswith("['state']") for text in wrong_arrays(got, want, "weights"))

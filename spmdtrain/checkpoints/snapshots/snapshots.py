@@ -35,7 +35,7 @@ from spmdtrain.config.errors import PeerLostError
 from spmdtrain.processes.processes import gather_texts
 from spmdtrain.processes.snapshots.slot import PAGE, Head, Slot, newest_of
 from spmdtrain.train.all_parts import items_named
-from spmdtrain.train.fresh import with_items_begun
+from spmdtrain.train.fresh import with_initial_items
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
 
@@ -168,7 +168,7 @@ class Snapshots:
             if item.note:
                 values[item.name] = from_note(item, abstract_value, meta)
         state = TrainState(step_counter(step, abstract), params, opt_state, values)
-        return with_items_begun(self._setup, state, abstract.items.keys() - values)
+        return with_initial_items(self._setup, state, abstract.items.keys() - values)
 
 
 def _wait_until_arrived(slot: Slot, head: Head) -> None:

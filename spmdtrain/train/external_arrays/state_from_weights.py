@@ -6,7 +6,7 @@ from dataclasses import replace
 import jax
 
 from spmdtrain.models.adapters.by_path import magnitude_paths, with_few_bits, with_magnitudes
-from spmdtrain.train.fresh import fresh_without, with_items_begun
+from spmdtrain.train.fresh import fresh_without, with_initial_items
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.shard import shard_on
 from spmdtrain.train.state import TrainState
@@ -26,7 +26,7 @@ def with_weights(setup: Setup, weights: dict[str, jax.Array]) -> TrainState:
     state = replace(state, params=state.params | _magnitudes(setup, state.params, begun))
     if any(rule.gradient_point for rule in setup.update_rules.values()):
         state = replace(state, opt_state=_optimizer_state(setup, state.params))
-    return with_items_begun(setup, state, setup.state.items)
+    return with_initial_items(setup, state, setup.state.items)
 
 
 def _optimizer_state(setup: Setup, params: dict[str, jax.Array]) -> optimizers.OptimizerState:

@@ -33,8 +33,8 @@ from spmdtrain.train.gradients.sums import (
     count_tokens,
     join_losses,
     number_of,
+    split_side_losses,
     sum_over_shards,
-    take_apart,
     take_measured,
     total_of,
 )
@@ -156,6 +156,6 @@ def _sums(
 ) -> dict[str, jax.Array]:
     """Returns losses and tokens over all shards of the batch; every stage has the same."""
     tokens = count_tokens(setup, batch, training=training)
-    of_head, further = take_apart(of_head)
+    of_head, further = split_side_losses(of_head)
     sums = join_losses(setup, of_head, sum_losses(of_layers, further)) | tokens
     return sum_over_shards(sums, setup.rules)

@@ -13,7 +13,7 @@ from spmdtrain.parallel.regions import MANUAL_AXES, make_sliced_sum
 from spmdtrain.pipeline.executor import StageProgram
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.gradients.forward import make_context, make_head_losses, make_side_losses
-from spmdtrain.train.gradients.sums import only_minimised, set_apart
+from spmdtrain.train.gradients.sums import only_minimised, with_side_names
 from spmdtrain.train.part import Parts
 from spmdtrain.train.setup import Setup
 
@@ -103,7 +103,7 @@ def make_stage_program(
         # All stages run these blocks on the same x: they tick together, and would wait for the last
         # one as long.
         of_parts = only_minimised(side_losses(module, x, ctx, part), parts)
-        return losses | set_apart(of_parts)
+        return losses | with_side_names(of_parts)
 
     # With "full", the executor itself recomputes whole chunks.
     remat = "dots" if setup.config.train.remat == "dots" else "none"

@@ -56,13 +56,13 @@ def _is_minimised(name: str, parts: Parts) -> bool:
     return name not in shown and not name.startswith(MEASURED)
 
 
-def set_apart(side_losses: Losses) -> Losses:
+def with_side_names(side_losses: Losses) -> Losses:
     """Returns the side losses renamed, so that none clashes with a loss of the head."""
     return {APART + name: loss for name, loss in side_losses.items()}
 
 
-def take_apart(of_head: Losses) -> tuple[Losses, Losses]:
-    """Returns (losses of the head alone, side losses that `set_apart` named)."""
+def split_side_losses(of_head: Losses) -> tuple[Losses, Losses]:
+    """Returns (losses of the head alone, side losses that `with_side_names` named)."""
     alone = {name: loss for name, loss in of_head.items() if not name.startswith(APART)}
     further = {name.removeprefix(APART): of_head[name] for name in of_head.keys() - alone.keys()}
     return alone, further

@@ -65,17 +65,17 @@ def _copies(params: Mapping[str, jax.Array], start: Start) -> Weights:
     return {path: jnp.copy(params[path]).astype(jnp.float32) for path in start.learned}
 
 
-def _kept(value: Value, taken: Taken) -> Value:  # noqa: ARG001
+def _unchanged(value: Value, taken: Taken) -> Value:  # noqa: ARG001
     return value
 
 
-OUTER = Item("outer", begin=_begin_outer, rests=as_parameters, update=_kept)
-MOMENTUM = Item("outer_momentum", begin=_begin_momentum, rests=as_parameters, update=_kept)
+OUTER = Item("outer", begin=_begin_outer, rests=as_parameters, update=_unchanged)
+MOMENTUM = Item("outer_momentum", begin=_begin_momentum, rests=as_parameters, update=_unchanged)
 UNMET = Item(
     "unmet",
     begin=_begin_unmet,
     rests=whole,
-    update=_kept,
+    update=_unchanged,
     note=Note(int, lambda number, _: number),
 )
 OUTER_STEP = Part("islands", items=(OUTER, MOMENTUM, UNMET))

@@ -24,7 +24,7 @@ from spmdtrain.train.part import Part
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.sparsity.chosen import input_dim, sparse_parameters
 from spmdtrain.train.sparsity.elements import largest, largest_of_each
-from spmdtrain.train.sparsity.timetable import is_begun, is_time, number_kept
+from spmdtrain.train.sparsity.timetable import has_zeros, is_time, number_kept
 from spmdtrain.train.updates.whole_tree import over_stack
 
 Masks = dict[str, jax.Array]  # by dotted path of the matrices that are sparse
@@ -86,7 +86,7 @@ def _too_many_stay(settings: SparsityConfig, masks: Masks, moved: Moved) -> jax.
     for path, stay in _numbers(masks, moved).items():
         wanted = number_kept(settings, _size(moved.model.parameters[path]), moved.step)
         more.append(jnp.any(stay > wanted))
-    return jnp.stack(more).any() & is_begun(settings, moved.step)
+    return jnp.stack(more).any() & has_zeros(settings, moved.step)
 
 
 def _numbers(masks: Masks, moved: Moved) -> dict[str, jax.Array]:

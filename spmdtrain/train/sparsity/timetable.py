@@ -39,7 +39,7 @@ def is_time(settings: SparsityConfig, step: jax.Array) -> jax.Array:
     return (passed >= 0) & (step <= last) & (passed % every == 0)
 
 
-def is_begun(settings: SparsityConfig, step: jax.Array) -> jax.Array:
+def has_zeros(settings: SparsityConfig, step: jax.Array) -> jax.Array:
     """Returns True if there are zeros after a 1-based `step`."""
     return step >= _times(settings)[0]
 

@@ -125,10 +125,10 @@ def _adafactor(config: Adafactor, path: str, parameter: Parameter) -> Transforma
     As in the paper, an update is scaled by the root mean square of its parameter. After a thousand
     steps squares change by less than bfloat16 resolves, so they rest in float32.
     """
-    from spmdtrain.train.updates.transformations.small_moments import begun_in_float32
+    from spmdtrain.train.updates.transformations.small_moments import with_float32_state
 
     return optax.chain(
-        begun_in_float32(optax.scale_by_factored_rms(decay_rate=config.decay_rate)),
+        with_float32_state(optax.scale_by_factored_rms(decay_rate=config.decay_rate)),
         optax.clip_by_block_rms(config.clip_update),
         optax.scale_by_param_block_rms(),
         *_decay(config, path, parameter),

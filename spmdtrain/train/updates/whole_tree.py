@@ -110,7 +110,7 @@ class WholeTree:
         def whole(at: int, part: Any) -> Any:
             if self._of_tensors(part):
                 return {
-                    path: self._taken_apart(path, resting[path][at], part[path])
+                    path: self._split_layers(path, resting[path][at], part[path])
                     for path in self.stacked
                 }
             once = resting[first][at][(0,) * self.stacked[first]]
@@ -120,7 +120,7 @@ class WholeTree:
 
         return structure.unflatten([whole(at, part) for at, part in enumerate(parts)])
 
-    def _taken_apart(self, path: str, entry: Any, like: Any) -> Any:
+    def _split_layers(self, path: str, entry: Any, like: Any) -> Any:
         """Reverses `_joined`; `like` is the entry in the whole state."""
         if type(like) is not tuple or not self.by_layer:
             return entry
@@ -157,8 +157,8 @@ def needs_whole_tree(
     stacked = {path: parameter.apart for path, parameter in parameters.items()}
     whole = WholeTree(transformation, stacked, by_layer=True)
     trial = partial(_trial, parameters)
-    alone = _tried(lambda: trial(*_one_by_one(transformation, stacked)))
-    together = _tried(lambda: trial(whole.init, whole.update))
+    alone = _result_or_error(lambda: trial(*_one_by_one(transformation, stacked)))
+    together = _result_or_error(lambda: trial(whole.init, whole.update))
     if isinstance(alone, Exception) and isinstance(together, Exception):
         if (named := of_own_code(together)) is not None:
             raise named from together
@@ -179,13 +179,13 @@ def needs_whole_tree(
         ones = {path: jnp.ones(_small(parameter)) for path, parameter in parameters.items()}
         return whole if crosses(transformation, whole.as_input(ones)) else None
     stacks = WholeTree(transformation, stacked, by_layer=False)
-    at_once = _tried(lambda: trial(stacks.init, stacks.update))
+    at_once = _result_or_error(lambda: trial(stacks.init, stacks.update))
     if isinstance(at_once, Exception) or not _equal(at_once, together):
         return whole
-    return stacks if _rest_alike(stacks, whole, parameters) else whole
+    return stacks if _same_state_shapes(stacks, whole, parameters) else whole
 
 
-def _tried(run: Callable[[], Any]) -> Any:
+def _result_or_error(run: Callable[[], Any]) -> Any:
     """Returns the result of `run`, or the error that it raised."""
     try:
         return run()
@@ -278,7 +278,9 @@ def _plain(x: Any) -> np.ndarray:
     return np.asarray(jax.random.key_data(x) if _is_key(x) else x).astype(np.float64)
 
 
-def _rest_alike(one: WholeTree, other: WholeTree, parameters: Mapping[str, Parameter]) -> bool:
+def _same_state_shapes(
+    one: WholeTree, other: WholeTree, parameters: Mapping[str, Parameter]
+) -> bool:
     """Returns True if both have states of the same shapes for these parameters."""
     values = {
         path: jax.ShapeDtypeStruct(parameter.shape, jnp.float32)

@@ -36,7 +36,9 @@ class SmallState(NamedTuple):
     inner: Any  # of the transformation, its moments in few bits
 
 
-def begun_in_float32(transformation: optax.GradientTransformation) -> optax.GradientTransformation:
+def with_float32_state(
+    transformation: optax.GradientTransformation,
+) -> optax.GradientTransformation:
     """Returns the transformation with a state stored in float32, for weights of any dtype."""
 
     def init(params: Any) -> Any:
