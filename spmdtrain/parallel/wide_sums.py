@@ -7,8 +7,10 @@ turn (a carry), and jax gives a transpose the dtype of its cotangent. `jnp.sum` 
 
 So the program of a step is rewritten after jax has differentiated it, before XLA sees it. That
 reaches the layers of this library, those of flax, and any code of a user's model.
-Matmuls stay as they are: they accumulate in float32 on CPUs and GPUs. So do collectives: they add
-few terms, and wider ones would be twice the traffic; `reduce.py` decides about those.
+Matmuls stay as they are on GPUs, where they accumulate in float32. On CPUs XLA does not promise
+that: of jaxlib 0.12 it leaves some products of a loop in bfloat16, whose sums then lose 3 to 5 % of
+a weight's gradient. Collectives stay as they are: they add few terms, and wider ones would be twice
+the traffic; `reduce.py` decides about those.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,16 +26,20 @@ NARROW = (jnp.dtype("bfloat16"), jnp.dtype("float16"))
 SCATTER = "scatter-add"
 # They sum along dims of their only operand.
 REDUCTIONS = ("reduce_sum", "cumsum", "reduce_window_sum")
+SUMS = (SCATTER, *REDUCTIONS)
+MATMUL = "dot_general"
+FLOAT32 = jnp.dtype("float32")
 Names = dict[Any, Any]  # the variables of a traced function -> those that take their places
 # Their programs are written for one device's registers, where each dtype is deliberate.
 KERNELS = ("pallas_call", "core_map", "run_state")
 
 
-def with_wide_sums(function: Callable, compute: str) -> Callable:
+def with_wide_sums(function: Callable, compute: str, platform: str) -> Callable:
     """Returns `function` with its long sums of 16-bit floats taken in float32.
 
     `compute`: the dtype in which it computes. In float32 there is nothing to widen, and it is
-    returned as it is.
+    returned as it is. `platform`: of the devices, as jax names it; on "cpu" matmuls are widened
+    too.
 
     Arguments and results are pytrees of arrays, and keep their dtypes: a sum is rounded to its own
     dtype once, when it is complete. It traces `function`, so it belongs inside a jit.
@@ -43,7 +49,8 @@ def with_wide_sums(function: Callable, compute: str) -> Callable:
 
     def widened(*arguments):
         traced, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
-        results = jaxpr_as_fun(rewritten(traced))(*jax.tree.leaves(arguments))
+        wide = rewritten(traced, (*SUMS, MATMUL) if platform == "cpu" else SUMS)
+        results = jaxpr_as_fun(wide)(*jax.tree.leaves(arguments))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return widened
@@ -58,16 +65,19 @@ def narrow_sums(program: ClosedJaxpr | Jaxpr) -> Iterator[JaxprEqn]:
             yield from narrow_sums(inner)
 
 
-def rewritten(program: ClosedJaxpr) -> ClosedJaxpr:
-    """Returns a program of the same inputs and outputs whose long sums are in float32."""
-    return ClosedJaxpr(_rewritten(program.jaxpr), program.consts)
+def rewritten(program: ClosedJaxpr, sums: tuple[str, ...] = SUMS) -> ClosedJaxpr:
+    """Returns a program of the same inputs and outputs whose long sums are in float32.
+
+    `sums`: the names of the primitives that sum.
+    """
+    return ClosedJaxpr(_rewritten(program.jaxpr, sums), program.consts)
 
 
-def _rewritten(jaxpr: Jaxpr) -> Jaxpr:
+def _rewritten(jaxpr: Jaxpr, sums: tuple[str, ...]) -> Jaxpr:
     equations: list[JaxprEqn] = []
     for operation in jaxpr.eqns:
-        equation = _with_inner_rewritten(operation)
-        if _is_narrow_sum(equation):
+        equation = _with_inner_rewritten(operation, sums)
+        if _is_narrow_sum(equation, sums):
             equations += _spliced(equation, partial(_wide_sum, equation))
         elif carries := _narrow_carries(equation):
             equations += _with_wide_carries(equation, carries)
@@ -79,8 +89,8 @@ def _rewritten(jaxpr: Jaxpr) -> Jaxpr:
 # --- one sum --------------------------------------------------------------------------------------
 
 
-def _is_narrow_sum(equation: JaxprEqn) -> bool:
-    if equation.primitive.name not in (SCATTER, *REDUCTIONS):
+def _is_narrow_sum(equation: JaxprEqn, sums: tuple[str, ...] = SUMS) -> bool:
+    if equation.primitive.name not in sums:
         return False
     return _shape_of(equation.outvars[0]).dtype in NARROW
 
@@ -92,6 +102,11 @@ def _wide_sum(equation: JaxprEqn, *operands: jax.Array) -> jax.Array:
     if equation.primitive.name in REDUCTIONS:
         total = equation.primitive.bind(first.astype(jnp.float32), **params)
         return total.astype(first.dtype)
+    if equation.primitive.name == MATMUL:
+        # From wide operands: XLA cannot run every product of 16-bit floats with a float32 result.
+        wide = (x.astype(FLOAT32) for x in operands)
+        product = equation.primitive.bind(*wide, **params | {"preferred_element_type": FLOAT32})
+        return product.astype(_shape_of(equation.outvars[0]).dtype)
     _, indices, updates = operands
     total = jax.lax.scatter_add(
         first.astype(jnp.float32),
@@ -255,16 +270,16 @@ def _opened(program: ClosedJaxpr | Jaxpr) -> Jaxpr:
     return program.jaxpr if isinstance(program, ClosedJaxpr) else program
 
 
-def _with_inner_rewritten(equation: JaxprEqn) -> JaxprEqn:
+def _with_inner_rewritten(equation: JaxprEqn, sums: tuple[str, ...]) -> JaxprEqn:
     """Returns the operation with the programs that it runs rewritten."""
     if next(_programs_of(equation), None) is None:
         return equation
 
     def changed(value: Any) -> Any:
         if isinstance(value, ClosedJaxpr):
-            return rewritten(value)
+            return rewritten(value, sums)
         if isinstance(value, Jaxpr):
-            return _rewritten(value)
+            return _rewritten(value, sums)
         if isinstance(value, tuple | list):
             return type(value)(changed(entry) for entry in value)
         return value

@@ -55,7 +55,7 @@ def fresh_without(setup: Setup, paths: Collection[str]) -> TrainState:
 
     shardings = jax.tree.map(lambda x: x.sharding, lacking(setup.state))
     key = random_key(setup.config.train.seed, "init")
-    options = options_of_one_run(setup.mesh.devices.flat[0].platform)
+    options = options_of_one_run(setup.platform)
     made = jax.jit(fresh, out_shardings=shardings, compiler_options=options)(key, True)
     return _with_unsaved_items(setup, made)
 

@@ -83,6 +83,11 @@ class Setup:
         return any(self.gathered.values()) and self.pipeline is None
 
     @property
+    def platform(self) -> str:
+        """The platform of the devices, as jax names it."""
+        return self.mesh.devices.flat[0].platform
+
+    @property
     def scans_layers(self) -> bool:
         """True if stacks run their layers as one loop; otherwise each layer is written out."""
         return scans_layers(self.config, self.rules.sizes, self.mesh.devices.flat[0].device_kind)

@@ -78,7 +78,7 @@ def test_so_it_is_of_64k_tokens_of_a_tiny_vocabulary():
 @pytest.fixture
 def narrow_everywhere(monkeypatch):
     """The step as it was: sums over tokens in the dtype of their terms."""
-    monkeypatch.setattr(grad_accumulation, "with_wide_sums", lambda function, _: function)
+    monkeypatch.setattr(grad_accumulation, "with_wide_sums", lambda function, *_: function)
 
 
 @pytest.mark.long

@@ -1,5 +1,7 @@
 """Long sums of 16-bit floats are taken in float32, wherever a program takes them."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -102,7 +104,7 @@ def weight(dtype):
 
 def off(kind, compute: str) -> float:
     """The distance of the gradient in `compute` from that in float32, relative to its size."""
-    narrow = jax.jit(with_wide_sums(gradient_of(kind), compute))(weight(compute))
+    narrow = jax.jit(with_wide_sums(gradient_of(kind), compute, "cuda"))(weight(compute))
     wide = jax.jit(gradient_of(kind))(weight("float32"))
     return float(jnp.linalg.norm(narrow.astype(jnp.float32) - wide) / jnp.linalg.norm(wide))
 
@@ -129,7 +131,7 @@ def test_the_table_of_a_lookup_is_wrong_without_it():
 
 def test_a_program_in_float32_is_left_alone():
     function = gradient_of(lookup)
-    assert with_wide_sums(function, "float32") is function
+    assert with_wide_sums(function, "float32", "cpu") is function
 
 
 def test_a_residual_stream_keeps_its_dtype():
@@ -143,3 +145,22 @@ def test_a_residual_stream_keeps_its_dtype():
 
     program = jax.make_jaxpr(forward)(weight("bfloat16"))
     assert str(rewritten(program)) == str(program)
+
+
+@pytest.mark.parametrize(("platform", "outputs"), [("cpu", "float32"), ("cuda", "bfloat16")])
+def test_matmuls_sum_in_float32_where_the_platform_does_not(platform, outputs):
+    """Also those of a loop, and of its gradient."""
+
+    def function(x, weights):
+        def loss(weights):
+            y, _ = jax.lax.scan(lambda x, weight: (jnp.tanh(x @ weight), None), x, weights)
+            return y.astype(jnp.float32).sum()
+
+        return jax.grad(loss)(weights)
+
+    arguments = (jnp.ones((4, 8), jnp.bfloat16), jnp.ones((3, 8, 8), jnp.bfloat16))
+    program = jax.make_jaxpr(with_wide_sums(function, "bfloat16", platform))(*arguments)
+    dtypes = re.findall(r"preferred_element_type=(\w+)", str(program))
+    assert len(dtypes) == 3
+    assert set(dtypes) == {outputs}
+    assert program.out_avals[0].dtype == jnp.bfloat16

@@ -10,6 +10,7 @@ import pytest
 from helpers import prepared
 
 from spmdtrain.train import step
+from spmdtrain.train.setup import Setup
 
 DTYPES = ("float32", "bfloat16")
 LAYOUTS = {
@@ -17,6 +18,12 @@ LAYOUTS = {
     "accumulation": ("train.microbatch=1",),
     "pipeline": ("mesh.pipeline=2", "mesh.data=2", "train.microbatch=2"),
 }
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch):
+    """On CPUs matmuls of 16-bit numbers are computed in float32: see wide_sums.py."""
+    monkeypatch.setattr(Setup, "platform", "cuda")
 
 
 def lowered(what: str, *overrides: str) -> jax.stages.Lowered:

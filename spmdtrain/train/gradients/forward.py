@@ -68,7 +68,7 @@ def make_context(setup: Setup, parts: Parts = ()) -> Callable[..., ForwardContex
     gathers_again = stream_is_split(rules) and remat in ("none", "weights")
     copies = max(copied.ways for copied in setup.copies.values())
     # Only XLA's CPU backend gains by it: on a GPU it costs one more fusion for some products.
-    local = setup.mesh.devices.flat[0].platform == "cpu" and all(
+    local = setup.platform == "cpu" and all(
         size == 1 or axis in MANUAL_AXES for axis, size in rules.sizes.items()
     )
     how: dict[str, Any] = {

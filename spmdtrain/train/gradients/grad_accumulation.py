@@ -130,7 +130,7 @@ def make_gradients(setup: Setup, parts: Parts) -> FindGradients:
         means, made = mean_gradients(setup, gradients, number, cotangent, over_data)
         return means, sums, made, largest_of(setup, magnitudes, cotangent), measured
 
-    wide = with_wide_sums(local, setup.config.precision.compute)
+    wide = with_wide_sums(local, setup.config.precision.compute, setup.platform)
     resting = resting_specs_in(setup)
     trained, _ = setup.model.split_trained(resting)
 

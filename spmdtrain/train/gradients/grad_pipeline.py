@@ -75,7 +75,7 @@ def make_gradients(setup: Setup, parts: Parts) -> FindGradients:
     def out_specs(specs: dict[str, Any]):
         return trained, P(), brought.made_specs(specs), P()
 
-    wide = with_wide_sums(local, setup.config.precision.compute)
+    wide = with_wide_sums(local, setup.config.precision.compute, setup.platform)
     run = _whole_over_batch(setup, wide, out_specs)
 
     def find(params: dict[str, jax.Array], inputs: StepInputs) -> FoundGradients:
