@@ -266,6 +266,12 @@ def model_function(config: RunConfig) -> dict[str, Any]:
     return shipped | {f"model.extra.{name}": value for name, value in model.extra.items()}
 
 
+def _shown_after(section: str) -> int:
+    """Returns the place of a section among those whose changes a run prints."""
+    first = ("optimizer", "precision", "train")
+    return first.index(section) if section in first else len(first)
+
+
 def _changeable(config: RunConfig, seams: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings that affect the numbers of a run but may change when it resumes.
 
@@ -273,7 +279,7 @@ def _changeable(config: RunConfig, seams: Mapping[str, Any]) -> dict[str, Any]:
     """
     sections = {
         name: section.affecting_numbers()
-        for name in type(config).model_fields
+        for name in sorted(type(config).model_fields, key=_shown_after)
         if isinstance(section := getattr(config, name), Settings)
     }
     settings = {

@@ -35,7 +35,7 @@ from spmdtrain.config.errors import DamagedError, StorageError
 from spmdtrain.config.run_files import CHECKPOINTS, steps_in
 from spmdtrain.pipeline.stage_layout import StageLayout
 from spmdtrain.processes.processes import any_process, this_process
-from spmdtrain.train.all_parts import ITEM_NAMES
+from spmdtrain.train.all_parts import item_names
 from spmdtrain.train.items import ema
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Store:
         arrays = [
             "params",
             "state",
-            *ITEM_NAMES,
+            *item_names(),
         ]
         handlers = {item: (_ByLayer() if by_layer else _array_handler()) for item in arrays}
         handlers |= {"meta": ocp.JsonCheckpointHandler()}

@@ -142,7 +142,11 @@ FEATURES: tuple[Feature, ...] = (
     Feature(lambda config: config.model.multi_token is not None, _multi_token),
     Feature(lambda _: True, _corrupt),
 )
-ITEM_NAMES = tuple(name for feature in FEATURES for name in feature.items)
+
+
+def item_names() -> list[str]:
+    """Returns the names of all items that a state may have."""
+    return [name for feature in FEATURES for name in feature.items]
 
 
 def parts_of(config: RunConfig) -> Parts:

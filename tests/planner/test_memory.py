@@ -19,7 +19,7 @@ from spmdtrain.planner.estimate import estimate
 from spmdtrain.planner.own_model import with_traced_optimizer_state
 from spmdtrain.planner.plan import plan
 from spmdtrain.running.compile_step import lower_step
-from spmdtrain.train.all_parts import FEATURES, ITEM_NAMES
+from spmdtrain.train.all_parts import FEATURES, item_names
 from spmdtrain.train.state import bytes_per_device
 
 LLAMA = (
@@ -164,7 +164,7 @@ WIDE = ("model.embed=1024", "model.ffn=4096", "model.heads=8", "model.vocab=4096
 def test_each_item_of_the_state_is_one_that_the_planner_is_held_to():
     named = {name for names in ADDS for name in names.split(", ")}
     # A teacher's weights count with the parameters: test_teacher.py.
-    assert set(ITEM_NAMES) - {"teacher"} <= named
+    assert set(item_names()) - {"teacher"} <= named
 
 
 @pytest.mark.parametrize("layout", SHARDED, ids=" ".join)

@@ -27,7 +27,6 @@ STILL_IMPORTED = {
     "adapters": ("models.adapters",),  # every model is asked whether it has some
     "compression": ("parallel.compress",),
     "delayed scaling": ("parallel.matmuls.delayed", "train.scaling"),
-    "distillation": ("data.saved_logits", "train.distillation"),
     "ema": ("train.items.ema",),
     "experts": ("parallel.experts",),
     "float8": ("parallel.matmuls",),
@@ -38,7 +37,7 @@ STILL_IMPORTED = {
 }
 # What is no feature of the bill, and no quickstart run needs either.
 ROOMS_OFF = (
-    *("spmdtrain.certify", "spmdtrain.inference", "spmdtrain.interop", "spmdtrain.launch"),
+    *("spmdtrain.lab.certify", "spmdtrain.inference", "spmdtrain.interop", "spmdtrain.launch"),
     *("spmdtrain.planner", "spmdtrain.show", "spmdtrain.config.published"),
     *("spmdtrain.cli.data", "spmdtrain.cli.planning", "spmdtrain.cli.published"),
     *("spmdtrain.data.mixtures", "spmdtrain.data.prepare", "spmdtrain.data.texts"),

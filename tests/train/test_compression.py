@@ -134,7 +134,7 @@ def test_where_all_data_shards_are_neighbours_gradients_are_summed_as_without_co
 def test_each_matrix_has_the_rank_that_its_path_gives_it():
     """Against factors found by hand, of the whole gradients."""
     layout = LAYOUTS["data"]
-    codecs = on_mesh(layout + RANKED).codecs
+    codecs = on_mesh(layout + RANKED).own["compression"].codecs
     wide, (sent, _) = first_gradients(*layout), sent_and_kept(layout, RANKED)
     ranks = {path: codec.rank for path, codec in codecs.items()}
     assert {path for path, rank in ranks.items() if rank == 2} == {p for p in ranks if "mlp" in p}
