@@ -54,7 +54,7 @@ from spmdtrain.checkpoints.saved_steps import SavedSteps
 from spmdtrain.checkpoints.store import read_leaves, saved_tree
 from spmdtrain.config.errors import DamagedError, UnfitError
 from spmdtrain.pipeline.stage_layout import StageLayout
-from spmdtrain.train.all_parts import items_named
+from spmdtrain.train.all_parts import items_named, with_items
 from spmdtrain.train.fresh import with_initial_items
 from spmdtrain.train.items.item import Item, Value, as_parameters
 from spmdtrain.train.setup import Setup
@@ -146,9 +146,7 @@ class Checkpoints(SavedSteps):
         meta, _ = self._meta(step)
         trees, meta = self._restored(step, saved_by_parameter(abstract, meta))
         values = {}
-        for item, abstract_value in items_named(abstract.items).of(
-            items_named(abstract.items).saved(abstract.items)
-        ):
+        for item, abstract_value in with_items(items_named(abstract.items).saved(abstract.items)):
             value = trees.get(item.name)
             if item.note:
                 value = from_note(item, abstract_value, meta)
@@ -198,7 +196,7 @@ class Checkpoints(SavedSteps):
     def check_items(self, step: int, abstract: TrainState) -> None:
         """Raises the error of an item of the state that was not saved, if it defines one."""
         meta, _ = self._meta(step)
-        for item, _ in items_named(abstract.items).of(abstract.items):
+        for item, _ in with_items(abstract.items):
             if item.lacking and not is_in(meta, item):
                 raise item.lacking(self._store.at(step))
 

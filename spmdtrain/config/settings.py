@@ -86,8 +86,8 @@ class Settings(BaseModel, metaclass=_InOneLine):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-    # What settings of this section decide, by name, where two runs differ in them: a `Kind` of
-    # lab/diff/meaning.py. "" stands for those without an entry.
+    # If two runs differ in a setting of this section, this is the part of a step that the setting
+    # decides, a `Kind` of lab/diff/meaning.py, by name; "" stands for those without an entry.
     decides: ClassVar[Mapping[str, str]] = {}
 
     def derived(self) -> dict[str, Any]:

@@ -93,7 +93,7 @@ class ForwardContext:
     frozen_layers: int = 0
     # The number of the layer in the model, 0 for the first; traced in scans. None: outside them.
     layer: jax.Array | int | None = None
-    # What parts of the step have brought beside the weights, by the name of the part.
+    # Arrays that parts of the step read beside the weights, by the name of the part.
     read: Mapping[str, Any] = field(default_factory=dict)
     # Runs a layer: see AroundLayer. None: it is run as it is.
     around_layer: "AroundLayer | None" = None

@@ -4,10 +4,11 @@ A new one is a function and a row here. Items are updated, inputs changed and lo
 order of the rows.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from spmdtrain.config.schema import RunConfig
+from spmdtrain.train.items.item import Item, Value
 from spmdtrain.train.items.items import Items
 from spmdtrain.train.part import Part, Parts
 
@@ -157,6 +158,11 @@ def parts_of(config: RunConfig) -> Parts:
 def items_of(parts: Parts) -> Items:
     """Returns the items that the state of a run with these parts may have."""
     return Items(tuple(item for part in parts for item in part.items))
+
+
+def with_items(values: Mapping[str, Value]) -> Iterator[tuple[Item, Value]]:
+    """Yields each item of a state with its value, given the values by name."""
+    return items_named(values).of(values)
 
 
 def items_named(names: Collection[str]) -> Items:

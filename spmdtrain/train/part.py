@@ -1,8 +1,8 @@
 """Defines a part: how a feature takes part in the training step.
 
 The step (step.py) and the search for gradients (gradients/) call the hooks of all parts, and know
-no feature by name. A feature is one `Part` in its own folder, and a line in all_parts.py. A hook
-returns None for a run that does without the feature.
+no feature by name. A feature is one `Part` in a file of its own, and a row in all_parts.py. A
+`make_...` returns None for a run that does without this hook.
 
 B: sequences of a microbatch, T: tokens of a sequence, E: width of the stream.
 """

@@ -13,7 +13,6 @@
 """
 
 import json
-import math
 import re
 import shutil
 import tempfile
@@ -37,6 +36,7 @@ from spmdtrain.lab.certify.cover import Layout
 from spmdtrain.lab.certify.shrink import shrink
 from spmdtrain.lab.certify.stepper import Own
 from spmdtrain.lab.certify.witnesses.own_precision import is_narrow, narrow_gradients
+from spmdtrain.lab.certify.witnesses.witness import rate_of
 from spmdtrain.train.shard import shard
 
 ADVICE = re.compile(
@@ -357,28 +357,12 @@ def _rates(ran: Run, config: RunConfig) -> Iterator[str]:
         if line["event"] == "resumed"
     ]
     for step, figures in ran.steps.items():
-        asked = rate(config, step - 1)
+        asked = rate_of(config.optimizer, config.train.steps, step - 1)
         if (
             step > max(resumed, default=0)
             and abs(figures["learning_rate"] - asked) > 2e-6 * asked + 1e-12
         ):
             yield f"step {step}: {figures['learning_rate']}, asked {asked}"
-
-
-def rate(config: RunConfig, step: int) -> float:
-    """Learning rate of 0-based `step`."""
-    optimizer, steps = config.optimizer, config.train.steps
-    peak, last, warmup = optimizer.learning_rate, optimizer.final_learning_rate, optimizer.warmup
-    if step < warmup:
-        return peak * (step + 1) / (warmup + 1)
-    if optimizer.schedule == "constant":
-        return peak
-    begin = warmup
-    if optimizer.decay_share is not None:
-        begin = max(warmup, steps - 1 - max(1, round(optimizer.decay_share * steps)))
-    share = min(max((step - begin) / max(steps - 1 - begin, 1), 0.0), 1.0)
-    height = 0.5 * (1 + math.cos(math.pi * share)) if optimizer.schedule == "cosine" else 1 - share
-    return last + (peak - last) * height
 
 
 def _obeyed(report: Report, ran: Run, numbers: Values, change: Values) -> None:

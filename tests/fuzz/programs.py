@@ -17,7 +17,6 @@ import jax
 from spmdtrain.config import RunConfig
 from spmdtrain.lab.replay import opened
 from spmdtrain.running.compile_step import compile_step, lower_step, with_stages
-from spmdtrain.running.distillation import teacher_weights
 from spmdtrain.running.start import begin, compiling, sharding
 from spmdtrain.train import evaluation
 from spmdtrain.train import fresh as fresh_weights
@@ -74,7 +73,6 @@ def shared() -> Iterator[None]:
 
     replaced = [
         (sharding, "shard", setup),
-        (teacher_weights, "shard", setup),
         (begin, "lower_step", lowered),
         (compiling, "lower_step", lowered),
         (compiling, "compile_step", compiled),

@@ -13,11 +13,11 @@ import spmdtrain as st
 from spmdtrain.cli import main
 from spmdtrain.config import ConfigError
 from spmdtrain.data.tokenizers.tokenizer import open_tokenizer
-from spmdtrain.running.distillation.teacher_weights import shard_with_teacher
 from spmdtrain.running.islands.island import Island
 from spmdtrain.running.islands.meetings import Meetings
 from spmdtrain.running.published.export_run import export_run
 from spmdtrain.running.start.init_from import check_source
+from spmdtrain.running.start.sharding import shard_with_weights
 
 tokenizers = pytest.importorskip("tokenizers")
 SPECIAL = ["<|endoftext|>", "<|im_start|>"]
@@ -96,8 +96,8 @@ def test_a_teacher(make, both, ours, tmp_path):
     vocab = directories.VOCAB if make == "a published model" else SIZE
     config = tiny(f"distill.teacher={folder}", f"model.vocab={vocab}")
     with pytest.raises(ConfigError, match="distill.teacher=.* has another tokenizer than the data"):
-        shard_with_teacher(config, None, jax.devices()[:1], ours)
-    shard_with_teacher(config, None, jax.devices()[:1], None)
+        shard_with_weights(config, None, jax.devices()[:1], ours)
+    shard_with_weights(config, None, jax.devices()[:1], None)
 
 
 def test_adapters_that_are_merged(both, ours, tmp_path):

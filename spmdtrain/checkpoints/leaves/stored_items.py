@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from spmdtrain.checkpoints.leaves.relayout import evenly, in_shape
 from spmdtrain.checkpoints.meta import Meta, describe, has_item, named_leaves, of_items
 from spmdtrain.pipeline.stage_layout import StageLayout
-from spmdtrain.train.all_parts import items_named
+from spmdtrain.train.all_parts import items_named, with_items
 from spmdtrain.train.items.item import Item, Value, as_parameters, per_data_shard
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
@@ -28,7 +28,7 @@ def arrays_of(state: TrainState) -> dict[str, dict[str, Any]]:
     """Returns the trees of a state that a checkpoint stores as arrays, by item."""
     arrays = {
         item.name: value
-        for item, value in items_named(state.items).of(items_named(state.items).saved(state.items))
+        for item, value in with_items(items_named(state.items).saved(state.items))
         if item.note is None
     }
     return {WEIGHTS: state.params, OPTIMIZER_STATE: state.opt_state} | arrays
@@ -38,11 +38,7 @@ def by_parameter(state: TrainState) -> dict[str, dict[str, Any]]:
     """Returns the items of `arrays_of` whose leaves are sharded like the parameters, by dotted
     path.
     """
-    unlike = {
-        item.name
-        for item, _ in items_named(state.items).of(state.items)
-        if item.rests is not as_parameters
-    }
+    unlike = {item.name for item, _ in with_items(state.items) if item.rests is not as_parameters}
     return {item: tree for item, tree in arrays_of(state).items() if item not in unlike}
 
 
@@ -58,9 +54,7 @@ def saved_by_parameter(state: TrainState, meta: Meta) -> dict[str, dict[str, Any
 def notes_of(state: TrainState) -> dict[str, Any]:
     """Returns the notes on a state that go into the meta, by item."""
     return {
-        item.name: item.note.write(value)
-        for item, value in items_named(state.items).of(state.items)
-        if item.note
+        item.name: item.note.write(value) for item, value in with_items(state.items) if item.note
     }
 
 
@@ -73,7 +67,7 @@ def starting_afresh(abstract: TrainState, meta: Meta) -> list[str]:
     """Returns the saved items that must start afresh: nothing converts them to `abstract`."""
     return [
         item.name
-        for item, value in items_named(abstract.items).of(abstract.items)
+        for item, value in with_items(abstract.items)
         if item.is_saved
         and not item.note
         and item.rests is not as_parameters

@@ -34,7 +34,7 @@ from spmdtrain.checkpoints.snapshots.array_parts import as_document, parts_of, r
 from spmdtrain.config.errors import PeerLostError
 from spmdtrain.processes.processes import gather_texts
 from spmdtrain.processes.snapshots.slot import PAGE, Head, Slot, newest_of
-from spmdtrain.train.all_parts import items_named
+from spmdtrain.train.all_parts import with_items
 from spmdtrain.train.fresh import with_initial_items
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
@@ -128,11 +128,7 @@ class Snapshots:
             document["parts"] == as_document(self._parts)
             and meta["leaves"] == describe(named_leaves(arrays_of(state)))
             and meta["layout"] == self._setup.model.stage_layout.describe()
-            and all(
-                is_in(meta, item)
-                for item, _ in items_named(state.items).of(state.items)
-                if item.note
-            )
+            and all(is_in(meta, item) for item, _ in with_items(state.items) if item.note)
         )
         return document if fits else None
 
@@ -164,7 +160,7 @@ class Snapshots:
         abstract = self._setup.state
         values = {item: filled(item, tree) for item, tree in trees.items()}
         params, opt_state = values.pop("params"), values.pop("state")
-        for item, abstract_value in items_named(abstract.items).of(abstract.items):
+        for item, abstract_value in with_items(abstract.items):
             if item.note:
                 values[item.name] = from_note(item, abstract_value, meta)
         state = TrainState(step_counter(step, abstract), params, opt_state, values)

@@ -201,7 +201,7 @@ def _differences(now: Mapping[str, Any], usual: Mapping[str, Any], table: str = 
             continue
         if isinstance(value, Mapping):
             inner = _differences(value, usual.get(key) or {}, f"{table}{key}.")
-            # What another kind of table lacks is not what is unusual about it.
+            # A setting that the other kind leaves out does not set this table apart.
             lines += [line for line in inner if not line.endswith(("=None", "=[]"))] or inner
         else:
             lines.append(f"{table}{key}={value!r:.60}")

@@ -80,7 +80,7 @@ def begin_of_text(tokenizer: Tokenizer, requested: str, name: str) -> tuple[Toke
         return tokenizer, None
     folder = tokenizer_file(name).parent
     adds, ids = adds_begin(folder), tokenizer.begin_of_text()
-    # Where they disagree, so do the versions of transformers.
+    # If the two disagree, versions of transformers disagree too.
     if len(ids) > 1 or adds not in (None, bool(ids)):
         before = " ".join(tokenizer.token_of(i) or str(i) for i in ids) or "nothing"
         setting = "" if adds is None else f", and add_bos_token={json.dumps(adds)}"

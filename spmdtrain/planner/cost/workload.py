@@ -96,7 +96,7 @@ class Workload:
     short_ends: int = 0  # layers that the first and the last stage each have fewer
     last_takes_rest: bool = False  # the last stage has the layers that full stages leave
     device_kind: str = ""  # jax's name of the device; "": no particular one
-    # What was counted.
+    # Counted on a traced model.
     trained: Trained = Trained()
     moments: float = 2  # that the optimizer keeps of each trained weight, on average
     sent_gradient_bytes: float | None = None  # as it crosses `data`; None: as the software sends it

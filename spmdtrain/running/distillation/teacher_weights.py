@@ -5,7 +5,6 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,35 +20,24 @@ from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.published.model_from import is_run
 from spmdtrain.config.published.read_config import read_published
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.models.choose import MakeModel
 from spmdtrain.running.published.read_weights import read_weights
 from spmdtrain.running.same_tokenizer import check_same
 from spmdtrain.train.distillation.run_teacher import teacher_of, with_opened
 from spmdtrain.train.setup import Setup, check_setup
-from spmdtrain.train.shard import shard
 
 SHOWN = 16  # hex digits of a fingerprint
 
 
-def shard_with_teacher(
-    config: RunConfig,
-    make: MakeModel | str | None,
-    devices: Sequence[jax.Device] | None,
-    tokenizer: dict[str, Any] | None,
-    **parts: Any,
-) -> Setup:
-    """Returns what `shard` does, with the weights of the teacher opened if the run has one.
+def check_teacher(config: RunConfig, tokenizer: dict[str, Any] | None) -> None:
+    """Raises ConfigError if the teacher of a run has another tokenizer than the data.
 
-    `tokenizer`: the spec of the tokenizer of the data, None if they are ids; `parts` as in `shard`.
-    Raises ConfigError if the teacher has another tokenizer.
+    `tokenizer`: the spec of that of the data, None if they are ids.
     """
-    setup = with_teacher(shard(config, make, devices, **parts))
     name = config.distill.teacher
-    if teacher_of(setup) is not None and name is not None:
-        folder = Path(os.path.expanduser(name))
-        fix = "a teacher with the tokenizer of the data"
-        check_same(f"distill.teacher={name!r}", folder, tokenizer, "the data", fix)
-    return setup
+    assert name is not None, "the run names a teacher"
+    folder = Path(os.path.expanduser(name))
+    fix = "a teacher with the tokenizer of the data"
+    check_same(f"distill.teacher={name!r}", folder, tokenizer, "the data", fix)
 
 
 def with_teacher(setup: Setup) -> Setup:

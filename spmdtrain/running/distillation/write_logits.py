@@ -23,7 +23,7 @@ from spmdtrain.data.source import CorpusData, open_data
 from spmdtrain.data.tokenizers.tokenizer import tokenizer_fingerprint
 from spmdtrain.models.abstract import matmuls
 from spmdtrain.parallel.context.context_method import zigzag_order
-from spmdtrain.running.distillation.teacher_weights import shard_with_teacher
+from spmdtrain.running.start.sharding import shard_with_weights
 from spmdtrain.train.distillation.run_teacher import Teacher, teacher_of
 from spmdtrain.train.distillation.saved import make_likeliest
 from spmdtrain.train.setup import Setup
@@ -53,7 +53,7 @@ def write_logits(
             fix="data.corpus with data.path, without data.mix",
         )
     top = as_whole(top, "top", 1, config.vocab)
-    setup = shard_with_teacher(config, None, devices, data.tokenizer)
+    setup = shard_with_weights(config, None, devices, data.tokenizer)
     teacher = teacher_of(setup)
     if teacher is None or config.distill.teacher is None:
         raise ConfigError("the config names no teacher", fix="--set distill.teacher=RUN")

@@ -23,8 +23,10 @@ def shard_with_weights(
     `tokenizer`: the spec of the tokenizer of the data, None if they are ids; `parts` as in `shard`.
     Raises ConfigError if the teacher has another tokenizer.
     """
+    setup = shard(config, make, devices, **parts)
     if config.distill.teacher is None:
-        return shard(config, make, devices, **parts)
-    from spmdtrain.running.distillation.teacher_weights import shard_with_teacher
+        return setup
+    from spmdtrain.running.distillation.teacher_weights import check_teacher, with_teacher
 
-    return shard_with_teacher(config, make, devices, tokenizer, **parts)
+    check_teacher(config, tokenizer)
+    return with_teacher(setup)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from spmdtrain.train.all_parts import items_named
+from spmdtrain.train.all_parts import with_items
 from spmdtrain.train.items.item import as_parameters
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
@@ -129,9 +129,7 @@ def placed_array(setup: Setup, path: str, x: np.ndarray, like: Any) -> jax.Array
 def _by_parameter(state: TrainState) -> dict[str, Mapping[str, Any]]:
     """Returns the trees of a state that belong to parameters, by kind and path."""
     others = {
-        item.name: value
-        for item, value in items_named(state.items).of(state.items)
-        if item.rests is as_parameters
+        item.name: value for item, value in with_items(state.items) if item.rests is as_parameters
     }
     return {WEIGHT: state.params, OPTIMIZER: state.opt_state} | others
 
@@ -139,6 +137,6 @@ def _by_parameter(state: TrainState) -> dict[str, Mapping[str, Any]]:
 def _others(state: TrainState) -> dict[str, Any]:
     return {
         item.name: value
-        for item, value in items_named(state.items).of(state.items)
+        for item, value in with_items(state.items)
         if item.rests is not as_parameters
     }

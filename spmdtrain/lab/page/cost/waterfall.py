@@ -9,7 +9,7 @@ from spmdtrain.lab.page.formats import plural, safe, seconds, share
 from spmdtrain.lab.page.read import RunRead
 
 MOST_PARTS = 12
-# What bounds the sorts of work in a trace, in the planner's words. Its `host` counts as idle here.
+# The planner's word for the bound of each sort of work in a trace. Its `host` counts as idle here.
 BOUNDS = {
     "matmul": "compute",
     "kernel": "compute",
