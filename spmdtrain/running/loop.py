@@ -92,9 +92,9 @@ def run(  # noqa: PLR0913 - one keyword for each thing that a caller may replace
     stages.enter("making the model")
     setup = make_setup(prepared, make)
     riders = riders_of(prepared.config)
-    sinks = [rider.sink(prepared) for rider in riders if rider.sink]
+    own_sinks = [rider.sink(prepared) for rider in riders if rider.sink]
     around = [rider.around(prepared) for rider in riders if rider.around]
-    with kernels.decided(setup), open_session(prepared, setup, state, sinks, around) as session:
+    with kernels.decided(setup), open_session(prepared, setup, state, own_sinks, around) as session:
         if idle := nothing_to_do(session):
             return idle
         if prediction:
