@@ -8,8 +8,10 @@ import gc
 import importlib.metadata
 import inspect
 import os
+import re
 import tempfile
 from collections import Counter
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -46,6 +48,15 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
     _bytecode = tempfile.TemporaryDirectory(prefix="spmdtrain-bytecode-")
     os.environ["PYTHONPYCACHEPREFIX"] = _bytecode.name
+
+
+# A make that runs these tests exports what it was called with: a make or a script that a test
+# starts would take over its Python and its arguments.
+MAKEFILE = Path(__file__).parent.parent / "Makefile"
+SETTABLE = re.findall(r"^(\w+) \?=", MAKEFILE.read_text(encoding="utf-8"), re.MULTILINE)
+for name in [*os.environ]:
+    if name in SETTABLE or name.startswith("MAKE") or name == "MFLAGS":
+        del os.environ[name]
 
 
 # How long an example takes says nothing on a busy machine.

@@ -223,7 +223,7 @@ def test_the_predicted_step_is_held_against_the_measured_one(tmp_path, monkeypat
 SCRIPT = HOUR / "rented.sh"
 STUB = """#!/bin/sh
 echo "$(basename "$0") $*" >> {log}
-case "$*" in *venv*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;; esac
+case "$*" in "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;; esac
 {more}
 """
 

@@ -1,7 +1,6 @@
 """The shares of the tests: nothing is lost between them, and `make test` covers every room."""
 
 import ast
-import os
 import re
 import subprocess
 import sys
@@ -111,11 +110,9 @@ def test_marked_cases_have_their_mark():
 
 
 def command_of(target: str) -> str:
-    """What `make TARGET` runs, whatever make has started these tests."""
+    """What `make TARGET` runs."""
     make = ["make", "--no-print-directory", "-n", target, "VENV=/nowhere"]
-    own = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    own.pop("PYTEST_ARGS", None)
-    return subprocess.check_output(make, cwd=ROOT, env=own, text=True).splitlines()[-1]
+    return subprocess.check_output(make, cwd=ROOT, text=True).splitlines()[-1]
 
 
 def test_make_test_all_is_make_test_without_a_share():
