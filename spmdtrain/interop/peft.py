@@ -19,7 +19,9 @@ from safetensors.numpy import save_file
 
 from spmdtrain.config.errors import CheckpointError, ConfigError, StorageError
 from spmdtrain.config.schema import FinetuneConfig, RunConfig
-from spmdtrain.interop.names import EMBED, HEAD, TABLES
+from spmdtrain.interop.names.entry import EMBED, HEAD
+from spmdtrain.interop.names.family_names import NAMES
+from spmdtrain.interop.names.model_table import stack_table
 from spmdtrain.interop.published_weights import sizes_of
 from spmdtrain.interop.safetensors_files import open_file
 from spmdtrain.interop.writer import new_folder
@@ -58,7 +60,7 @@ def write_adapters(
     _refuse_layers_apart(config)
     tensors: dict[str, np.ndarray] = {}
     adapted: dict[Module, int] = {}
-    for module in _modules(values, family):
+    for module in _modules(values, config, family):
         trained = [part for part in module.parts if _at(module, part, "a") in values]
         if trained:
             adapted[module] = len(trained)
@@ -92,9 +94,9 @@ def _refuse_layers_apart(config: RunConfig) -> None:
         )
 
 
-def _modules(values: Values, family: str) -> Iterator[Module]:
+def _modules(values: Values, config: RunConfig, family: str) -> Iterator[Module]:
     """Yields the linear layers of the published model whose weights are in `values`."""
-    for path, entry in TABLES[family].items():
+    for path, entry in stack_table(family, config.model).items():
         if path not in values or not path.startswith("blocks.") or values[path].ndim < 3:
             continue
         parts = parts_of(path, values[path].shape)
@@ -179,7 +181,7 @@ def _trained_whole(
     for path, x in _also_trained(values, config, family):
         if path == EMBED and config.model.tied:
             yield _head_name(family), np.asarray(x)
-        entry = TABLES[family][path]
+        entry = stack_table(family, config.model)[path]
         stacked = path.startswith("blocks.")
         for layer, one in enumerate(x) if stacked else [(None, x)]:
             mapped = entry.rule(sizes_of(config.model), one.shape)
@@ -187,7 +189,7 @@ def _trained_whole(
 
 
 def _head_name(family: str) -> str:
-    (name,) = TABLES[family][HEAD].of_layer(None)
+    (name,) = NAMES[family].whole[HEAD].of_layer(None)
     return name
 
 
@@ -195,9 +197,10 @@ def _also_trained(
     values: Values, config: RunConfig, family: str
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields (path, value) of the weights of `finetune.also_train`."""
+    table = stack_table(family, config.model)
     for path, x in values.items():
         if any(fnmatchcase(path, pattern) for pattern in config.finetune.also_train):
-            if path not in TABLES[family]:
+            if path not in table:
                 raise ConfigError(f"{path} is trained, but no tensor of {family} holds it")
             yield path, x
 
@@ -257,7 +260,7 @@ def read_adapters(folder: Path, values: Values, config: RunConfig, family: str) 
         used.add(name)
         return np.asarray(tensors[name].map(), np.float32)
 
-    for module in _modules(values, family):
+    for module in _modules(values, config, family):
         has_adapter = [_at(module, part, "a") in values for part in module.parts]
         if not any(has_adapter):
             continue
@@ -281,7 +284,7 @@ def read_adapters(folder: Path, values: Values, config: RunConfig, family: str) 
                 trained[_at(module, part, name)] = x.reshape(like.shape)
     for path, x in _also_trained(values, config, family):
         stacked = path.startswith("blocks.")
-        entry = TABLES[family][path]
+        entry = stack_table(family, config.model)[path]
         whole = []
         for layer in range(len(x)) if stacked else [None]:
             mapped = entry.rule(sizes_of(config.model), x.shape[1:] if stacked else x.shape)

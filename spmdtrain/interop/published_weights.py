@@ -16,28 +16,16 @@ from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.published.read_config import Published
 from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.interop.float8_tensors import with_scales
-from spmdtrain.interop.names import (
-    EMBED,
-    HEAD,
-    LAYER,
-    POSITIONS,
-    PREFIX,
-    SAY_NOTHING,
-    SHARED_COPIES,
-    SPELLINGS,
-    TABLES,
-    Entry,
-    in_mxfp4,
-    numbers_of_further,
-    spelled,
-    table_of,
-)
+from spmdtrain.interop.names.entry import EMBED, HEAD, LAYER, NORM, POSITIONS, Entry
+from spmdtrain.interop.names.family_names import NAMES
+from spmdtrain.interop.names.layer_parts import SHARED_COPIES
+from spmdtrain.interop.names.model_table import in_mxfp4, numbers_of_further, table_of
+from spmdtrain.interop.names.spellings import SAY_NOTHING, SPELLINGS, spelled
 from spmdtrain.interop.pieces import AnyMapped, Index, Shape, Sizes
 from spmdtrain.interop.safetensors_files import AGAIN, Tensor, open_tensors
 
 ROWS_AT_ONCE = 4096  # of a matrix that is compared or averaged
 AT_ONCE = 2**16  # numbers that are looked at: they stay in the cache of a core
-NORM = "norm.scale_e"  # our path of the last norm, which every family has
 # The bits of the exponent of 16-bit floats, all of them 1 for a NaN or an infinity.
 EXPONENTS = {"bfloat16": np.uint16(0x7F80), "float16": np.uint16(0x7C00)}
 # Experts in the form of transformers 5, which it can also save.
@@ -161,7 +149,7 @@ class Weights:
         """Returns the spelling that the files use, judged by the name of the embedding, or of the
         last norm if the files lack it.
         """
-        table = TABLES[self._published.family]
+        table = NAMES[self._published.family].whole
         for path in (EMBED, NORM):
             for spelling in SPELLINGS:
                 if spelled(table[path].names[0], spelling) in self._in_files:
@@ -193,7 +181,8 @@ class Weights:
         for number in numbers_of_further(self._model):
             for path, ending in SHARED_COPIES.items():
                 ours = self._names(table[EMBED if self._model.tied else path], None)[0]
-                name = spelled(PREFIX.replace(LAYER, str(number)) + ending, self._spelling)
+                prefix = NAMES[self._published.family].prefix.replace(LAYER, str(number))
+                name = spelled(prefix + ending, self._spelling)
                 if name not in self._in_files:
                     continue
                 if ours in self._in_files and not _are_equal(

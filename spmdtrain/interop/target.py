@@ -6,7 +6,8 @@ from typing import Any
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import FinetuneConfig, TransformerConfig
-from spmdtrain.interop.names import Entry, table_of
+from spmdtrain.interop.names.entry import Entry
+from spmdtrain.interop.names.model_table import table_of
 from spmdtrain.interop.pieces import AnyMapped, Shape
 from spmdtrain.interop.published_weights import sizes_of
 

@@ -16,7 +16,7 @@ from chat_templates import FAMILIES, TOKENS
 
 from spmdtrain.cli.published.check import check_logits
 from spmdtrain.config import load
-from spmdtrain.config.published.families import FAMILIES as KNOWN
+from spmdtrain.config.published.families.all_families import FAMILIES as KNOWN
 from spmdtrain.config.published.read_config import read_published
 from spmdtrain.data.chats.conversation import of_messages
 from spmdtrain.data.chats.encode_conversation import encode_conversation

@@ -9,7 +9,7 @@ from helpers import tiny
 from safetensors.numpy import save_file
 
 import spmdtrain as st
-from spmdtrain.interop.names import TABLES
+from spmdtrain.interop.names.model_table import stack_table
 from spmdtrain.interop.peft import CONFIG, WEIGHTS, read_adapters, write_adapters
 from spmdtrain.interop.published_weights import sizes_of
 from spmdtrain.interop.safetensors_files import open_file
@@ -36,7 +36,7 @@ def published(values, config, family: str) -> dict[str, np.ndarray]:
     """The tensors of the published model, by name."""
     found = {}
     for path, x in values.items():
-        entry = TABLES[family].get(path)
+        entry = stack_table(family, config.model).get(path)
         stacked = path.startswith("blocks.")
         if entry is not None:
             for layer, one in enumerate(x) if stacked else [(None, x)]:

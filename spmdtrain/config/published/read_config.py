@@ -8,16 +8,11 @@ from typing import Any
 
 from spmdtrain.config.errors import CheckpointError, ConfigError
 from spmdtrain.config.published.class_keys import unread_by_class
-from spmdtrain.config.published.families import (
-    FAMILIES,
-    GATED,
-    PLAIN,
-    Family,
-    ModelSettings,
-    read_positions,
-)
+from spmdtrain.config.published.families.activations import GATED, PLAIN
+from spmdtrain.config.published.families.all_families import FAMILIES
+from spmdtrain.config.published.families.family import Family, ModelSettings
 from spmdtrain.config.published.keys import Keys
-from spmdtrain.config.published.rope_keys import FULL
+from spmdtrain.config.published.rope_keys import FULL, read_rope
 
 NAME = "config.json"
 ADAPTER = "adapter_config.json"
@@ -26,10 +21,7 @@ MOST_EXPERTS = 2**18  # in all layers
 DTYPES = ("float32", "bfloat16", "float16")
 # Keys of a model with a vision tower; only its text part is read.
 OF_VISION = "gemma3"
-KNOWN = (
-    "gpt2, llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, olmo2, olmo3, smollm3, granite, "
-    "mixtral, qwen3_moe, gpt_oss, deepseek_v3"
-)
+KNOWN = ", ".join(name.removesuffix("_text") for name in FAMILIES)
 
 
 @dataclass(frozen=True)
@@ -236,7 +228,7 @@ def _read_llama(name: str, keys: Keys) -> ModelSettings:
         "norm_epsilon": float(keys.positive("rms_norm_eps") or 0),
         "tied": keys.flag("tie_word_embeddings"),
     }
-    settings |= read_positions(name, keys) | dict(family.settings) | family.read(keys)
+    settings |= read_rope(keys, name, family) | dict(family.settings) | family.read(keys)
     if "windows" not in settings:
         settings.pop("rope_theta_window", None)
         if set(keys.values.get("layer_types") or ()) <= {FULL}:

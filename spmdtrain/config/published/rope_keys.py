@@ -6,33 +6,26 @@ read here, the table first, and both are written.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.published.class_keys import (
-    READ,
-    ROPE_KINDS,
-    SHARE,
-    STRICT_SCALING,
-    WINDOW_THETA,
-    check_share,
-)
+from spmdtrain.config.published.families.family import Family
 from spmdtrain.config.published.keys import Keys
 from spmdtrain.config.schema import TransformerConfig
 
 FULL, WINDOW = "full_attention", "sliding_attention"
+SHARE, WINDOW_THETA = "partial_rotary_factor", "rope_local_base_freq"
 ORIGINAL = "original_max_position_embeddings"
 Table = Mapping[str, Any]
 ANOTHER = "a model with linear, llama3, yarn or longrope"
 
 
-def read_rope(keys: Keys, family: str, *, by_kind: bool = False) -> dict[str, Any]:
-    """Returns the settings of [model] for rotary positions, as the class of `family` reads them.
-
-    `by_kind`: layers with a window have a separate theta, and are not scaled.
+def read_rope(keys: Keys, name: str, family: Family) -> dict[str, Any]:
+    """Returns the settings of [model] for rotary positions, as the class of the family `name` reads
+    them.
     """
-    check_share(family, keys.values.get(SHARE), keys.where)
+    _check_share(name, family, keys.values.get(SHARE), keys.where)
     keys.pass_over(SHARE)
     theta = keys.positive("rope_theta", 10_000.0)
     window_theta = keys.positive(WINDOW_THETA, theta)
@@ -51,25 +44,38 @@ def read_rope(keys: Keys, family: str, *, by_kind: bool = False) -> dict[str, An
         full.setdefault(ORIGINAL, original)
     inner = Keys(full, {}, f"{keys.where}: rope")
     settings: dict[str, Any] = {"rope_theta": float(inner.positive("rope_theta") or 10_000.0)}
-    if by_kind:
+    if family.rope_by_kind:
         of_window = Keys(window, {}, f"{keys.where}: rope")
         settings["rope_theta_window"] = float(of_window.positive("rope_theta") or 10_000.0)
-        has_own = WINDOW_THETA in READ[family] or window["rope_theta"] == full["rope_theta"]
+        has_own = WINDOW_THETA in family.reads or window["rope_theta"] == full["rope_theta"]
         if _kind(window) != "default" or not has_own:
             raise keys.unknown("rope_parameters", {WINDOW: window})
     share = inner.positive(SHARE)
-    check_share(family, share, keys.where)
+    _check_share(name, family, share, keys.where)
     if share not in (None, 1):
         settings["rope_share"] = float(share)
-    if (kind := _kind(full)) not in ("default", *ROPE_KINDS.get(family, (kind,))):
+    kind = _kind(full)
+    if family.rope_kinds and kind not in ("default", *family.rope_kinds):
         raise keys.unknown("rope_type", kind)
     if scaling := _read_scaling(inner, kind, length):
         settings["rope_scaling"] = scaling
-    if by_kind and scaling and not scaling.get("truncate", True):
+    if family.rope_by_kind and scaling and not scaling.get("truncate", True):
         # transformers 5 looks for it beside the tables of the kinds of layers, not in them.
-        raise keys.refused("truncate", False, f"true, as transformers' class of {family} takes it")
+        raise keys.refused("truncate", False, f"true, as transformers' class of {name} takes it")
     inner.check_all_taken()
     return settings
+
+
+def _check_share(name: str, family: Family, share: Any, where: str) -> None:
+    """Raises ConfigError if a file rotates only a share of a head's channels, but the class of its
+    family rotates all: transformers 5 then ignores the key, and transformers 4 stops.
+    """
+    if share in (None, 1) or SHARE in family.reads:
+        return
+    raise ConfigError(
+        f"{where}: {SHARE}={share!r:.40}, but transformers' class of {name} turns all channels",
+        fix=f"{SHARE}=1, if the model was trained so",
+    )
 
 
 def _kind(table: Table) -> str:
@@ -135,11 +141,16 @@ def yarn_scale(factor: float, times: float) -> float:
     return 0.1 * times * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def write_rope(model: TransformerConfig, family: str, *, by_kind: bool = False) -> dict[str, Any]:
-    """Returns the keys in both forms. `family` and `by_kind` are as in `read_rope`."""
+def write_rope(
+    model: TransformerConfig, *, strictly: Sequence[str] = (), by_kind: bool = False
+) -> dict[str, Any]:
+    """Returns the keys in both forms.
+
+    `strictly` and `by_kind` are the `strict_scaling` and `rope_by_kind` of a family.
+    """
     scaling = old = _write_scaling(model)
-    if scaling and family in STRICT_SCALING:
-        old, scaling = _strictly(scaling, family)
+    if scaling and strictly:
+        old, scaling = _only_accepted(scaling, strictly)
     share = {} if model.rope_share == 1 else {SHARE: model.rope_share}
     full = {"rope_theta": model.rope_theta, **share, **(scaling or {"rope_type": "default"})}
     keys = {"rope_theta": model.rope_theta, "rope_scaling": old, **share}
@@ -152,11 +163,13 @@ def write_rope(model: TransformerConfig, family: str, *, by_kind: bool = False) 
     return keys | {WINDOW_THETA: theta, "rope_parameters": {FULL: full, WINDOW: window}}
 
 
-def _strictly(scaling: dict[str, Any], family: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _only_accepted(
+    scaling: dict[str, Any], names: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns a scaling as transformers 4 and 5 write it, for a family whose class in version 4
-    accepts only a few keys: the rest must follow from the lengths.
+    accepts only these keys: the rest must follow from the lengths.
     """
-    accepted = {key: scaling[key] for key in STRICT_SCALING[family] if key in scaling}
+    accepted = {key: scaling[key] for key in names if key in scaling}
     kind = scaling["rope_type"]
     old = {"type": kind, **accepted}
     length = {ORIGINAL: scaling[ORIGINAL]} if ORIGINAL in scaling else {}

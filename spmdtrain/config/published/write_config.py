@@ -9,8 +9,11 @@ from typing import Any
 
 from spmdtrain.config.errors import ConfigError, UserError
 from spmdtrain.config.published.class_keys import unread_by_class
-from spmdtrain.config.published.families import FAMILIES, GATED, PLAIN, Family, write_positions
+from spmdtrain.config.published.families.activations import GATED, PLAIN
+from spmdtrain.config.published.families.all_families import FAMILIES
+from spmdtrain.config.published.families.family import Family
 from spmdtrain.config.published.read_config import Published, as_published
+from spmdtrain.config.published.rope_keys import write_rope
 from spmdtrain.config.schema import GPT, ExpertsConfig, Llama, TransformerConfig
 
 # Keys of an imported file that name its origin, or code that came with it.
@@ -168,7 +171,7 @@ def _written(family: Family, name: str, model: TransformerConfig) -> dict[str, A
             family.activation: _name_of(GATED, model.mlp),
             "rms_norm_eps": model.norm_epsilon,
         }
-        | write_positions(name, model)
+        | write_rope(model, strictly=family.strict_scaling, by_kind=family.rope_by_kind)
         | family.write(model)
     )
     unread = unread_by_class(name)

@@ -1,0 +1,30 @@
+"""Joins the families of all lineages, in the order in which an export looks for one."""
+
+from collections.abc import Mapping
+
+from spmdtrain.config.published.families.deepseek import DEEPSEEK
+from spmdtrain.config.published.families.family import Family
+from spmdtrain.config.published.families.gemma import GEMMA
+from spmdtrain.config.published.families.gpt2 import GPT2
+from spmdtrain.config.published.families.gpt_oss import GPT_OSS
+from spmdtrain.config.published.families.granite import GRANITE
+from spmdtrain.config.published.families.llama import LLAMA
+from spmdtrain.config.published.families.mistral import MISTRAL
+from spmdtrain.config.published.families.olmo import OLMO
+from spmdtrain.config.published.families.phi import PHI
+from spmdtrain.config.published.families.qwen import QWEN
+from spmdtrain.config.published.families.smollm import SMOLLM
+
+FAMILIES: Mapping[str, Family] = {
+    **GPT2,
+    **LLAMA,
+    **MISTRAL,
+    **QWEN,
+    **GEMMA,
+    **PHI,
+    **OLMO,
+    **SMOLLM,
+    **GRANITE,
+    **GPT_OSS,
+    **DEEPSEEK,
+}

@@ -1,0 +1,46 @@
+"""Granite."""
+
+from typing import Any
+
+from spmdtrain.config.published.families.biases import read_biases
+from spmdtrain.config.published.families.family import WITH_SILU, Family, ModelSettings
+from spmdtrain.config.published.families.llama import write_llama
+from spmdtrain.config.published.keys import Keys
+from spmdtrain.config.schema import TransformerConfig
+
+
+def _granite(keys: Keys) -> ModelSettings:
+    return read_biases(keys) | {
+        "score_scale": float(keys.positive("attention_multiplier") or 1),
+        "embed_scale": float(keys.positive("embedding_multiplier") or 1),
+        "residual_scale": float(keys.positive("residual_multiplier") or 1),
+        "logit_scale": 1 / (keys.positive("logits_scaling") or 1),
+    }
+
+
+def _write_granite(model: TransformerConfig) -> dict[str, Any]:
+    return write_llama(model) | {
+        "attention_multiplier": model.score_factor or model.head_dim**-0.5,
+        "embedding_multiplier": model.embed_factor,
+        "residual_multiplier": model.residual_scale,
+        "logits_scaling": 1 / model.logit_factor,
+    }
+
+
+GRANITE = {
+    "granite": Family(
+        "GraniteForCausalLM",
+        reads=(
+            *WITH_SILU,
+            "attention_bias",
+            "attention_multiplier",
+            "embedding_multiplier",
+            "logits_scaling",
+            "mlp_bias",
+            "residual_multiplier",
+        ),
+        defaults={"rms_norm_eps": 1e-6},
+        read=_granite,
+        write=_write_granite,
+    ),
+}

@@ -1,0 +1,86 @@
+"""The names of the tensors of each family, by the parts of its layers."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from spmdtrain.interop import pieces
+from spmdtrain.interop.names import expert_parts, layer_parts
+from spmdtrain.interop.names.entry import EMBED, HEAD, NORM, POSITIONS, Part, Table, entry
+from spmdtrain.interop.names.layer_parts import (
+    ATTENTION,
+    FUSED_ATTENTION,
+    FUSED_MLP,
+    LATENT,
+    LIKE_LLAMA,
+    MLP,
+    NORMS_AFTER,
+    NORMS_BEFORE,
+    NORMS_BOTH,
+    QUERY_NORMS,
+)
+
+
+class FamilyNames(NamedTuple):
+    """The names of a family's tensors.
+
+    `layer` has those that all layers have, of attention and norms, and a layer has either those of
+    `mlp` or of `experts`.
+    """
+
+    layer: Part
+    mlp: Part = MLP
+    experts: Part = {}
+    whole: Table = LIKE_LLAMA  # outside of layers
+    prefix: str = layer_parts.PREFIX
+
+
+LLAMA = FamilyNames({**ATTENTION, **NORMS_BEFORE})
+OLMO = FamilyNames({**ATTENTION, **NORMS_AFTER, **QUERY_NORMS})
+GPT2 = FamilyNames(
+    {
+        "attention_norm.scale_e": entry(pieces.copy, "ln_1.weight"),
+        "attention_norm.bias_e": entry(pieces.copy, "ln_1.bias"),
+        "attention.qkv_eknd": entry(pieces.qkv_fused_columns, "attn.c_attn.weight"),
+        "attention.qkv_bias": entry(pieces.qkv_bias_fused, "attn.c_attn.bias"),
+        "attention.out_kgde": entry(pieces.heads_out_rows, "attn.c_proj.weight"),
+        "attention.out_bias": entry(pieces.copy, "attn.c_proj.bias"),
+        "mlp_norm.scale_e": entry(pieces.copy, "ln_2.weight"),
+        "mlp_norm.bias_e": entry(pieces.copy, "ln_2.bias"),
+    },
+    mlp={
+        "mlp.up_ef": entry(pieces.copy, "mlp.c_fc.weight"),
+        "mlp.up_bias": entry(pieces.copy, "mlp.c_fc.bias"),
+        "mlp.down_fe": entry(pieces.copy, "mlp.c_proj.weight"),
+        "mlp.down_bias": entry(pieces.copy, "mlp.c_proj.bias"),
+    },
+    whole={
+        EMBED: entry(pieces.copy, "transformer.wte.weight"),
+        POSITIONS: entry(pieces.copy, "transformer.wpe.weight"),
+        NORM: entry(pieces.copy, "transformer.ln_f.weight"),
+        "norm.bias_e": entry(pieces.copy, "transformer.ln_f.bias"),
+        HEAD: entry(pieces.copy, "lm_head.weight"),
+    },
+    prefix="transformer.h.{}.",
+)
+SINKS = {"attention.sinks": entry(pieces.copy, "self_attn.sinks")}
+
+NAMES: Mapping[str, FamilyNames] = {
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "mistral": LLAMA,
+    "qwen2": LLAMA,
+    "qwen3": FamilyNames({**ATTENTION, **NORMS_BEFORE, **QUERY_NORMS}),
+    "gemma2": FamilyNames({**ATTENTION, **NORMS_BOTH}),
+    "gemma3_text": FamilyNames({**ATTENTION, **NORMS_BOTH, **QUERY_NORMS}),
+    "phi3": FamilyNames({**FUSED_ATTENTION, **NORMS_BEFORE}, FUSED_MLP),
+    "olmo2": OLMO,
+    "olmo3": OLMO,
+    "smollm3": LLAMA,
+    "granite": LLAMA,
+    "deepseek_v3": FamilyNames({**LATENT, **NORMS_BEFORE}, experts=expert_parts.DEEPSEEK),
+    "gpt_oss": FamilyNames({**ATTENTION, **SINKS, **NORMS_BEFORE}, experts=expert_parts.GPT_OSS),
+    "mixtral": FamilyNames({**ATTENTION, **NORMS_BEFORE}, experts=expert_parts.MIXTRAL),
+    "qwen3_moe": FamilyNames(
+        {**ATTENTION, **NORMS_BEFORE, **QUERY_NORMS}, experts=expert_parts.QWEN
+    ),
+}

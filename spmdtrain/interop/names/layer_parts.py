@@ -1,0 +1,85 @@
+"""The names of the parts of layers that families share: attention, mlp and norms."""
+
+from spmdtrain.interop import latent_attention, pieces
+from spmdtrain.interop.names.entry import EMBED, HEAD, NORM, entry
+
+ATTENTION = {
+    "attention.qkv_eknd": entry(
+        pieces.qkv,
+        "self_attn.q_proj.weight",
+        "self_attn.k_proj.weight",
+        "self_attn.v_proj.weight",
+    ),
+    "attention.qkv_bias": entry(
+        pieces.qkv_bias, "self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"
+    ),
+    "attention.out_kgde": entry(pieces.heads_out, "self_attn.o_proj.weight"),
+    "attention.out_bias": entry(pieces.copy, "self_attn.o_proj.bias"),
+}
+MLP = {
+    "mlp.up_ef": entry(pieces.gate_up, "mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.up_bias": entry(pieces.gate_up_bias, "mlp.gate_proj.bias", "mlp.up_proj.bias"),
+    "mlp.down_fe": entry(pieces.transpose, "mlp.down_proj.weight"),
+    "mlp.down_bias": entry(pieces.copy, "mlp.down_proj.bias"),
+}
+NORMS_BEFORE = {
+    "attention_norm.scale_e": entry(pieces.copy, "input_layernorm.weight"),
+    "mlp_norm.scale_e": entry(pieces.copy, "post_attention_layernorm.weight"),
+}
+
+# In Llama, the norm before the mlp has the name that other families give to the norm after
+# attention.
+NORMS_BOTH = {
+    "attention_norm.scale_e": entry(pieces.copy, "input_layernorm.weight"),
+    "attention_out_norm.scale_e": entry(pieces.copy, "post_attention_layernorm.weight"),
+    "mlp_norm.scale_e": entry(pieces.copy, "pre_feedforward_layernorm.weight"),
+    "mlp_out_norm.scale_e": entry(pieces.copy, "post_feedforward_layernorm.weight"),
+}
+NORMS_AFTER = {
+    "attention_out_norm.scale_e": entry(pieces.copy, "post_attention_layernorm.weight"),
+    "mlp_out_norm.scale_e": entry(pieces.copy, "post_feedforward_layernorm.weight"),
+}
+QUERY_NORMS = {
+    "attention.query_key_norm.query_scale": entry(pieces.copy, "self_attn.q_norm.weight"),
+    "attention.query_key_norm.key_scale": entry(pieces.copy, "self_attn.k_norm.weight"),
+}
+FUSED_ATTENTION = {
+    "attention.qkv_eknd": entry(pieces.qkv_fused, "self_attn.qkv_proj.weight"),
+    "attention.out_kgde": entry(pieces.heads_out, "self_attn.o_proj.weight"),
+}
+FUSED_MLP = {
+    "mlp.up_ef": entry(pieces.gate_up_fused, "mlp.gate_up_proj.weight"),
+    "mlp.down_fe": entry(pieces.transpose, "mlp.down_proj.weight"),
+}
+LATENT = {
+    "attention.down_eu": entry(
+        latent_attention.down, "self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"
+    ),
+    "attention.query_scale": entry(pieces.copy, "self_attn.q_a_layernorm.weight"),
+    "attention.query_rkd": entry(latent_attention.queries, "self_attn.q_b_proj.weight"),
+    "attention.latent_scale": entry(pieces.copy, "self_attn.kv_a_layernorm.weight"),
+    "attention.key_value_ckd": entry(
+        latent_attention.keys_and_values, "self_attn.kv_b_proj.weight"
+    ),
+    "attention.out_kgde": entry(pieces.heads_out, "self_attn.o_proj.weight"),
+}
+# If queries are computed from the stream.
+PLAIN_QUERIES = {
+    "attention.down_eu": entry(latent_attention.down, "self_attn.kv_a_proj_with_mqa.weight"),
+    "attention.query_rkd": entry(latent_attention.queries, "self_attn.q_proj.weight"),
+}
+LIKE_LLAMA = {
+    EMBED: entry(pieces.copy, "model.embed_tokens.weight"),
+    NORM: entry(pieces.copy, "model.norm.weight"),
+    HEAD: entry(pieces.copy, "lm_head.weight"),
+}
+# Parameters of a further token, in the layer that follows the last one.
+FURTHER_TOKEN = {
+    "token_norm.scale_e": entry(pieces.copy, "enorm.weight"),
+    "stream_norm.scale_e": entry(pieces.copy, "hnorm.weight"),
+    "join_2ee": entry(latent_attention.joined, "eh_proj.weight"),
+    "norm.scale_e": entry(pieces.copy, "shared_head.norm.weight"),
+}
+# Copies, in a further token's layer, of tensors that it shares with the model.
+SHARED_COPIES = {EMBED: "embed_tokens.weight", HEAD: "shared_head.head.weight"}
+PREFIX = "model.layers.{}."

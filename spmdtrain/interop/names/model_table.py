@@ -1,0 +1,77 @@
+"""Makes the table of names of one model, of as many layers and experts as it has."""
+
+from spmdtrain.config.schema import TransformerConfig
+from spmdtrain.interop import mxfp4
+from spmdtrain.interop.names.entry import (
+    FIRST,
+    FURTHER,
+    LAYER,
+    OURS,
+    Entry,
+    Table,
+    in_layers,
+)
+from spmdtrain.interop.names.family_names import NAMES
+from spmdtrain.interop.names.layer_parts import FURTHER_TOKEN, PLAIN_QUERIES
+
+
+def table_of(family: str, model: TransformerConfig) -> Table:
+    """Returns the table of a family, for a model with as many experts and layers."""
+    names = NAMES[family]
+    first = model.layers - model.stack_layers
+    table = {**stack_table(family, model), **_further(family, model)}
+    dense = {**_layer(family, model), **names.mlp} if first else {}
+    for path, entry in in_layers(names.prefix, dense).items():
+        table[path.replace(OURS, FIRST)] = entry.of_all(range(first))
+    for path, entry in table.items():
+        if path.startswith(OURS):
+            table[path] = entry._replace(first=first)
+    count = model.experts.count if model.experts else 0
+    return {path: entry.of_experts(count) for path, entry in table.items()}
+
+
+def stack_table(family: str, model: TransformerConfig) -> Table:
+    """Returns the table of a family without first dense layers, for experts one by one."""
+    names = NAMES[family]
+    of_mlp = names.experts if model.experts else names.mlp
+    of_layer = {**_layer(family, model), **of_mlp}
+    return {**names.whole, **in_layers(names.prefix, of_layer)}
+
+
+def _layer(family: str, model: TransformerConfig) -> dict[str, Entry]:
+    """Returns what all layers have."""
+    has_plain_queries = model.latent is not None and not model.latent.query_rank
+    return {**NAMES[family].layer, **(PLAIN_QUERIES if has_plain_queries else {})}
+
+
+def _further(family: str, model: TransformerConfig) -> Table:
+    """Returns the entries of model.multi_token, whose blocks are layers after the last one."""
+    prefix = NAMES[family].prefix
+    count = model.experts.count if model.experts else 0
+    entries = {}
+    for number in numbers_of_further(model):
+        ours = f"{FURTHER}{number - model.layers}."
+        for path, entry in stack_table(family, model).items():
+            if path.startswith(OURS):
+                of_block = entry.of_experts(count).of_all(range(number, number + 1))
+                entries[ours + path.replace(OURS, "block.layer.")] = of_block
+        for path, entry in FURTHER_TOKEN.items():
+            names = tuple(prefix.replace(LAYER, str(number)) + name for name in entry.names)
+            entries[ours + path] = Entry(entry.rule, names)
+    return entries
+
+
+def numbers_of_further(model: TransformerConfig) -> range:
+    """Returns the numbers, in the files, of the layers of model.multi_token."""
+    depth = model.multi_token.depth if model.multi_token else 0
+    return range(model.layers, model.layers + depth)
+
+
+def in_mxfp4(table: Table) -> Table:
+    """Returns the table of files in which the matrices of experts are MXFP4."""
+    packed = dict(table)
+    for ours in ("mlp.up_xeu", "mlp.down_xfe"):
+        rule, (name,), first = table[OURS + ours]
+        names = (name + mxfp4.BLOCKS, name + mxfp4.SCALES)
+        packed[OURS + ours] = Entry(mxfp4.of_blocks(rule), names, first)
+    return packed

@@ -1,0 +1,24 @@
+"""Other spellings of names in files, and the tensors that nothing needs."""
+
+import re
+from collections.abc import Sequence
+
+# Tensors that no parameter needs: masks and frequencies of older versions, and vision towers.
+SAY_NOTHING = re.compile(
+    r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)"
+    r"|.*\.rotary_emb\.inv_freq"
+    r"|(model\.)?(vision_tower|multi_modal_projector)\..*"
+)
+# Other spellings of the same names: (our prefix, the prefix in other files).
+SPELLINGS: Sequence[tuple[str, str]] = (
+    ("", ""),
+    ("transformer.", ""),
+    ("", "language_model."),
+    ("model.", "model.language_model."),
+)
+
+
+def spelled(name: str, spelling: tuple[str, str]) -> str:
+    """Returns a name of a table as a file spells it."""
+    written, instead = spelling
+    return instead + name.removeprefix(written) if name.startswith(written) else name
