@@ -57,15 +57,16 @@ FEATURES = {
         4,
     ),
     "distillation": Feature(
-        r"distil|teach|taught",
+        r"distil|teach|taught|saved_logits",
         (
+            "cli/data/teach.py",
             "config/published/teacher.py",
             "config/schema/distill.py",
             "data/saved_logits",
             "running/distillation",
             "train/distillation",
         ),
-        16,
+        9,
     ),
     "ema": Feature(r"\bema\b", ("train/items/ema.py",), 20),
     "experts": Feature(
@@ -124,7 +125,7 @@ FEATURES = {
     "stages": Feature(
         r"train\.stages|BatchStage|TimedStage|in_stage|stage_of|frozen_layers",
         ("config/stage_timetable.py", "train/stages.py"),
-        27,
+        26,
     ),
     "streams": Feature(r"is_streamed|data\.streams|jsonl.*parquet", ("data/streams",), 7),
 }

@@ -89,6 +89,9 @@ class Settings(BaseModel, metaclass=_InOneLine):
     # If two runs differ in a setting of this section, this is the part of a step that the setting
     # decides, a `Kind` of lab/diff/meaning.py, by name; "" stands for those without an entry.
     decides: ClassVar[Mapping[str, str]] = {}
+    # The settings that only the training of the whole run has, and that a run of its model alone,
+    # or of a few steps, does without; "" stands for all of the section.
+    of_whole_run: ClassVar[tuple[str, ...]] = ()
 
     def derived(self) -> dict[str, Any]:
         """Returns the values that follow from other settings, for those that nobody has set.
@@ -105,6 +108,10 @@ class Settings(BaseModel, metaclass=_InOneLine):
         """Returns the settings that affect the numbers of a run but may change when it resumes, as
         JSON values: a checkpoint keeps them, and a run that goes on with others says so.
         """
+        return {}
+
+    def other_runs(self) -> Mapping[str, str | None]:
+        """Returns the folders of other runs, or of published models, by the setting for each."""
         return {}
 
     def is_given(self, name: str) -> bool:

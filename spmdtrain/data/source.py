@@ -424,8 +424,8 @@ def _cut(corpus: Corpus, config: RunConfig, source: str = "") -> CorpusData:
 
 
 def _with_logits(data: CorpusData, config: RunConfig) -> CorpusData:
-    """Returns the data with the logits that `distill.logits` names, if it names any."""
-    if config.distill.logits is None:
+    """Returns the data with the saved logits of the run beside its tokens, if it has any."""
+    if config.beside_tokens is None:
         return data
     from spmdtrain.data.saved_logits.reader import open_logits
 
@@ -473,10 +473,9 @@ def _open_source(config: RunConfig, source: Source | Tokens) -> SourceData:
     if config.eval.every and not (source.validation and source.validation_samples > 0):
         fix = "Source(tokens, validation, validation_samples)"
         raise ConfigError("eval.every asks for evaluation, but data= has no validation", fix=fix)
-    if config.distill.logits is not None:
-        logits = config.distill.source
-        what = f"{logits} lies beside the tokens of a corpus, and data= makes its own"
-        raise ConfigError(what, fix="--set distill.logits=none")
+    if beside := config.beside_tokens:
+        what = f"{beside} lies beside the tokens of a corpus, and data= makes its own"
+        raise ConfigError(what, fix=f"--set {beside.partition('=')[0]}=none")
     digest = hashlib.sha256(str(config.model.vocab).encode())
     digest.update(_read(source.tokens, config, np.arange(FINGERPRINTED))["tokens"].data)
     return SourceData(source, digest.hexdigest())

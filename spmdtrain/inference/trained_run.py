@@ -18,6 +18,7 @@ from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.load import COMMAND_LINE, as_overrides, from_resolved
 from spmdtrain.config.schema import MeshConfig, RunConfig
 from spmdtrain.config.settable import OF_DEVICES, check_settable
+from spmdtrain.config.whole_run import leave_out, of_whole_run
 from spmdtrain.data.tokenizers.tokenizer import Tokenizer, from_spec
 from spmdtrain.models.choose import MakeModel, check_make
 from spmdtrain.parallel.axes import BATCH_AXES, batch_shards
@@ -102,13 +103,9 @@ def open_run(
     # Mesh and attention depend on the devices of the training, so they are not taken from the run.
     saved["config"]["mesh"] = MeshConfig().model_dump()
     saved["config"]["model"]["attention"] = "auto"
-    saved["config"]["train"] |= {"zero": 0, "microbatch": None, "stages": []}
-    saved["config"]["optimizer"]["rate_by_batch"] = "none"
-    saved["config"]["distill"] = {}  # the teacher may not be at hand
-    dropped = (
-        *("mesh.", "model.attention", "train.zero", "train.microbatch", "train.stages"),
-        *("optimizer.rate_by_batch", "distill."),
-    )
+    saved["config"]["train"] |= {"zero": 0, "microbatch": None}
+    leave_out(saved["config"])
+    dropped = ("mesh.", "model.attention", "train.zero", "train.microbatch", *of_whole_run())
     if not with_pairs:
         of_pairs = [name for name in saved["config"]["train"] if name.startswith("preference_")]
         saved["config"]["train"] |= {"preference": "none"} | dict.fromkeys(of_pairs)

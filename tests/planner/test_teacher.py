@@ -53,7 +53,8 @@ def test_its_forward_pass_counts_in_flops_and_time():
     assert {**terms, "teacher": 0} == pytest.approx(dict(alone.time.terms))
     assert found.memory.total > alone.memory.total + found.memory.parameters / 2
     # The same model, learning: its layers take two times the forward pass more.
-    itself = replace(found.workload.with_settings(model=found.workload.teacher), teacher=None)
+    ((_, teacher),) = found.workload.second_models
+    itself = replace(found.workload.with_settings(model=teacher), second_models=())
     learning = sum(estimate_of(itself, h100, name) for name in ("matmul", "attention", "head"))
     assert 0.2 * learning < terms["teacher"] < 0.6 * learning
 

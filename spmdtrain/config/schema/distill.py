@@ -1,7 +1,8 @@
 """[distill]: the teacher whose predictions a run learns."""
 
-from collections.abc import Iterator
-from typing import Any
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -14,6 +15,8 @@ class DistillConfig(Settings):
     The loss is (1 - share) x cross-entropy + share x temperature^2 x KL(teacher || student), the
     divergence of the softmax of both models' logits over the temperature (docs/distillation.md).
     """
+
+    of_whole_run: ClassVar = ("",)  # what it names need not be at hand later
 
     teacher: LocalPath | None = Field(
         default=None,
@@ -58,6 +61,9 @@ class DistillConfig(Settings):
         if self.logits is not None:
             return f"distill.logits={self.logits!r}"
         return f"distill.teacher={self.teacher!r}"
+
+    def other_runs(self) -> Mapping[str, str | None]:
+        return {"teacher": self.teacher and os.path.expanduser(self.teacher)}
 
     def affecting_numbers(self) -> dict[str, Any]:
         return self.model_dump(mode="json") if self.is_on else {}

@@ -49,6 +49,7 @@ class OptimizerConfig(Settings):
     linear), or stays and falls linearly at the end (wsd: warmup, stable, decay; arXiv:2404.06395).
     """
 
+    of_whole_run: ClassVar = ("rate_by_batch",)
     moments: ClassVar[int]  # elements of optimizer state per element of a parameter
     by_element: ClassVar[bool] = False  # its update of an element reads no other element
     has_width_rule: ClassVar[bool] = False  # of its rates, for `model.mup_base`

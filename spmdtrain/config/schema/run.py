@@ -176,6 +176,23 @@ class RunConfig(Settings):
         counted._refuse(OF_STEPS)
         return counted
 
+    def other_runs(self) -> dict[str, str]:
+        """Returns the folders of other runs, or of published models, by the setting for each."""
+        sections = {name: getattr(self, name).other_runs() for name in type(self).model_fields}
+        return {
+            f"{section}.{setting}": folder
+            for section, folders in sections.items()
+            for setting, folder in folders.items()
+            if folder is not None
+        }
+
+    @property
+    def beside_tokens(self) -> str | None:
+        """The setting that names arrays beside the tokens of a corpus, with its value, for
+        messages; None: there are no such arrays.
+        """
+        return None if self.distill.logits is None else self.distill.source
+
     def own_samples(self, ids: Any) -> Any:
         """Returns the global indices of the samples number `ids` that this run reads."""
         return self.islands.own_samples(ids)

@@ -1,7 +1,7 @@
 """[train]: the length of training, the batch, the loss, and the savings of memory."""
 
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_serializer, model_validator
 
@@ -70,6 +70,8 @@ Stages = Annotated[tuple[BatchStage, ...], Field(strict=False)]
 
 class TrainConfig(Settings):
     """The length of training, the size of a batch, the loss, and the savings of memory."""
+
+    of_whole_run: ClassVar = ("stages",)
 
     steps: Count = Field(
         default=1000, description="optimizer steps in total; raise it and resume to train further"
@@ -147,6 +149,9 @@ class TrainConfig(Settings):
         description="accept weights of init_from that were trained with a different tokenizer, "
         "where the same ids stand for other texts; false: they are refused",
     )
+
+    def other_runs(self) -> Mapping[str, str | None]:
+        return {"init_from": self.init_from}
 
     def affecting_numbers(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("steps", "global_batch", "clip")}

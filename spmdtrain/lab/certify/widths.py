@@ -16,6 +16,7 @@ import numpy as np
 from spmdtrain.config import RunConfig, from_resolved
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import MeshConfig, PipelineConfig
+from spmdtrain.config.whole_run import leave_out
 from spmdtrain.data.source import Data, open_data
 from spmdtrain.inference.sample import make_logits
 from spmdtrain.lab.certify.stepper import Own
@@ -124,11 +125,10 @@ def at_width(config: RunConfig, embed: int, steps: int) -> RunConfig:
     if model["experts"]:
         ffn = _grown("model.experts.ffn", model["experts"]["ffn"], times)
         model["experts"] = model["experts"] | {"ffn": ffn}
-    values["train"] |= {"steps": steps, "epochs": None, "stages": []}
+    leave_out(values)
+    values["train"] |= {"steps": steps, "epochs": None}
     values["optimizer"] |= {"schedule": "constant", "warmup": 0, "decay_share": None}
-    values["optimizer"]["rate_by_batch"] = "none"
     values["log"] = {}
-    values["distill"] = {}  # the rules of muP know no teacher
     return from_resolved({"config": values, "origin": {}})
 
 

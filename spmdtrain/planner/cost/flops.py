@@ -40,6 +40,6 @@ def model_flops_per_token(
     return whole - trained.frozen_layers * of_layer
 
 
-def teacher_flops_per_token(teacher: TransformerConfig | None, sequence_length: int) -> float:
-    """Returns the FLOPs of a teacher's forward pass per token, a third of a training step's."""
-    return model_flops_per_token(teacher, sequence_length) / 3 if teacher else 0.0
+def forward_flops_per_token(model: TransformerConfig, sequence_length: int) -> float:
+    """Returns the FLOPs of a forward pass alone per token, a third of a training step's."""
+    return model_flops_per_token(model, sequence_length) / 3

@@ -128,14 +128,14 @@ def closed_form_state(workload: Workload) -> tuple[int, int]:
         adapted = workload.trained.adapted_elements(workload.model, workload.mesh.tensor)
         fewer = workload.frozen_bytes - workload.trained.base_bytes
         parameters -= fewer * workload.layers_per_stage * adapted / workload.mesh.fsdp
-    parameters += workload.frozen_bytes * teacher_elements(workload)
+    parameters += workload.frozen_bytes * second_elements(workload)
     return int(parameters), int(workload.optimizer_bytes * elements)
 
 
-def teacher_elements(workload: Workload) -> float:
-    """Counts the elements at rest on a device of the teacher, which ZeRO-1 does not split."""
-    teacher = workload.of_teacher
-    return 0.0 if teacher is None else resident_elements(teacher) / teacher.mesh.fsdp
+def second_elements(workload: Workload) -> float:
+    """Counts the elements at rest on a device of second models, which ZeRO-1 does not split."""
+    runs = workload.forward_only.values()
+    return sum((resident_elements(run) / run.mesh.fsdp for run in runs), 0.0)
 
 
 def _updated_elements(workload: Workload) -> float:
@@ -393,14 +393,14 @@ def _accumulated_memory(
     frozen, elements = held_elements(workload, resident)
     if workload.trained.share == 1 and not workload.zero:
         # Exact, where the state was read.
-        own = parameters - workload.frozen_bytes * teacher_elements(workload)
+        own = parameters - workload.frozen_bytes * second_elements(workload)
         elements = own / workload.stored_bytes
     narrower = size < workload.stored_bytes
     gathers = workload.zero and workload.mesh.data > 1
     copied = narrower or gathers or not workload.config.optimizer.gradients_at_weights
     compute_copy = size * elements if copied else 0.0
     if size < workload.frozen_bytes:
-        compute_copy += size * (frozen + teacher_elements(workload))
+        compute_copy += size * (frozen + second_elements(workload))
     below = workload.frozen_per_stage  # which keep nothing, and whose gradients are zeros
     gradients = size * elements * (1 - workload.trained.share_below(model))
     sums = FLOAT32 * elements if workload.accumulation > 1 else 0.0
@@ -425,8 +425,8 @@ def _accumulated_memory(
         layers = min(layers, BETWEEN_HOST_AND_DEVICE)
     activations = layers * kept_bytes(workload) + ends
     logits = _logit_bytes(workload, tensor)
-    if workload.teacher is not None:
-        logits = _logits_of_two(workload, workload.teacher)
+    if workload.second_models:
+        logits = _logits_of_all(workload)
 
     of_layer = (
         unscattered
@@ -585,8 +585,8 @@ def _logit_bytes(workload: Workload, ways: int) -> float:
 
     They are kept in their own dtype, and in compute precision for the matmuls of the gradients,
     which takes the place of logits of the same dtype where a kernel computes it.
-    With more than one chunk, a float32 gradient of the table accumulates over them. What a teacher
-    has saved is spread over the rows of a chunk as well.
+    With more than one chunk, a float32 gradient of the table accumulates over them. Saved
+    log-probabilities are spread over the rows of a chunk as well.
     """
     rows = shape.vocab(workload.model) / ways
     arrays = 2 if workload.likeliest else 1
@@ -603,17 +603,19 @@ def _logit_bytes(workload: Workload, ways: int) -> float:
     return logits + table_gradients
 
 
-def _logits_of_two(workload: Workload, teacher: TransformerConfig) -> float:
-    """Returns the bytes of a chunk's logits of both models, and of the teacher's hidden states.
+def _logits_of_all(workload: Workload) -> float:
+    """Returns the bytes of a chunk's logits of all models, and of the second ones' hidden states.
 
-    The two share the size of a chunk. Those of the teacher have no gradient in compute precision.
+    All share the size of a chunk. Those of second models have no gradient in compute precision.
     """
+    arrays = 1 + len(workload.second_models)
     rows = shape.vocab(workload.model) / workload.mesh.tensor
-    chunks = max(1, math.ceil(2 * workload.tokens * rows / CHUNK_LOGITS))
+    chunks = max(1, math.ceil(arrays * workload.tokens * rows / CHUNK_LOGITS))
     size = workload.compute_bytes
-    logits = workload.tokens * rows / chunks * (2 * FLOAT32 + size)
+    logits = workload.tokens * rows / chunks * (arrays * FLOAT32 + size)
     table_gradients = FLOAT32 * rows * workload.model.embed * (chunks > 1)
-    return logits + table_gradients + size * workload.tokens * teacher.embed
+    hidden = sum(size * workload.tokens * second.model.embed for second in workload.second_models)
+    return logits + table_gradients + hidden
 
 
 def _recomputed_bytes(workload: Workload) -> float:

@@ -20,7 +20,7 @@ from spmdtrain.planner.cost.collective_time import (
     data_sums,
     send_seconds,
 )
-from spmdtrain.planner.cost.flops import model_flops_per_token, teacher_flops_per_token
+from spmdtrain.planner.cost.flops import forward_flops_per_token, model_flops_per_token
 from spmdtrain.planner.cost.hardware import Hardware
 from spmdtrain.planner.cost.kernel_time import matmul_seconds, memory_seconds
 from spmdtrain.planner.cost.layer_time import NO_WORK, Work, add_work, layer_time
@@ -29,7 +29,7 @@ from spmdtrain.planner.cost.memory import FLOAT32, host_bytes, kept_bytes
 from spmdtrain.planner.cost.overlap import LOST_BESIDE_COLLECTIVES, exposed, left_over
 from spmdtrain.planner.cost.schedules import SCHEDULES, lay_out, lockstep_seconds, pipeline_of
 from spmdtrain.planner.cost.software import Software
-from spmdtrain.planner.cost.workload import Workload
+from spmdtrain.planner.cost.workload import SECOND_MODELS, Workload
 
 # Bytes per parameter that the optimizer moves: it reads gradient, weight and two moments, and
 # writes weight, moments, and the copy in compute precision.
@@ -59,7 +59,7 @@ BOUND_BY: Mapping[str, str] = {
     "stacks": "memory",  # what a loop over layers copies into arrays of all layers and out again
     "launches": "host",  # of kernels, where they take longer than the kernels
     "head": "compute",  # logits, loss and their gradients
-    "teacher": "compute",  # the forward pass of a second model
+    **dict.fromkeys(SECOND_MODELS, "compute"),  # their forward passes
     "embedding": "memory",
     "tensor_collectives": "network",  # sums of activations over `tensor`
     "context_collectives": "network",  # keys and values over `context`
@@ -97,11 +97,12 @@ class StepTime:
 
     @property
     def model_flops_per_device(self) -> float:
-        """The model FLOP/s: forward and backward once, causal attention, a teacher's forward."""
+        """The model FLOP/s: forward and backward once, causal attention, second models forward."""
         workload = self.workload
         length = workload.train.sequence_length
         per_token = model_flops_per_token(workload.model, length, workload.trained)
-        per_token += teacher_flops_per_token(workload.teacher, length)
+        second = (forward_flops_per_token(model, length) for _, model in workload.second_models)
+        per_token += sum(second)
         return per_token * self.tokens_per_second_per_device
 
     @property
@@ -152,7 +153,8 @@ def step_time(
     # Moments come and go with nothing beside them but their own update.
     terms["host_transfers"] += 2 * host_bytes(workload) / MOMENTS_BANDWIDTH
     terms["fsdp_collectives"] = _fsdp_seconds(workload, hardware, software, sum(stage.values()))
-    terms["teacher"] = _teacher_seconds(workload, hardware, software)
+    for term, run in workload.forward_only.items():
+        terms[term] = _forward_seconds(run, hardware, software)
     terms["data_reduction"] = _reduction_seconds(workload, hardware, software)
     terms["optimizer"] = _optimizer_seconds(workload, hardware, software)
     terms["outside_the_device"] = software.host_seconds
@@ -325,20 +327,17 @@ def _loss_bytes(workload: Workload, software: Software, logits: int) -> float:
     return per_logit * logits + of_chunks
 
 
-def _teacher_seconds(workload: Workload, hardware: Hardware, software: Software) -> float:
-    """Returns the seconds of a teacher's forward passes, with the exposed part of its gathers."""
-    teacher = workload.of_teacher
-    if teacher is None:
-        return 0.0
-    layers = sum(work.forward for work in layer_time(teacher, hardware, software).values())
-    layers *= teacher.layers_per_stage
-    vocab = -(-shape.vocab(teacher.model) // teacher.mesh.tensor)
-    seconds = partial(matmul_seconds, hardware=hardware, software=software, dtype=teacher.dtype)
-    head = seconds(teacher.tokens, vocab, teacher.model.embed)
-    embedding = _embedding_seconds(teacher, hardware, software) / 2  # without its gradient
+def _forward_seconds(workload: Workload, hardware: Hardware, software: Software) -> float:
+    """Returns the seconds of forward passes alone, with the exposed part of their gathers."""
+    layers = sum(work.forward for work in layer_time(workload, hardware, software).values())
+    layers *= workload.layers_per_stage
+    vocab = -(-shape.vocab(workload.model) // workload.mesh.tensor)
+    seconds = partial(matmul_seconds, hardware=hardware, software=software, dtype=workload.dtype)
+    head = seconds(workload.tokens, vocab, workload.model.embed)
+    embedding = _embedding_seconds(workload, hardware, software) / 2  # without its gradient
     # A layer gathers once, not a second time for a backward.
-    gathers = _fsdp_seconds(teacher, hardware, software, 2 * layers) / 2
-    return teacher.accumulation * (layers + head + embedding) + gathers
+    gathers = _fsdp_seconds(workload, hardware, software, 2 * layers) / 2
+    return workload.accumulation * (layers + head + embedding) + gathers
 
 
 def _joining_seconds(workload: Workload, hardware: Hardware, software: Software) -> float:

@@ -5,7 +5,7 @@ write published runs of other software down as settings, in layouts that no conf
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -60,6 +60,16 @@ class MeshShape:
         return Group(self.sizes[axis], self.stride(axis))
 
 
+class SecondModel(NamedTuple):
+    """A frozen model that a step runs forward, on the tokens of the run's own and on its mesh."""
+
+    term: str  # of its seconds
+    model: TransformerConfig
+
+
+# The term of the seconds of each second model -> the settings of a run of it; None: no such model.
+SECOND_MODELS: Mapping[str, Callable[[RunConfig], RunConfig | None]] = {"teacher": teacher_settings}
+
 # By optimizer.moment_dtype; 8 bits have a float32 scale for each 256.
 MOMENT_BYTES = {"params": None, "bfloat16": 2.0, "8bit": 1 + 4 / 256}
 FEEDBACK_BYTES = 4
@@ -101,7 +111,7 @@ class Workload:
     moments: float = 2  # that the optimizer keeps of each trained weight, on average
     sent_gradient_bytes: float | None = None  # as it crosses `data`; None: as the software sends it
     item_bytes: int = 0  # per weight, of other items of the state, such as its average
-    teacher: TransformerConfig | None = None  # a second model, of which only the forward runs
+    second_models: tuple[SecondModel, ...] = ()
     likeliest: int = 0  # saved log-probabilities of each token, from which it learns
 
     @property
@@ -137,13 +147,14 @@ class Workload:
         return is_loop(scan, layers, self.offloads, self.mesh.sizes, self.device_kind)
 
     @property
-    def of_teacher(self) -> "Workload | None":
-        """The teacher's part of the run as a separate run, or None."""
-        if self.teacher is None:
-            return None
-        alone = {"teacher": None, "remat": "none", "offloads": False, "zero": 0, "item_bytes": 0}
+    def forward_only(self) -> dict[str, "Workload"]:
+        """The part of each second model as a separate run, by the term of its seconds."""
+        alone = {"second_models": (), "remat": "none", "offloads": False, "zero": 0}
         frozen = Trained(share=0.0, of_matrices=0.0)
-        return replace(self.with_settings(model=self.teacher), trained=frozen, **alone)
+        return {
+            term: replace(self.with_settings(model=model), trained=frozen, item_bytes=0, **alone)
+            for term, model in self.second_models
+        }
 
     @property
     def accumulation(self) -> int:
@@ -342,7 +353,7 @@ def workload_of(
     pipelined = mesh.pipeline > 1
     stream_axes = config.rules.activations.get("stream_time", ())
     sequence_parallel = "tensor" in stream_axes and mesh.tensor > 1
-    teacher, logits = teacher_settings(config), saved_for(config)
+    logits = saved_for(config)
     return Workload(
         config=config.model_copy(update={"model": model_of(config)}),
         mesh=mesh,
@@ -363,8 +374,17 @@ def workload_of(
         moments=config.optimizer.moments,
         sent_gradient_bytes=_sent_gradient_bytes(config),
         item_bytes=_item_bytes(config),
-        teacher=None if teacher is None else model_of(teacher),
+        second_models=_second_models(config),
         likeliest=0 if logits is None else logits.top,
+    )
+
+
+def _second_models(config: RunConfig) -> tuple[SecondModel, ...]:
+    by_term = {term: settings_of(config) for term, settings_of in SECOND_MODELS.items()}
+    return tuple(
+        SecondModel(term, model_of(settings))
+        for term, settings in by_term.items()
+        if settings is not None
     )
 
 

@@ -146,12 +146,14 @@ def _fill(
 def _write_samples(
     path: Path, steps: Sequence[Mapping[str, Any]], config: RunConfig, data: Data
 ) -> None:
-    """Writes the rows of the steps, unless they are too many for a bundle, as saved logits are."""
+    """Writes the rows of the steps, unless they are too many for a bundle, as arrays beside the
+    tokens of a corpus are.
+    """
     ids = np.concatenate(
         [np.arange(a, b + 1) for a, b in (line["samples"] for line in steps)] or [[]]
     )
     entries = len(ids) * config.train.sequence_length
-    if not len(ids) or entries > MOST_ENTRIES or config.distill.logits is not None:
+    if not len(ids) or entries > MOST_ENTRIES or config.beside_tokens is not None:
         return
     rows = data.train_samples(config)(ids.astype(np.int64))
     arrays: dict[str, Any] = {name: np.asarray(x) for name, x in rows.items()}

@@ -7,7 +7,6 @@ reveal that two of them read different data or configurations.
 import functools
 import hashlib
 import json
-import os
 import re
 import socket
 from collections.abc import Mapping, Sequence
@@ -68,7 +67,6 @@ def check_start(
     """
     if jax.process_count() == 1:
         return
-    source, teacher = config.train.init_from, config.distill.teacher
     _compare(
         _versions()
         | _settings(config)
@@ -83,9 +81,10 @@ def check_start(
             "the template of conversations": data.template and _digest(data.template),
             "--run": directory,
             NEWEST: newest_step(directory),
-            f"{NEWEST} of train.init_from": source and newest_step(Path(source)),
-            f"{NEWEST} of distill.teacher": teacher
-            and newest_step(Path(os.path.expanduser(teacher))),
+        }
+        | {
+            f"{NEWEST} of {setting}": newest_step(Path(folder))
+            for setting, folder in config.other_runs().items()
         }
     )
 

@@ -133,6 +133,22 @@ def test_each_thing_that_a_process_is_started_with_is_compared(name, change, tmp
         start(**change)
 
 
+@pytest.mark.parametrize("setting", ["train.init_from", "distill.teacher"])
+def test_the_newest_checkpoint_of_each_run_that_is_named_is_compared(
+    setting, tmp_path, monkeypatch
+):
+    Fellow(monkeypatch)
+    other = tmp_path / "other"
+    config = tiny("model.vocab=256", f"{setting}={other}")
+    data = open_data(config)[1]
+    for step in (1, 2):
+        (other / "checkpoints" / str(step)).mkdir(parents=True)
+        if step == 1:
+            agreement.check_start(config, data, {}, tmp_path / "run", fresh=False)
+    with pytest.raises(CheckpointError, match=f"about the newest checkpoint of {setting};"):
+        agreement.check_start(config, data, {}, tmp_path / "run", fresh=False)
+
+
 def test_hosts_may_keep_the_same_data_where_they_like(tmp_path, monkeypatch):
     Fellow(monkeypatch)
     for place in ("a.txt", "b.txt"):
