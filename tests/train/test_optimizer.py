@@ -312,6 +312,8 @@ def test_only_matrices_decay():
     real = prepared().model.parameters
     kept = {path for path, p in real.items() if not is_matrix(path, p)}
     assert kept == {path for path in real if "norm" in path or "bias" in path}
+    taps = Parameter((3, 2, 5, 4), ("layer", "kv_heads", "head_dim", None))
+    assert is_matrix("mixer.in_ehn", taps) and not is_matrix("mixer.taps_hnw", taps)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from spmdtrain.config.schema.log import LogConfig
 from spmdtrain.config.schema.mesh import MESH_AXES, MeshConfig
 from spmdtrain.config.schema.model import (
     GPT,
+    DeltaConfig,
     ExpertsConfig,
     LatentConfig,
     LayerKind,
@@ -58,6 +59,7 @@ __all__ = [
     "BatchStage",
     "CheckpointConfig",
     "DataConfig",
+    "DeltaConfig",
     "DistillConfig",
     "EvalConfig",
     "ExpertsConfig",

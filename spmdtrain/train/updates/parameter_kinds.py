@@ -1,9 +1,9 @@
 """Finds the kind of each parameter, and how its learning rate follows the width of the model.
 
-*Matrices* are tensors with two or more dims (per layer and expert) that are not biases. Their
-logical axes tell which of their sides grow with the model: a dim without a logical axis has the
-same size in every width, and so have the rows of tables. Dims stand in the order in which a matrix
-is multiplied: those that are summed over first.
+*Matrices* are tensors with two or more dims (per layer and expert) that are not biases, nor the
+taps of a convolution by channel. Their logical axes tell which of their sides grow with the model:
+a dim without a logical axis has the same size in every width, and so have the rows of tables. Dims
+stand in the order in which a matrix is multiplied: those that are summed over first.
 
 The rates are those of muP with AdamW in Table 8 of arXiv:2203.03466, where the logits are divided
 by the width factor (`model.logit_factor`). They hold for Lion too, whose updates have the size of
@@ -19,14 +19,16 @@ from spmdtrain.models.abstract import Parameter
 # Dims of the tables that are read row by row: their updates are not those of a matrix.
 TABLE_AXES = ("vocab", "position")
 # table: embedding, head, positions; hidden: from one width to another; readout: from the width to
-# a fixed number, such as a router; input: from a fixed number to the width; vector: norms, biases.
+# a fixed number, such as a router; input: from a fixed number to the width; vector: norms, biases,
+# taps.
 Kind = Literal["table", "hidden", "readout", "input", "vector"]
 
 
 def is_matrix(path: str, parameter: Parameter) -> bool:
-    """Returns True if it has at least two dims per layer, and is not a bias."""
-    is_bias = "bias" in path.rsplit(".", 1)[-1]
-    return len(parameter.shape) - parameter.apart >= 2 and not is_bias
+    """Returns True if it has at least two dims per layer, and is neither a bias nor taps."""
+    name = path.rsplit(".", 1)[-1]
+    is_vector = "bias" in name or name.startswith("taps")
+    return len(parameter.shape) - parameter.apart >= 2 and not is_vector
 
 
 def stream_dim(parameter: Parameter) -> int:

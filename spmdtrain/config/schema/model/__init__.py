@@ -1,5 +1,6 @@
 """[model]: the shape of a transformer, and the families that preset it."""
 
+from spmdtrain.config.schema.model.delta import DeltaConfig as DeltaConfig
 from spmdtrain.config.schema.model.experts import ExpertsConfig as ExpertsConfig
 from spmdtrain.config.schema.model.latent import LatentConfig as LatentConfig
 from spmdtrain.config.schema.model.layer_kinds import LayerKind as LayerKind

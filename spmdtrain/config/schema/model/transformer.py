@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from spmdtrain.config.schema.model.delta import DeltaConfig
 from spmdtrain.config.schema.model.experts import ExpertsConfig
 from spmdtrain.config.schema.model.latent import LatentConfig
 from spmdtrain.config.schema.model.layer_kinds import LayerKind, repeated
@@ -120,6 +121,11 @@ class TransformerConfig(Settings):
     latent: LatentConfig | None = Field(
         default=None,
         description="the table [model.latent]: keys and values of all heads from a narrow latent; "
+        "default: none",
+    )
+    delta: DeltaConfig | None = Field(
+        default=None,
+        description="the table [model.delta]: the gated delta rule in place of attention; "
         "default: none",
     )
     norm_epsilon: Positive = 1e-5
