@@ -79,7 +79,7 @@ FEATURES = {
         ),
         68,
     ),
-    "float8": Feature(r"float8|mxfp8|\bfp8", ("parallel/matmuls",), 18),
+    "float8": Feature(r"float8|mxfp8|\bfp8", ("parallel/matmuls",), 10),
     "guards": Feature(r"guard", ("config/schema/guard.py", "running/guards"), 30),
     "islands": Feature(
         r"island", ("config/schema/islands.py", "running/islands", "train/islands"), 3
@@ -196,7 +196,7 @@ TOUR = {
     "train/shard.py": set(),
     "train/step.py": {"spikes"},
     "train/gradients/grad_accumulation.py": set(),
-    "parallel/reduce.py": {"compression", "experts", "float8"},
+    "parallel/reduce.py": {"compression", "experts"},
     "train/updates/optimizers.py": {"experts"},
     "running/watch.py": {"guards", "snapshots", "stages"},
     "checkpoints/checkpoints.py": {"ema", "record"},

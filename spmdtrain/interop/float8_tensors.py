@@ -15,6 +15,7 @@ from spmdtrain.interop.safetensors_files import Tensor
 
 SQUARE = 128  # numbers on a side
 DTYPE = np.dtype(ml_dtypes.float8_e4m3fn)
+KINDS = {"F8_E4M3": DTYPE}  # by the name in a file
 SCALE = "_scale_inv"  # the ending of a matrix's scales, which multiply, in spite of their name
 
 

@@ -15,14 +15,14 @@ import numpy as np
 from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.published.read_config import Published
 from spmdtrain.config.schema import TransformerConfig
-from spmdtrain.interop.float8_tensors import with_scales
 from spmdtrain.interop.names.entry import EMBED, HEAD, LAYER, NORM, POSITIONS, Entry
 from spmdtrain.interop.names.family_names import NAMES
 from spmdtrain.interop.names.layer_parts import SHARED_COPIES
-from spmdtrain.interop.names.model_table import in_mxfp4, numbers_of_further, table_of
+from spmdtrain.interop.names.model_table import numbers_of_further, table_of
 from spmdtrain.interop.names.spellings import SAY_NOTHING, SPELLINGS, spelled
+from spmdtrain.interop.packings import UNPACKINGS, open_published
 from spmdtrain.interop.pieces import AnyMapped, Index, Shape, Sizes
-from spmdtrain.interop.safetensors_files import AGAIN, Tensor, open_tensors
+from spmdtrain.interop.safetensors_files import AGAIN, Tensor
 
 ROWS_AT_ONCE = 4096  # of a matrix that is compared or averaged
 AT_ONCE = 2**16  # numbers that are looked at: they stay in the cache of a core
@@ -72,18 +72,12 @@ class Weights:
         self._published = published
         self._model = model
         self._sizes = sizes_of(model)
-        self._in_files: Mapping[str, Tensor] = open_tensors(
-            self.folder, is_float8=published.packing == "fp8"
-        )
-        if published.packing == "fp8":
-            self._in_files = with_scales(self._in_files)
+        self._in_files = open_published(published)
         check_dtypes(self._in_files, ignored)
         self._used: set[str] = set()
         self._not_finite: list[str] = []
         self._spelling = self._find_spelling()
-        table = table_of(published.family, model)
-        if published.packing == "mxfp4":
-            table = in_mxfp4(table)
+        table = UNPACKINGS[published.packing].table(table_of(published.family, model))
         if model.tied:
             self._check_tied(table)
         self._check_copies(table)

@@ -28,8 +28,6 @@ DTYPES: dict[str, Any] = {
 # For tensors with these endings, which hold four-bit numbers (mxfp4.py).
 PACKED = {"U8": np.dtype(np.uint8)}
 PACKED_NAMES = ("_blocks", "_scales")
-# For matrices with a scale for each square (float8_tensors.py), if a config.json says so.
-FLOAT8 = {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}
 POINTER = b"version https://git-lfs"
 LARGEST_INDEX = 256 * 2**20  # bytes
 AGAIN = "downloading it again"
@@ -69,10 +67,10 @@ class Tensor:
         return np.memmap(self.path, self.dtype, "r", self.offset, self.shape)
 
 
-def open_tensors(folder: Path, *, is_float8: bool = False) -> dict[str, Tensor]:
+def open_tensors(folder: Path, kinds: Mapping[str, Any] = DTYPES) -> dict[str, Tensor]:
     """Returns the tensors of all weight files of a directory, by name.
 
-    `is_float8`: 8-bit numbers are expected too.
+    `kinds`: the types of numbers that can hold weights here, by the name in a file.
 
     Raises CheckpointError if a file is missing or damaged, or is a git-lfs pointer, if there are
     two models, and if there are only pickles. Types that cannot hold weights are refused later, by
@@ -82,7 +80,7 @@ def open_tensors(folder: Path, *, is_float8: bool = False) -> dict[str, Tensor]:
     if index.exists():
         file_of = _read_index(index)
         _refuse_two_models(folder, file_of)
-        return _by_index(folder, file_of, is_float8)
+        return _by_index(folder, file_of, kinds)
     files = [folder / SINGLE]
     if not files[0].exists():
         files = sorted(folder.glob("*.safetensors"))
@@ -90,7 +88,7 @@ def open_tensors(folder: Path, *, is_float8: bool = False) -> dict[str, Tensor]:
         raise _without_files(folder)
     tensors: dict[str, Tensor] = {}
     for path in files:
-        for name, tensor in open_file(path, is_float8=is_float8).items():
+        for name, tensor in open_file(path, kinds).items():
             if name in tensors:
                 raise CheckpointError(
                     f"{folder} holds {name} twice",
@@ -110,7 +108,9 @@ def _refuse_two_models(folder: Path, file_of: Mapping[str, str]) -> None:
         )
 
 
-def _by_index(folder: Path, file_of: Mapping[str, str], is_float8: bool) -> dict[str, Tensor]:
+def _by_index(
+    folder: Path, file_of: Mapping[str, str], kinds: Mapping[str, Any]
+) -> dict[str, Tensor]:
     files = sorted(set(file_of.values()))
     in_folder = sorted(path.name for path in folder.glob("*.safetensors"))
     for file in files:
@@ -122,7 +122,7 @@ def _by_index(folder: Path, file_of: Mapping[str, str], is_float8: bool) -> dict
             )
     tensors = {}
     for file in files:
-        for name, tensor in open_file(folder / file, is_float8=is_float8).items():
+        for name, tensor in open_file(folder / file, kinds).items():
             if file_of.get(name) != file:
                 raise CheckpointError(
                     f"{folder / file} holds {name}, which {INDEX} does not name there", fix=AGAIN
@@ -152,7 +152,7 @@ def _read_index(path: Path) -> Mapping[str, str]:
     return file_of
 
 
-def open_file(path: Path, *, is_float8: bool = False) -> dict[str, Tensor]:
+def open_file(path: Path, kinds: Mapping[str, Any] = DTYPES) -> dict[str, Tensor]:
     """Returns the tensors of one file by name. Raises CheckpointError as `open_tensors`."""
     size = 0
     try:
@@ -175,8 +175,7 @@ def open_file(path: Path, *, is_float8: bool = False) -> dict[str, Tensor]:
         raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from None
     except (SafetensorError, ValueError) as error:
         raise _damaged(path, size, error) from None
-    known = DTYPES | (FLOAT8 if is_float8 else {})
-    return {name: _tensor(path, name, entry, first, known) for name, entry in header.items()}
+    return {name: _tensor(path, name, entry, first, kinds) for name, entry in header.items()}
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
@@ -191,12 +190,12 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def _tensor(
-    path: Path, name: str, entry: Mapping[str, Any], first: int, known: Mapping[str, Any]
+    path: Path, name: str, entry: Mapping[str, Any], first: int, kinds: Mapping[str, Any]
 ) -> Tensor:
     if not name.isprintable() or len(name) > 1000:
         raise CheckpointError(f"{path} is damaged: a tensor is named {name!r:.80}", fix=AGAIN)
     packed = PACKED if name.endswith(PACKED_NAMES) else {}
-    kind = {**known, **packed}.get(entry["dtype"], str(entry["dtype"]))
+    kind = {**kinds, **packed}.get(entry["dtype"], str(entry["dtype"]))
     return Tensor(name, path, first + entry["data_offsets"][0], tuple(entry["shape"]), kind)
 
 

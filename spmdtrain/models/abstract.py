@@ -18,7 +18,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from spmdtrain.compiled.step_parts import part
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.schema import PrecisionConfig, RunConfig
+from spmdtrain.config.schema import Narrow, PrecisionConfig, RunConfig
 from spmdtrain.models.adapters.adapt import adapt, check_also_train, is_trained
 from spmdtrain.models.adapters.adapted import is_of_adapter, plain
 from spmdtrain.models.adapters.by_path import with_magnitudes
@@ -27,7 +27,7 @@ from spmdtrain.models.choose import MakeModel
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers.narrow import attach_scaling, check_blocks, narrow
 from spmdtrain.models.model import LanguageModel
-from spmdtrain.models.projection import Float8Weight, FullPrecision, LoadBias, MatmulWeight
+from spmdtrain.models.projection import FullPrecision, LoadBias, MatmulWeight
 from spmdtrain.models.stack import Stack, frozen_rounds
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.parallel.axes import (
@@ -59,7 +59,7 @@ class Parameter:
     axes: tuple[str | None, ...]
     is_trained: bool = True
     is_of_matmuls: bool = False  # a `MatmulWeight`
-    is_float8: bool = False  # a `Float8Weight`
+    narrow: Narrow | None = None  # the 8-bit floats in which it is multiplied
     is_buffer: bool = False
     is_of_adapter: bool = False
     is_full_precision: bool = False  # float32 at rest and in use
@@ -304,7 +304,7 @@ def _parameter(
         axes,
         is_trained=not is_buffer and is_trained(_dotted(path), variable, config.finetune),
         is_of_matmuls=isinstance(variable, MatmulWeight),
-        is_float8=isinstance(variable, Float8Weight),
+        narrow=variable.narrow if isinstance(variable, MatmulWeight) else None,
         is_buffer=is_buffer,
         is_of_adapter=is_of_adapter(variable),
         is_full_precision=isinstance(variable, FullPrecision),

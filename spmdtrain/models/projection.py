@@ -11,7 +11,7 @@ b: sequences, t: tokens, e: width of the stream, f: the dims of heads or ffn, r:
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import jax
 from flax import nnx
@@ -40,7 +40,7 @@ class Product:
     ) -> jax.Array:
         """Returns the product of x and the array: [b, t, *f], or [b, t, e] back to the stream.
 
-        `narrow`: the 8-bit floats in which it is multiplied (parallel/matmuls/float8.py, mxfp8.py).
+        `narrow`: the 8-bit floats in which it is multiplied (parallel/matmuls).
         """
         return self.matmul(x, array, self.names, narrow=narrow)
 
@@ -70,11 +70,14 @@ class MatmulWeight(nnx.Param):
     """A weight that only `ctx.column_parallel` or `ctx.row_parallel` reads.
 
     In training on a mesh with `context` they get it as copies, one for each part of the tokens. The
-    parts of its gradient are then summed once a step (`parallel/copies.py`).
+    parts of its gradient are then summed once a step (`parallel/copies.py`). `narrow`: the 8-bit
+    floats in which it is multiplied, if any; it is stored like any other weight.
     """
 
+    narrow: ClassVar[Narrow | None] = None
+
     def multiply(self, product: Product, x: jax.Array) -> jax.Array:
-        return product(x, self[...])
+        return product(x, self[...], narrow=self.narrow)
 
 
 class FullPrecision(nnx.Param):
@@ -87,42 +90,6 @@ class LoadBias(FullPrecision):
     Its gradient is not a slope of the loss but the number of tokens that each expert had, divided
     by that of all tokens; see `router.py`.
     """
-
-
-class Float8Weight(MatmulWeight):
-    """A `MatmulWeight` that is stored like any other, and multiplied in 8-bit floats."""
-
-    def multiply(self, product: Product, x: jax.Array) -> jax.Array:
-        return product(x, self[...], narrow="float8")
-
-
-class DelayedWeight(nnx.Module):
-    """A `Float8Weight` whose scales come from earlier steps (parallel/matmuls/delayed.py).
-
-    `scales` and `slots` are those of an `Operand`, stacked like the weight.
-    """
-
-    any_order = True
-
-    def __init__(self, weight: Float8Weight, scales: jax.Array, slots: jax.Array):
-        stack = weight.out_sharding[:1] if weight.out_sharding[:1] == ("layer",) else ()
-        self.weight = weight
-        self.scales = nnx.Variable(scales, out_sharding=(*stack, None))
-        self.slots = nnx.Variable(slots, out_sharding=(*stack, None, None, None))
-
-    def multiply(self, product: Product, x: jax.Array) -> jax.Array:
-        operand = Operand(self.weight[...], self.scales[...], self.slots[...])
-        return product(x, operand, narrow="float8")
-
-    def __getitem__(self, key: Any) -> jax.Array:
-        return self.weight[key]
-
-
-class BlockWeight(MatmulWeight):
-    """A `MatmulWeight` that is stored like any other, and multiplied in blocks of 8-bit floats."""
-
-    def multiply(self, product: Product, x: jax.Array) -> jax.Array:
-        return product(x, self[...], narrow="mxfp8")
 
 
 def matmul_weights(model: nnx.Module) -> Iterator[tuple[str, nnx.Module, str]]:

@@ -105,11 +105,11 @@ def codec_of(settings: CompressionConfig, shape: Sequence[int], ways: int) -> Co
     if all devices are neighbours, which sum in float32.
     """
     size = math.prod(shape)
-    if settings.codec not in ("int8", "float8") or settings.within == ways:
+    if settings.eight_bits is None or settings.within == ways:
         return None
     if len(shape) < 2 or size < ways * settings.block:
         return None
-    return Codec(settings.codec, settings.block)
+    return Codec(settings.eight_bits, settings.block)
 
 
 def psum_tree(tree, axes: Sequence[str]):

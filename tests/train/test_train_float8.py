@@ -10,7 +10,9 @@ from helpers import MESHES_OF_WEIGHTS, batches_of, mesh_of, tiny
 
 import spmdtrain as st
 from spmdtrain.config import ConfigError
-from spmdtrain.models.projection import Float8Weight, matmul_weights
+from spmdtrain.config.schema.precision import NARROW
+from spmdtrain.models.layers.narrow import KINDS, Float8Weight
+from spmdtrain.models.projection import matmul_weights
 from spmdtrain.train.step import make_gradients
 
 pytestmark = pytest.mark.long
@@ -67,6 +69,10 @@ def test_patterns_of_paths_stay_wide():
     assert len(others) == 3
     assert not any(issubclass(wide[path], Float8Weight) for path in others)
     assert all(kind is Float8Weight for kind in types(FLOAT8).values())
+
+
+def test_every_narrow_format_has_a_weight_that_multiplies_in_it():
+    assert {name: kind.narrow for name, kind in KINDS.items()} == {name: name for name in NARROW}
 
 
 def test_the_base_of_an_adapter_is_narrow_and_the_adapter_is_not():

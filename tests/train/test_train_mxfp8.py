@@ -13,7 +13,8 @@ import pytest
 from helpers import MESHES_OF_WEIGHTS, gradients, prepared
 
 from spmdtrain.config import ConfigError
-from spmdtrain.models.projection import BlockWeight, matmul_weights
+from spmdtrain.models.layers.narrow import BlockWeight
+from spmdtrain.models.projection import matmul_weights
 
 BLOCKS = (  # of which every device has whole ones on these meshes
     "model.embed=64",

@@ -1,13 +1,14 @@
 """[compression]: how gradients are compressed when they are reduced over `data`."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, model_validator
 
 from spmdtrain.config.settings import Count, CountOrZero, DerivedOrNone, Settings
 
-EIGHT_BITS = ("int8", "float8")
+EightBits = Literal["int8", "float8"]
+EIGHT_BITS: tuple[EightBits, ...] = get_args(EightBits)
 # The codecs to which other settings belong.
 OF_CODECS = {
     "within": EIGHT_BITS,
@@ -60,7 +61,7 @@ class CompressionConfig(Settings):
     def derived(self) -> dict[str, Any]:
         """Returns the settings of some codecs, which others do not have."""
         return {
-            "within": 1 if self.codec in EIGHT_BITS else None,
+            "within": 1 if self.eight_bits else None,
             "rank": 4 if self.codec == "lowrank" else None,
             "keep": 0.01 if self.codec == "topk" else None,
             "after": 0 if self.has_feedback else None,
@@ -87,6 +88,16 @@ class CompressionConfig(Settings):
         if self.codec == "none":
             return ""
         return f"gradients that cross `data` in {self.codec}: in float32"
+
+    @property
+    def eight_bits(self) -> EightBits | None:
+        """The 8-bit format in which gradients cross in blocks; None: they cross otherwise."""
+        return self.codec if self.codec in EIGHT_BITS else None
+
+    @property
+    def exchanges(self) -> bool:
+        """True if each shard sends all others their parts at once, in an all-to-all."""
+        return self.eight_bits is not None or self.codec == "topk"
 
     @property
     def has_feedback(self) -> bool:

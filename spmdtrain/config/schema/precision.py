@@ -1,7 +1,7 @@
 """[precision]: the dtypes of a step, and the loss scale of float16."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -9,6 +9,7 @@ from spmdtrain.config.settings import Count, Derived, DerivedOrNone, Settings, S
 
 Float = Literal["float32", "bfloat16"]
 Narrow = Literal["float8", "mxfp8"]  # the 8-bit floats of matmuls
+NARROW: tuple[Narrow, ...] = get_args(Narrow)
 
 
 class PrecisionConfig(Settings):
@@ -72,6 +73,11 @@ class PrecisionConfig(Settings):
         description="float16 only: consecutive steps without an overflow after which the scale "
         "doubles; default: 2000",
     )
+
+    @property
+    def in_blocks(self) -> bool:
+        """True if matmuls contract whole blocks of numbers, of which each has a scale."""
+        return self.matmul == "mxfp8"
 
     def derived(self) -> dict[str, Any]:
         """Returns the dtype of frozen weights, the length of a history, and the loss scale of

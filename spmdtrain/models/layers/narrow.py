@@ -4,6 +4,7 @@ import difflib
 import math
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 import jax
 from flax import nnx
@@ -11,9 +12,45 @@ from flax import nnx
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import PrecisionConfig
 from spmdtrain.models.adapters.adapted import is_of_adapter, plain
-from spmdtrain.models.projection import BlockWeight, DelayedWeight, Float8Weight, matmul_weights
+from spmdtrain.models.projection import MatmulWeight, Product, matmul_weights
 from spmdtrain.parallel.axes import Rules, axes_of_dim
+from spmdtrain.parallel.matmuls.delayed import Operand
 from spmdtrain.parallel.matmuls.mxfp8 import BLOCK
+
+
+class Float8Weight(MatmulWeight):
+    """A `MatmulWeight` that is multiplied in 8-bit floats with one scale for an array."""
+
+    narrow = "float8"
+
+
+class BlockWeight(MatmulWeight):
+    """A `MatmulWeight` that is multiplied in 8-bit floats with a scale for each block."""
+
+    narrow = "mxfp8"
+
+
+class DelayedWeight(nnx.Module):
+    """A `Float8Weight` whose scales come from earlier steps (parallel/matmuls/delayed.py).
+
+    `scales` and `slots` are those of an `Operand`, stacked like the weight.
+    """
+
+    any_order = True
+
+    def __init__(self, weight: Float8Weight, scales: jax.Array, slots: jax.Array):
+        stack = weight.out_sharding[:1] if weight.out_sharding[:1] == ("layer",) else ()
+        self.weight = weight
+        self.scales = nnx.Variable(scales, out_sharding=(*stack, None))
+        self.slots = nnx.Variable(slots, out_sharding=(*stack, None, None, None))
+
+    def multiply(self, product: Product, x: jax.Array) -> jax.Array:
+        operand = Operand(self.weight[...], self.scales[...], self.slots[...])
+        return product(x, operand, narrow=self.weight.narrow)
+
+    def __getitem__(self, key: Any) -> jax.Array:
+        return self.weight[key]
+
 
 KINDS = {"float8": Float8Weight, "mxfp8": BlockWeight}
 

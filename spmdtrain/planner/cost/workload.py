@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from spmdtrain.config.published.teacher import teacher_settings
 from spmdtrain.config.schema import RunConfig, TrainConfig, TransformerConfig
+from spmdtrain.config.schema.precision import NARROW
 from spmdtrain.data.saved_logits.manifest import saved_for
 from spmdtrain.parallel.axes import batch_shards
 from spmdtrain.planner.cost import shape
@@ -211,7 +212,7 @@ class Workload:
     @property
     def data_exchanges(self) -> bool:
         """True if an all-to-all scatters compressed gradients, in place of a ring."""
-        return self.config.compression.codec in ("int8", "float8", "topk")
+        return self.config.compression.exchanges
 
     @property
     def replays_steps(self) -> bool:
@@ -331,8 +332,11 @@ class Workload:
         return self.tokens * self.model.embed * self.compute_bytes
 
 
+BYTES = {"float32": 4, **dict.fromkeys(NARROW, 1)}  # others have 2
+
+
 def bytes_of(dtype: str) -> int:
-    return {"float32": 4, "float8": 1, "mxfp8": 1}.get(dtype, 2)
+    return BYTES.get(dtype, 2)
 
 
 def model_of(config: RunConfig) -> TransformerConfig:

@@ -76,7 +76,7 @@ class Accepted:
 
         The config accepts the settings of the layout.
         """
-        if self._config.precision.matmul != "mxfp8":
+        if not self._config.precision.in_blocks:
             return None
         parts = workload.mesh, workload.microbatch, workload.sequence_parallel
         if parts not in self._of_blocks:

@@ -20,8 +20,8 @@ from spmdtrain.config.run_files import newest_step
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.tokenizers.difference import Spec
 from spmdtrain.interop.companion_files import keep_files, original_folder
+from spmdtrain.interop.packings import open_published
 from spmdtrain.interop.published_weights import check_dtypes
-from spmdtrain.interop.safetensors_files import open_tensors
 from spmdtrain.running.published.read_weights import read_weights
 from spmdtrain.running.same_tokenizer import check_same
 from spmdtrain.running.start.other_run import naming_settings, recorded
@@ -55,9 +55,7 @@ def _check_weights(source: str, directory: Path, fresh: bool) -> None:
     if newest_step(Path(source)) is None:
         fix = "the directory of a trained run, or of a model of Hugging Face"
         if is_published(Path(source)):
-            published = read_published(Path(source))
-            is_float8 = published.packing == "fp8"
-            check_dtypes(open_tensors(published.folder, is_float8=is_float8))
+            check_dtypes(open_published(read_published(Path(source))))
             return
         raise CheckpointError(f"{setting} holds no checkpoint", fix=fix)
 

@@ -32,7 +32,7 @@ def remembered(
     """
     if config.precision.scaling != "delayed":
         return {}
-    weights = {path: weight for path, weight in model.parameters.items() if weight.is_float8}
+    weights = {path: weight for path, weight in model.parameters.items() if weight.narrow}
     return {path: weight.shape[: weight.stacked] for path, weight in weights.items()}
 
 
