@@ -344,15 +344,18 @@ def _one(file: Shape, shape: Shape, split: Shape, order: tuple[int, ...]) -> Map
     return Mapped(shape, shape, (file,), (piece,))
 
 
-def _slots(sizes: Sizes) -> list[tuple[int, slice, slice]]:
-    """Returns slots of queries, keys and values: (count, places, rows in a fused tensor)."""
+def _slots(sizes: Sizes, slots: int) -> list[tuple[int, slice, slice]]:
+    """Returns slots of queries, keys and values: (count, places, rows in a fused tensor).
+
+    Those of queries may be in pairs with the gates of their channels, in files as in ours.
+    """
     wide = sizes.kv_heads * sizes.head_dim
-    group = sizes.group
-    first = group * wide
+    queries = slots - 2
+    first = queries * wide
     return [
-        (group, slice(0, group), slice(0, first)),
-        (1, slice(group, group + 1), slice(first, first + wide)),
-        (1, slice(group + 1, group + 2), slice(first + wide, first + 2 * wide)),
+        (queries, slice(0, queries), slice(0, first)),
+        (1, slice(queries, queries + 1), slice(first, first + wide)),
+        (1, slice(queries + 1, slots), slice(first + wide, first + 2 * wide)),
     ]
 
 
@@ -360,7 +363,7 @@ def _qkv(sizes: Sizes, shape: Shape, *, fused: bool, transposed: bool) -> Mapped
     embed, heads, slots, dim = shape
     pieces = []
     shapes = []
-    for number, (count, places, rows) in enumerate(_slots(sizes)):
+    for number, (count, places, rows) in enumerate(_slots(sizes, slots)):
         size = heads * count * dim
         at = rows if fused else slice(0, size)
         source = 0 if fused else number
@@ -379,10 +382,11 @@ def _qkv(sizes: Sizes, shape: Shape, *, fused: bool, transposed: bool) -> Mapped
 
 def _qkv_bias(sizes: Sizes, shape: Shape, *, fused: bool) -> Mapped:
     heads, dim = sizes.kv_heads, sizes.head_dim
-    view = (heads, sizes.group + 2, dim)
+    slots = math.prod(shape) // (heads * dim)
+    view = (heads, slots, dim)
     pieces = []
     shapes = []
-    for number, (count, places, rows) in enumerate(_slots(sizes)):
+    for number, (count, places, rows) in enumerate(_slots(sizes, slots)):
         at = rows if fused else slice(0, heads * count * dim)
         pieces.append(
             Piece(0 if fused else number, 0, at, (heads, count, dim), (0, 1, 2), 1, places)

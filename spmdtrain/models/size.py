@@ -30,7 +30,8 @@ def _attention_parameters(config: TransformerConfig) -> int:
     out = heads * config.value_width * config.embed
     latent = config.latent
     if latent is None:
-        return config.embed * dim * (heads + 2 * groups) + out
+        gates = {"none": 0, "channel": heads * dim, "head": heads}[config.output_gate]
+        return config.embed * (dim * (heads + 2 * groups) + gates) + out
     down = config.embed * ((latent.query_rank or 0) + latent.rank + latent.rope_dim)
     queries = (latent.query_rank or config.embed) * heads * dim
     return down + queries + latent.rank * heads * (latent.plain_dim + latent.value_dim) + out

@@ -27,11 +27,11 @@ KEPT = {
         "mlp",
         "tied",
         "query_norm",
+        "output_gate",
         "sinks",
         "norm_places",
         "dropout",
         "logit_cap",
-        "rope_layers",
         "qkv_bias",
         "out_bias",
         "mlp_bias",
@@ -60,7 +60,9 @@ def assert_kept(small: RunConfig, real: RunConfig) -> None:
     assert (small.model.experts is None) == (real.model.experts is None)
     grouped = real.model.heads > real.model.kv_heads
     assert (small.model.heads > small.model.kv_heads) == grouped
-    assert [bool(each) for each in small.model.windows] == [bool(w) for w in real.model.windows]
+    windows = real.model.windows[: real.model.layers]
+    assert [bool(each) for each in small.model.windows] == [bool(w) for w in windows]
+    assert small.model.rope_layers == real.model.rope_layers[: real.model.layers]
     assert (small.train.sequence_length, small.train.global_batch) == (LENGTH, BATCH)
     assert set(small.mesh.sizes.values()) == {1}
     assert small.precision.compute == "float32"

@@ -212,6 +212,8 @@ def _with_sparsity(random: random.Random, drawn: Values) -> Values:
     if random.random() < UNCHECKED:
         return drawn
     pattern = drawn.get("sparsity.pattern", "none")
+    if pattern == "magnitude":
+        drawn.setdefault("sparsity.share", random.choice(values_of("sparsity.share")))
     idle = [] if pattern == "magnitude" else ["share"]
     idle += ["since", "until", "every"] if pattern == "none" else []
     return {key: x for key, x in drawn.items() if key.removeprefix("sparsity.") not in idle}

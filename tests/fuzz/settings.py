@@ -261,7 +261,12 @@ TABLES: dict[str, Values] = {
     "model.experts": {},
     "model.latent": {
         **dict.fromkeys(("model.kv_heads", "model.head_dim", "model.query_norm"), DEFAULT),
-        **{"model.rope_share": DEFAULT, "model.positions": "rope", "model.qkv_bias": False},
+        **{
+            "model.output_gate": DEFAULT,
+            "model.rope_share": DEFAULT,
+            "model.positions": "rope",
+            "model.qkv_bias": False,
+        },
     },
     "model.multi_token": {},
 }

@@ -59,6 +59,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "score_cap": (None, 5.0),
     "sinks": (True, False),
     "query_norm": ("none", "head", "all"),
+    "output_gate": ("channel", "head"),
     "norm_epsilon": (1e-3,),
     "norm_places": ("before", "after", "both"),
     "norm_offset": (0.0, 1.0),

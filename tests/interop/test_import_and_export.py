@@ -424,6 +424,7 @@ OTHER = {
     "score_cap": 5.0,
     "sinks": True,
     "query_norm": "head",
+    "output_gate": "channel",
     "norm_epsilon": 1e-3,
     "norm_places": "after",
     "norm_offset": 1.0,

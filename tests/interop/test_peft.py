@@ -78,6 +78,7 @@ def by_the_formula(folder, base: dict[str, np.ndarray]) -> dict[str, np.ndarray]
     "settings",
     [
         ("finetune.kind=lora", "finetune.also_train=tokens.*"),
+        ("finetune.kind=dora", "model.output_gate=channel"),
         ("finetune.kind=dora", "finetune.rank_stabilised=true", "finetune.targets=q,v,down"),
     ],
 )

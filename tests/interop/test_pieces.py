@@ -61,6 +61,24 @@ def test_heads_lie_where_attention_reads_them():
         assert np.array_equal(found[:, head, G + 1], v[rows].T)
 
 
+def test_the_gates_of_a_query_head_follow_its_query():
+    """In the file, each head has its query rows, then its gate rows: Qwen 3.5's q_proj."""
+    shape = (E, K, 2 * G + 2, D)
+    mapped = pieces.qkv(SIZES, shape)
+    q, k, v = tensors = [RANDOM.standard_normal(each) for each in mapped.shapes]
+    assert q.shape == (2 * K * G * D, E)
+    read = mapped.read(tensors, whole(shape))
+    for head in range(K * G):
+        query, gate = q[2 * head * D : 2 * (head + 1) * D].reshape(2, D, E)
+        assert np.array_equal(read[:, head // G, 2 * (head % G)], query.T)
+        assert np.array_equal(read[:, head // G, 2 * (head % G) + 1], gate.T)
+    assert np.array_equal(read[:, 1, -2], k[D:].T)
+    assert np.array_equal(read[:, 1, -1], v[D:].T)
+    assert all(map(np.array_equal, tensors, mapped.write(read)))
+    bias = pieces.qkv_bias(SIZES, (K * (2 * G + 2) * D,))
+    assert bias.shapes == ((2 * K * G * D,), (K * D,), (K * D,))
+
+
 def test_the_gate_comes_first():
     mapped = pieces.gate_up(SIZES, CASES[pieces.gate_up])
     gate, up = tensors = [RANDOM.standard_normal(each) for each in mapped.shapes]

@@ -148,6 +148,15 @@ FAMILIES = {
             "bias_rate": 0.001,
         },
     },
+    "gated channels": {
+        **GIVEN_HEAD,
+        "query_norm": "head",
+        "norm_offset": 1.0,
+        "rope_share": 0.25,
+        "output_gate": "channel",
+        "norm_epsilon": 1e-3,
+    },
+    "gated heads": {**GIVEN_HEAD, "output_gate": "head"},
     "exact": {"name": "gpt", "heads": 4, "embed": 48, "mlp": "gelu_exact", "mlp_bias": False},
 }
 
@@ -191,6 +200,7 @@ RICH = {
         *("model.rope_scaling.original_length=12", "model.query_norm=head", "model.mlp=geglu"),
         *("model.norm_places=both", "model.norm_offset=1", "model.embed_scale=sqrt"),
         *("model.score_scale=0.3", "model.score_cap=5", "model.logit_cap=3", "model.tied=true"),
+        "model.output_gate=head",
     ),
     "sunk": (
         *("model.layers=3", "model.windows=5,0", "model.sinks=true", "model.query_norm=all"),
@@ -199,6 +209,7 @@ RICH = {
         *("model.rope_scaling.kind=yarn", "model.rope_scaling.factor=4"),
         *("model.rope_scaling.original_length=12", "model.rope_scaling.truncate=false"),
         *("model.residual_scale=0.5", "model.logit_scale=0.4", "model.embed_scale=3"),
+        "model.output_gate=channel",
     ),
     "routed": (
         *("model.layers=5", "model.windows=5,0,0", "model.mlp_bias=true"),

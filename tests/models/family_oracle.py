@@ -130,8 +130,25 @@ def attention(model: Any, p: Params, x: np.ndarray, number: int) -> np.ndarray:
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights = (weights / weights.sum(-1, keepdims=True))[..., :-1]
     out = p["attention.out_kgde"].reshape(model.heads, -1, model.embed)
-    y = np.einsum("bhts,bshd,hde->bte", weights, v, out, optimize=True)
+    attended = np.einsum("bhts,bshd->bthd", weights, v)
+    y = np.tensordot(attended * output_gate(model, p, x), out, 2)
     return y + p.get("attention.out_bias", 0)
+
+
+def output_gate(model: Any, p: Params, x: np.ndarray) -> np.ndarray | float:
+    """What the output of each query head is multiplied by, [b, t, h, d or 1]."""
+    if model.output_gate == "none":
+        return 1.0
+    if model.output_gate == "head":
+        gate = np.tensordot(x, p["attention.gate_ekg"].reshape(len(x[0, 0]), -1, 1), 1)
+    else:  # the odd slots of each key-value head, before its keys and values
+        of_gates = p["attention.qkv_eknd"][:, :, 1:-2:2]
+        gate = np.tensordot(x, of_gates, 1)
+        if "attention.qkv_bias" in p:
+            bias = p["attention.qkv_bias"].reshape(of_gates.shape[1], -1, model.head_dim)
+            gate = gate + bias[:, 1:-2:2]
+        gate = gate.reshape(*x.shape[:2], model.heads, model.head_dim)
+    return 1 / (1 + np.exp(-gate))
 
 
 def grouped(model: Any, p: Params, x: np.ndarray, number: int, window: int) -> tuple:
@@ -141,7 +158,9 @@ def grouped(model: Any, p: Params, x: np.ndarray, number: int, window: int) -> t
     qkv = np.einsum("bte,eknd->btknd", x, p["attention.qkv_eknd"])
     if "attention.qkv_bias" in p:
         qkv = qkv + p["attention.qkv_bias"].reshape(qkv.shape[2:])
-    q, k, v = qkv[..., :group, :], qkv[..., group, :], qkv[..., group + 1, :]
+    q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
+    if model.output_gate == "channel":
+        q = q[..., ::2, :]
     q = q.reshape(*q.shape[:2], heads, dim)
     if model.query_norm != "none":
         q = query_normed(model, q, p["attention.query_key_norm.query_scale"])

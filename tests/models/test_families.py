@@ -171,6 +171,7 @@ MISTAKES = [
     ("gpt_oss", {"sinks": False}),
     ("gpt_oss", scaling("gpt_oss", truncate=True)),
     ("deepseek_v3", scaling("deepseek_v3", scale=None)),
+    ("gated channels", {"rope_share": 1.0}),
     ("mixtral", experts("mixtral", normalise=False)),
     ("qwen3_moe", experts("qwen3_moe", normalise=True)),
     ("deepseek_v3", {"score_scale": None}),
@@ -215,6 +216,13 @@ def scores_with_their_bias(model, p, x):
     return logits, scores, model.experts.scale * gates / gates.sum(-1, keepdims=True)
 
 
+def silu_gate(model, p, x):
+    """The gate with another function than a sigmoid."""
+    share = family_oracle_output_gate(model, p, x)
+    return share * np.log(share / (1 - share))
+
+
+family_oracle_output_gate = family_oracle.output_gate
 family_oracle_turned, family_oracle_gates = family_oracle.turned, family_oracle.gates
 # The same of formulas, for which there is no setting.
 MISTAKEN_FORMULAS = [
@@ -222,6 +230,9 @@ MISTAKEN_FORMULAS = [
     ("gemma2", "gelu_tanh", exact_gelu),
     ("gemma3", "gelu_tanh", exact_gelu),
     ("gpt_oss", "CLAMP", 1000),
+    ("gated channels", "output_gate", lambda *_: 1.0),
+    ("gated heads", "output_gate", lambda *_: 1.0),
+    ("gated channels", "output_gate", silu_gate),
     ("deepseek_v3", "gates", scores_with_their_bias),
 ]
 

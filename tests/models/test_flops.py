@@ -38,6 +38,8 @@ from spmdtrain.train.step import make_gradients
         ("model.name=llama", "model.kv_heads=2"),
         ("model.layers=3", "model.tied=false", "model.head_dim=16"),
         ("model.layers=5", "model.windows=7,20,0,64", "model.mlp=geglu"),
+        ("model.heads=4", "model.kv_heads=2", "model.output_gate=channel"),
+        ("model.heads=4", "model.kv_heads=2", "model.output_gate=head"),
         (
             *("model.layers=5", "model.experts.count=4", "model.experts.chosen=2"),
             *("model.experts.first_dense=1", "model.experts.every=2", "model.experts.shared=1"),

@@ -36,6 +36,8 @@ EXPERTS = ("model.experts.count=4", "model.experts.chosen=2")
 VARIED = [
     (*LLAMA, "model.norm_places=both", "model.query_norm=head", "model.windows=3,0"),
     (*LLAMA, "model.norm_places=after", "model.query_norm=all", "model.sinks=true"),
+    (*LLAMA, "model.query_norm=head", "model.output_gate=channel"),
+    (*LLAMA, "model.output_gate=head"),
     (
         *(each for each in LLAMA if "kv_heads" not in each),
         *("model.latent.rank=16", "model.latent.query_rank=24"),
@@ -59,6 +61,7 @@ GRID = {
     "mlp_bias": ("none", "true", "false"),
     "tied": ("true", "false"),
     "query_norm": ("none", "head", "all"),
+    "output_gate": ("none", "channel", "head"),
     "norm_places": ("before", "after", "both"),
     "sinks": ("true", "false"),
     "windows": ("[]", "3,0"),

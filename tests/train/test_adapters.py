@@ -35,8 +35,10 @@ MODEL = (
     "train.sequence_length=8",
     "train.global_batch=8",
 )
+GATED = "model.output_gate=channel"  # one more half of what the adapter of q is for
 SMALLEST = (
     *MODEL,
+    GATED,
     "finetune.kind=dora",
     "finetune.rank=3",
     "finetune.dropout=0.25",
@@ -131,7 +133,7 @@ def test_a_model_with_adapters_computes_what_the_merged_one_does():
     setup = setup_of("precision.frozen=float32", "finetune.dropout=0.0")
     assert len([each for each in setup.model.parameters.values() if each.is_of_adapter]) == 7 * 3
     params = moved(setup, st.init_state(setup).params)
-    plain = st.shard(tiny(*MODEL), devices=jax.devices()[:1])
+    plain = st.shard(tiny(*MODEL, GATED), devices=jax.devices()[:1])
     weights = merged(jax.device_get(params), setup.config.finetune)
     assert {path: x.shape for path, x in weights.items()} == {
         path: x.shape for path, x in plain.state.params.items()

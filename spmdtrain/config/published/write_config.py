@@ -86,8 +86,8 @@ def function_of(model: TransformerConfig) -> dict[str, Any]:
         scaling = model.rope_scaling
         scaling = scaling.model_dump() | {"scale": scaling.amplitude}
     plain = ("layers", "embed", "heads", "vocab", "max_length", "positions", "norm", "mlp", "tied")
-    plain += ("score_cap", "logit_cap", "sinks", "query_norm", "norm_places", "norm_epsilon")
-    plain += ("norm_offset", "residual_scale")
+    plain += ("score_cap", "logit_cap", "sinks", "query_norm", "output_gate", "norm_places")
+    plain += ("norm_epsilon", "norm_offset", "residual_scale")
     return {name: getattr(model, name) for name in plain} | {
         "kv_heads": model.kv_heads,
         "head_dim": model.head_dim,

@@ -156,6 +156,7 @@ def _model(config: RunConfig, lost: list[str]) -> dict[str, Any]:
     keeps_heads = model.mup_base is not None and model.is_given("head_dim")
     own_width = model.heads * model.head_dim != model.embed
     embed = HEADS * width // 2 if own_width else heads * width
+    windows = _windows(config, lost)
     small: dict[str, Any] = {
         "layers": _layers(config, lost),
         "embed": embed,
@@ -166,7 +167,9 @@ def _model(config: RunConfig, lost: list[str]) -> dict[str, Any]:
         "ffn": _ffn(config, embed),
         "vocab": _vocab(config),
         "max_length": 2 * LENGTH if model.is_given("max_length") else None,
-        "windows": _windows(config, lost),
+        "windows": windows,
+        "rope_theta_window": model.rope_theta_window if any(windows) else None,
+        "rope_layers": model.rope_layers[: model.layers],
     }
     if model.experts is not None:
         small["experts"] = _experts(config, embed, lost)
@@ -191,11 +194,11 @@ def _width(config: RunConfig) -> int:
 def _layers(config: RunConfig, lost: list[str]) -> int:
     """Returns four layers, or three if the real stages and chunks are uneven or one.
 
-    A pattern over the layers stays whole if it fits.
+    A pattern over the layers stays whole if it fits, as far as the real layers go.
     """
     model = config.model
     places = max(config.mesh.pipeline, 1) * config.pipeline.chunks
-    period = max(len(model.windows), len(model.rope_layers), 1)
+    period = min(max(len(model.windows), len(model.rope_layers), 1), model.layers)
     layers = 3 if places == 1 or model.layers % places else 4
     if period > MOST_LAYERS:
         lost.append(f"a pattern of {period} layers beyond its first {MOST_LAYERS}")
@@ -261,4 +264,4 @@ def _windows(config: RunConfig, lost: list[str]) -> tuple[int, ...]:
             return LENGTH
         return min(max(round(window * LENGTH / length), 3), LENGTH - 1) if window else 0
 
-    return tuple(small(window) for window in config.model.windows)
+    return tuple(small(window) for window in config.model.windows[: config.model.layers])

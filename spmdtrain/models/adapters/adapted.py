@@ -46,11 +46,11 @@ def parts_of(path: str, shape: tuple[int, ...]) -> tuple[LinearPart, ...]:
     """
     name = path.rpartition(".")[2]
     if name == "qkv_eknd":
-        group = shape[SIDE] - 2
+        queries = shape[SIDE] - 2  # and the gates of their channels
         return (
-            LinearPart("q", 0, group),
-            LinearPart("k", group, group + 1),
-            LinearPart("v", group + 1, group + 2),
+            LinearPart("q", 0, queries),
+            LinearPart("k", queries, queries + 1),
+            LinearPart("v", queries + 1, queries + 2),
         )
     if name == "up_ef" and shape[SIDE] == 2:
         return LinearPart("gate", 0, 1), LinearPart("up", 1, 2)

@@ -306,6 +306,9 @@ def _kept_bytes(
     attention += size * (shape.qkv_width(model) + shape.attention_width(model))
     if model.query_norm != "none":
         attention += size * shape.query_key_width(model)
+    if model.output_gate != "none":  # the output before its gates, and those of heads
+        of_heads = model.heads if model.output_gate == "head" else 0
+        attention += size * (shape.attention_width(model) + of_heads)
     mlp = size * (shape.up_width(model) + model.ffn)
     # Latents, before and after their norms, are whole on every device of `tensor`.
     latents = 2 * size * shape.latent_norm_width(model) if model.latent else 0

@@ -41,16 +41,22 @@ def mean_dim(model: TransformerConfig) -> float:
     return (model.head_dim + model.value_width) / 2
 
 
+def gate_width(model: TransformerConfig) -> int:
+    """Returns the width of the output gates that are projected together with queries."""
+    return attention_width(model) if model.output_gate == "channel" else 0
+
+
 def qkv_width(model: TransformerConfig) -> int:
-    """Returns the width of queries, keys and values together."""
+    """Returns the width of queries and their gates, keys and values together."""
     keys_and_values = model.kv_heads * (model.head_dim + model.value_width)
-    return model.heads * model.head_dim + keys_and_values
+    return model.heads * model.head_dim + gate_width(model) + keys_and_values
 
 
 def qkv_matmuls(model: TransformerConfig) -> tuple[tuple[int, int, bool], ...]:
     """Returns the matrices that compute q, k and v, each as (columns, rows, is split by heads)."""
     if model.latent is None:
-        return ((qkv_width(model), model.embed, True),)
+        of_gates = ((model.heads, model.embed, True),) if model.output_gate == "head" else ()
+        return ((qkv_width(model), model.embed, True), *of_gates)
     latent = model.latent
     keys = model.heads * (latent.plain_dim + latent.value_dim)
     return (

@@ -72,9 +72,10 @@ class Trained:
         if not self.finetune.has_adapters:
             return {}
         heads = shape.attention_width(model) / tensor
+        queries = heads + shape.gate_width(model) / tensor
         kv_heads = model.kv_heads * model.head_dim / tensor
         ffn = shape.mean_of_layers(model, lambda layer: layer.ffn) / tensor
-        wide = {"q": heads, "k": kv_heads, "v": kv_heads, "out": heads, "up": ffn, "down": ffn}
+        wide = {"q": queries, "k": kv_heads, "v": kv_heads, "out": heads, "up": ffn, "down": ffn}
         if model.is_gated:
             wide["gate"] = ffn
         targets = self.finetune.targets

@@ -118,6 +118,11 @@ class TransformerConfig(Settings):
         description="RMSNorm of queries and keys before rope: of each head, or of all heads at "
         "once",
     )
+    output_gate: Literal["none", "channel", "head"] = Field(
+        default="none",
+        description="sigmoid of a further projection of attention's input, which multiplies its "
+        "output before the projection back to the stream: one for each channel, or for each head",
+    )
     latent: LatentConfig | None = Field(
         default=None,
         description="the table [model.latent]: keys and values of all heads from a narrow latent; "
@@ -232,7 +237,7 @@ class TransformerConfig(Settings):
                 f"model.kv_heads={self.kv_heads}: model.latent computes keys and values for each "
                 f"of model.heads={self.heads}; leave model.kv_heads out"
             )
-        for name in ("head_dim", "query_norm", "rope_share", "mup_base"):
+        for name in ("head_dim", "query_norm", "output_gate", "rope_share", "mup_base"):
             default = type(self).model_fields[name].default
             if self.is_given(name) and getattr(self, name) != default:
                 raise ValueError(

@@ -16,9 +16,11 @@ from spmdtrain.models.layers.attention.attend import make_attend
 from spmdtrain.models.layers.cache import Cache
 from spmdtrain.models.layers.norm import QueryKeyNorm
 from spmdtrain.models.layers.rope import make_rotation
-from spmdtrain.models.layers.weights import bias, hidden_std, matmul_weight
+from spmdtrain.models.layers.weights import bias, hidden_std, matmul_weight, recomputed
 
 Position = Callable[[jax.Array, jax.Array], jax.Array]
+OF_HEADS = ("kv_heads", None, "head_dim")  # logical axes
+OF_GATES = ("kv_heads", None)
 
 
 class Attention(nnx.Module):
@@ -48,14 +50,20 @@ class Attention(nnx.Module):
         self.attend = make_attend(config, causal=causal)
         self.heads = config.kv_heads
         self.group = config.heads // self.heads
-        # The slots of a key-value head: its group of query heads, its keys, its values.
-        slots = self.group + 2
+        # The slots of a key-value head: its group of query heads, each with the gates of its
+        # channels behind it if there are any; its keys; its values.
+        self.has_gates = config.output_gate == "channel"
+        self.query_slots = self.group * (2 if self.has_gates else 1)
+        slots = self.query_slots + 2
         qkv_shape = (config.embed, self.heads, slots, config.head_dim)
         out_shape = (self.heads, self.group, config.head_dim, config.embed)
         std = hidden_std(config)
         out_std = std * (2 * config.layers) ** -0.5
         qkv_axes = ("embed", "kv_heads", None, "head_dim")
         self.qkv_eknd = matmul_weight(rngs, qkv_shape, qkv_axes, std)
+        gate_shape, gate_axes = (config.embed, self.heads, self.group), ("embed", *OF_GATES)
+        by_head = config.output_gate == "head"
+        self.gate_ekg = matmul_weight(rngs, gate_shape, gate_axes, std) if by_head else None
         out_axes = ("kv_heads", None, "head_dim", "embed")
         self.out_kgde = matmul_weight(rngs, out_shape, out_axes, out_std)
         qkv_width = self.heads * slots * config.head_dim
@@ -74,9 +82,11 @@ class Attention(nnx.Module):
     def __call__(
         self, x_bte: jax.Array, ctx: ForwardContext, cache: Cache | None = None
     ) -> tuple[jax.Array, Cache | None]:
-        of_qkv = ("kv_heads", None, "head_dim")
-        qkv = ctx.column_parallel(x_bte, self.qkv_eknd, of_qkv)
-        q, k, v = self._heads(qkv, ctx)
+        qkv = ctx.column_parallel(x_bte, self.qkv_eknd, OF_HEADS)
+        q, k, v, gate = self._heads(qkv, ctx)
+        if self.gate_ekg is not None:
+            gate_btkg = ctx.column_parallel(x_bte, self.gate_ekg, OF_GATES)
+            gate = ctx.constrain(gate_btkg, "batch", "time", *OF_GATES)[..., None]
         if cache is not None:
             if not self.causal:
                 what = "a key-value cache holds earlier tokens, but this attention is not causal"
@@ -86,40 +96,61 @@ class Attention(nnx.Module):
             v = cache.v_bskd
         sinks = None if self.sinks is None else self.sinks[...]
         attended = self.attend(q, k, v, ctx, cache=cache, sinks=sinks)
-        attended = ctx.constrain(attended, "batch", "time", *of_qkv)
-        y = ctx.row_parallel(attended, self.out_kgde, of_qkv)
+        attended = ctx.constrain(attended, "batch", "time", *OF_HEADS)
+        if gate is not None:
+            attended = recomputed(_gated, ctx)(attended, gate)
+        y = ctx.row_parallel(attended, self.out_kgde, OF_HEADS)
         if self.out_bias is not None:
             y = y + self.out_bias[...]
         return y, cache
 
     def _heads(
         self, qkv_btknd: jax.Array, ctx: ForwardContext
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns queries [b, t, k, g, d] and keys [b, t, k, d], normed and rotated, and values.
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """Returns queries [b, t, k, g, d] and keys [b, t, k, d], normed and rotated, values, and
+        the gates of channels [b, t, k, g, d] if there are any.
 
         They are split, not indexed: their gradients are then put side by side, and not each padded
         to the whole and added.
         """
-        of_heads = ("kv_heads", None, "head_dim")
         position = self.position
         if position is None and self.rotation is not None:
             position = partial(self.rotation, number=ctx.layer)
-        stays = position is None and self.query_key_norm is None
+        stays = position is None and self.query_key_norm is None and not self.has_gates
         if self.qkv_bias is not None:
             bias_knd = self.qkv_bias[...].reshape(qkv_btknd.shape[2:])
             if stays:
                 of_keys = ("batch", "time", "kv_heads", "head_dim")
-                names = ("batch", "time", *of_heads), of_heads
+                names = ("batch", "time", *OF_HEADS), OF_HEADS
                 out = names[0], of_keys, of_keys
-                return ctx.local_map(biased_heads, (qkv_btknd, bias_knd), names, out)
+                return *ctx.local_map(biased_heads, (qkv_btknd, bias_knd), names, out), None
             # As a vector: XLA would write a bias of several dims out for each token.
             wide = qkv_btknd.reshape(*qkv_btknd.shape[:2], -1) + bias_knd.reshape(-1)
             qkv_btknd = wide.reshape(qkv_btknd.shape)
-        qkv_btknd = ctx.constrain(qkv_btknd, "batch", "time", *of_heads)
-        qk, v = jnp.split(qkv_btknd, [self.group + 1], -2)
+        qkv_btknd = ctx.constrain(qkv_btknd, "batch", "time", *OF_HEADS)
+        gate = None
+        if self.has_gates:
+            q, gate, kv = self._without_gates(qkv_btknd)
+            k, v = jnp.split(kv, [1], -2)
+            qk = jnp.concatenate((q, k), -2)
+        else:
+            qk, v = jnp.split(qkv_btknd, [self.group + 1], -2)
         if self.query_key_norm is not None:
             qk = self.query_key_norm(qk, ctx)
         if position is not None:
             qk = position(qk, ctx.positions_bt)
         q, k = jnp.split(qk, [self.group], -2)
-        return q, jnp.squeeze(k, -2), jnp.squeeze(v, -2)
+        return q, jnp.squeeze(k, -2), jnp.squeeze(v, -2), gate
+
+    def _without_gates(self, qkv_btknd: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns queries and their gates [b, t, k, g, d], and the slots of keys and values."""
+        gated, kv = jnp.split(qkv_btknd, [self.query_slots], -2)
+        pairs = gated.reshape(*gated.shape[:-2], self.group, 2, gated.shape[-1])
+        q, gate = (jnp.squeeze(half, -2) for half in jnp.split(pairs, 2, -2))
+        return q, gate, kv
+
+
+def _gated(attended_btkgd: jax.Array, gate: jax.Array) -> jax.Array:
+    """Returns the output of attention times the sigmoid of gates [b, t, k, g, d or 1]."""
+    share = jax.nn.sigmoid(gate.astype(jnp.float32))
+    return (attended_btkgd * share).astype(attended_btkgd.dtype)
