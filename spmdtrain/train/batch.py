@@ -89,7 +89,7 @@ def choose_context_method(config: RunConfig, rules: Rules, order_reason: str) ->
     """
     model = config.model
     length = config.train.sequence_length
-    heads = model.kv_heads
+    heads = model.exchangeable_heads
     return find_context_method(model.context_attention, rules, length, heads, order_reason)
 
 

@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import tiny
+from helpers import prepared, tiny
 from mixer_oracle import Drawn, convolution, error, recurrence
 
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers.mixers.gated_delta import DeltaMixer
 from spmdtrain.models.layers.recurrent_cache import empty_delta_cache
+from spmdtrain.parallel.context.context_method import zigzag_order
+from spmdtrain.parallel.regions import make_constrain, make_local_map
 
 T, B = 21, 2
 KINDS = {
@@ -157,3 +159,54 @@ def test_with_a_cache_tokens_get_the_outputs_of_a_pass_over_all(kind, first):
         y, cache = outputs(kind, drawn()[:, at : at + 1], None, cache)
         parts.append(y)
     assert error(jnp.concatenate(parts, 1), outputs(kind, drawn())) < 2e-6
+
+
+# Starts within the first piece, in both of two neighbours, and at the edge of a piece.
+PACKED = np.array([[1] * 2 + [2] * 9 + [3] * 1 + [4] * 12, [1] * 12 + [2] * 12])
+ORDERS = [
+    ("head", "ring", 2, PACKED),
+    ("channel", "ring", 4, PACKED),
+    ("head", "ring", 4, None),
+    ("head", "gather", 4, PACKED),
+    ("channel", "gather", 2, None),
+    ("head", "ulysses", 2, PACKED),
+    ("channel", "ulysses", 2, None),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "method", "ways", "segments"), ORDERS)
+def test_over_devices_of_a_sequence_it_is_as_on_one(kind, method, ways, segments):
+    settings = (f"mesh.context={ways}", f"model.context_attention={method}")
+    setup = prepared(*settings, "train.sequence_length=24")
+    graphdef, state = nnx.split(built(kind)[1])
+    x_bte, positions = drawn(24), np.zeros((B, 24), np.int32)
+    weight = np.random.default_rng(3).normal(size=x_bte.shape)
+    order = zigzag_order(24, setup.context_method.zigzag)
+
+    def with_gradients(ctx, state, x_bte, weight):
+        def loss(state, x_bte):
+            y = nnx.merge(graphdef, state)(x_bte, ctx)[0]
+            return (y * weight).sum(), y
+
+        return jax.value_and_grad(loss, (0, 1), has_aux=True)(state, x_bte)
+
+    one = ForwardContext(positions, segments)
+    (_, y), gradients = jax.jit(with_gradients)(one, state, x_bte, weight)
+    cut = segments if segments is None else segments[:, order]
+    split = ForwardContext(
+        positions,
+        cut,
+        constrain=make_constrain(setup.rules),
+        local_map=make_local_map(setup.rules),
+        context_method=setup.context_method,
+    )
+    with jax.set_mesh(setup.mesh):
+        arrays = (split, state, x_bte[:, order], weight[:, order])
+        (_, found), of_found = jax.device_get(jax.jit(with_gradients)(*arrays))
+    back = np.argsort(order)
+    assert error(found[:, back], y) < 1e-6
+    assert error(of_found[1][:, back], gradients[1]) < 1e-5
+    of_weights = zip(*(nnx.to_flat_state(g[0]) for g in (of_found, gradients)), strict=True)
+    for (path, x), (_, expected) in of_weights:
+        assert error(x[...], expected[...]) < 1e-5, path

@@ -134,7 +134,7 @@ def test_a_model_goes_by_the_ring_if_all_its_parts_take_any_order():
             "not divisible by 2 x 2",
         ),
         (("model.context_attention=ring",), partial(Transformer, mlp=Beside), "Beside does not"),
-        (("model.context_attention=ulysses", "model.kv_heads=1"), None, "1 key-value heads"),
+        (("model.context_attention=ulysses", "model.kv_heads=1"), None, "leaves 1 heads"),
     ],
 )
 def test_a_method_that_cannot_run_is_refused(settings, make, said):

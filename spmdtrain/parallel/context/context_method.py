@@ -9,6 +9,7 @@ and 2 n - 1 - r, so that causal attention is the same work on each. Positions tr
 tokens, and a model that is a function of tokens and positions gives the same results in any order.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -62,13 +63,13 @@ def zigzag_order(tokens: int, ways: int) -> np.ndarray:
 
 
 def find_context_method(
-    requested: str, rules: Rules, tokens: int, kv_heads: int, order_reason: str = ""
+    requested: str, rules: Rules, tokens: int, heads: Mapping[str, int], order_reason: str = ""
 ) -> ContextMethod:
     """Returns the method of a run: `requested`, or the best that can run if that is "auto".
 
     Args:
       tokens: the tokens of a sequence.
-      kv_heads: the key-value heads of the model.
+      heads: the numbers of heads that Ulysses divides, by setting.
       order_reason: why the model needs its tokens in their order; "" if it does not.
 
     Raises:
@@ -82,7 +83,7 @@ def find_context_method(
     if requested == "gather":
         return ContextMethod("gather", axes, ways)
     if requested == "ulysses":
-        _check_heads(rules, kv_heads, ways)
+        _check_heads(rules, heads, ways)
         return ContextMethod("ulysses", axes, ways)
     reason = order_reason
     if tokens % (2 * ways):
@@ -92,13 +93,15 @@ def find_context_method(
     return ContextMethod("gather" if reason else "ring", axes, ways, reason)
 
 
-def _check_heads(rules: Rules, kv_heads: int, ways: int) -> None:
-    """Refuses Ulysses if a device's key-value heads do not divide by the devices of the tokens."""
+def _check_heads(rules: Rules, heads: Mapping[str, int], ways: int) -> None:
+    """Refuses Ulysses if a device's heads do not divide by the devices of the tokens."""
     (over_heads,) = rules.activation_spec(("kv_heads",), (0,))
-    here = kv_heads // int(np.prod([rules.sizes[axis] for axis in axes_of_dim(over_heads)]))
-    if here % ways:
-        raise ConfigError(
-            f"{SETTING}='ulysses' cannot run: {here} key-value heads of a device are not divisible "
-            f"by the {ways} that share a sequence",
-            fix=f"--set {SETTING}=auto",
-        )
+    parts = int(np.prod([rules.sizes[axis] for axis in axes_of_dim(over_heads)]))
+    for setting, count in heads.items():
+        here = count // parts
+        if here % ways:
+            raise ConfigError(
+                f"{SETTING}='ulysses' cannot run: {setting}={count} leaves {here} heads for a "
+                f"device, not divisible by the {ways} that share a sequence",
+                fix=f"--set {SETTING}=auto",
+            )

@@ -5,7 +5,8 @@ so any mask and any kernel will do. b: sequences, t: tokens, k: key-value heads,
 n: devices.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,41 @@ def _to_heads(x_btk: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return jax.lax.all_to_all(x_btk, axes, split_axis=2, concat_axis=1, tiled=True)
 
 
-def own_heads(x_k: jax.Array, axes: tuple[str, ...], ways: int) -> jax.Array:
-    """Returns the part of x [k, ...] that belongs to the heads of this device."""
-    count = x_k.shape[0] // ways
-    return jax.lax.dynamic_slice_in_dim(x_k, jax.lax.axis_index(axes) * count, count)
+def own_heads(x_k: jax.Array, axes: tuple[str, ...], ways: int, dim: int = 0) -> jax.Array:
+    """Returns the part of x [k, ...] that belongs to the heads of this device; `dim`: that of k."""
+    count = x_k.shape[dim] // ways
+    return jax.lax.dynamic_slice_in_dim(x_k, jax.lax.axis_index(axes) * count, count, dim)
+
+
+def exchanging_heads(
+    function: Callable[..., Any],
+    axes: tuple[str, ...],
+    ways: int,
+    names: Sequence[Sequence[Any] | None],
+    results: Sequence[Sequence[Any]],
+    heads: str,
+) -> Callable[..., Any]:
+    """Returns `function` of all tokens and a part of the heads, for arrays of some tokens and all
+    heads.
+
+    `names`, `results`: the logical axes of its arrays and results; dims of tokens are "time", and
+    dim 1; those of heads are `heads`. `axes` are manual, and have `ways` devices.
+    """
+
+    def exchanged(x: jax.Array | None, names_of_x: Any) -> jax.Array | None:
+        if x is None or heads not in names_of_x:
+            return x
+        dim = list(names_of_x).index(heads)
+        if "time" not in names_of_x:
+            return own_heads(x, axes, ways, dim)
+        return jax.lax.all_to_all(x, axes, split_axis=dim, concat_axis=1, tiled=True)
+
+    def back(y: jax.Array, names_of_y: Sequence[Any]) -> jax.Array:
+        dim = list(names_of_y).index(heads)
+        return jax.lax.all_to_all(y, axes, split_axis=1, concat_axis=dim, tiled=True)
+
+    def on_some_heads(*arrays: jax.Array | None) -> tuple[jax.Array, ...]:
+        made = function(*map(exchanged, arrays, names))
+        return tuple(map(back, made, results))
+
+    return on_some_heads

@@ -171,8 +171,9 @@ class Workload:
 
     @property
     def takes_ulysses(self) -> bool:
-        """True if the devices of `context` divide the key-value heads of a device."""
-        return self.model.kv_heads // self.mesh.tensor % self.mesh.context == 0
+        """True if the devices of `context` divide the heads of a device that they exchange."""
+        heads = self.model.exchangeable_heads.values()
+        return all(count // self.mesh.tensor % self.mesh.context == 0 for count in heads)
 
     @property
     def stored_bytes(self) -> int:

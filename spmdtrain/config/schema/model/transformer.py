@@ -298,6 +298,12 @@ class TransformerConfig(Settings):
         return self.latent.value_dim if self.latent else self.head_dim
 
     @property
+    def exchangeable_heads(self) -> dict[str, int]:
+        """The numbers of heads that may be exchanged for tokens, by setting."""
+        of_delta = {"model.delta.key_heads": self.delta.key_heads} if self.delta else {}
+        return {"model.kv_heads": self.kv_heads} | of_delta
+
+    @property
     def cached(self) -> tuple[int, int, int]:
         """The entry of one token in one layer's cache: heads, and the widths of keys and values.
 

@@ -13,18 +13,20 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.attention import SAVED
 from spmdtrain.compiled.step_parts import part
-from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import DeltaConfig, TransformerConfig
 from spmdtrain.models.context import ForwardContext
-from spmdtrain.models.layers.mixers.document_starts import starts_of
+from spmdtrain.models.layers.mixers.document_starts import find_starts
+from spmdtrain.models.layers.mixers.in_front import inputs_in_front, state_in_front
 from spmdtrain.models.layers.mixers.initial import drawn_decay_bias, drawn_decay_log, drawn_taps
 from spmdtrain.models.layers.mixers.recurrence import Tokens, recur
 from spmdtrain.models.layers.mixers.short_convolution import (
+    inputs_behind,
     short_convolution,
-    with_inputs_before,
 )
 from spmdtrain.models.layers.recurrent_cache import STATE_AXES, TAIL_AXES, RecurrentCache
 from spmdtrain.models.layers.weights import INIT_STD, hidden_std, matmul_weight, recomputed
+from spmdtrain.parallel.context.sequence_pieces import Pieces, on_pieces
+from spmdtrain.parallel.regions import Whole
 
 UNIT_EPSILON = 1e-6  # added to the sum of squares of a query or key
 # Logical axes.
@@ -42,6 +44,7 @@ class DeltaMixer(nnx.Module):
     in float32.
     """
 
+    any_order = True  # it knows the order in which a mesh has the tokens
     keeps_cache = True  # with a cache, new tokens get the results of a pass over all tokens
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
@@ -80,9 +83,6 @@ class DeltaMixer(nnx.Module):
     def __call__(
         self, x_bte: jax.Array, ctx: ForwardContext, cache: RecurrentCache | None = None
     ) -> tuple[jax.Array, RecurrentCache | None]:
-        if ctx.context_method.ways > 1:
-            what = "mesh.context splits the tokens of a sequence, and [model.delta] needs all"
-            raise ConfigError(what, fix="--set mesh.context=1")
         delta = self.delta
         qkvz = ctx.column_parallel(x_bte, self.qkvz_ehn, OF_KEY_HEADS)
         qkv, gate = jnp.split(qkvz, [delta.mixed_width], -1)
@@ -102,16 +102,16 @@ class DeltaMixer(nnx.Module):
             decay_log=self.decay_log[...],
             decay_bias=self.decay_bias[...],
             norm_scale=self.norm_scale_v[...].astype(jnp.float32),
-            starts=starts_of(ctx.segment_ids_bt) if cache is None else None,
+            segments=ctx.segment_ids_bt if cache is None else None,
             state=None if cache is None else cache.state_bhrkv,
             tail=None if cache is None else cache.tail_bwhn,
         )
-        mixed = recomputed(_mixed, ctx, static_argnums=(0, 1))
-        function = partial(mixed, delta, self.epsilon)
-        out = (AXES.gate, AXES.state, AXES.tail)
-        y, state, tail = ctx.local_map(function, inputs, AXES, out)
+        mixed = partial(recomputed(_mixed, ctx, static_argnums=(0, 1, 2)), delta, self.epsilon)
+        out = (AXES.gate,) if cache is None else (AXES.gate, AXES.state, AXES.tail)
+        local = on_pieces(ctx.context_method, mixed, AXES, out)
+        y, *grown = ctx.local_map(local, inputs, AXES, out)
         y = ctx.row_parallel(checkpoint_name(y, SAVED), self.out_hrve, OF_VALUES)
-        return y, None if cache is None else RecurrentCache(state, tail)
+        return y, RecurrentCache(*grown) if grown else None
 
 
 class NarrowProjection(nnx.Module):
@@ -146,9 +146,9 @@ class Inputs(NamedTuple):
     decay_log: Any  # [h r]
     decay_bias: Any  # [h r k], or 1 in place of k
     norm_scale: Any  # [v]
-    starts: Any  # [b, t]; None: no document begins among the tokens
-    state: Any  # [b, h, r, k, v]; None: 0
-    tail: Any  # [b, w - 1, h, n]; None: 0
+    segments: Any  # [b, all tokens]; None: one document
+    state: Any  # [b, h, r, k, v]; None: without a cache
+    tail: Any  # [b, w - 1, h, n]; None: without a cache
 
 
 AXES = Inputs(
@@ -160,40 +160,37 @@ AXES = Inputs(
     decay_log=("kv_heads",),
     decay_bias=("kv_heads",),
     norm_scale=(None,),
-    starts=TOKEN,
+    segments=("batch", Whole("time")),
     state=STATE_AXES,
     tail=TAIL_AXES,
 )
 
 
 def _mixed(
-    delta: DeltaConfig, epsilon: float, *arrays: jax.Array | None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the gated output [b, t, h, r, v] of `Inputs`, and the state and tail behind it."""
+    delta: DeltaConfig, epsilon: float, pieces: Pieces, *arrays: jax.Array | None
+) -> tuple[jax.Array, ...]:
+    """Returns the gated output [b, t, h, r, v] of `Inputs`; with a cache also what it becomes."""
     x = Inputs(*arrays)
     dtype = x.qkv.dtype
-    batch, time, heads, _ = x.qkv.shape
-    starts, state = x.starts, x.state
-    if starts is None:
-        starts = jnp.zeros((batch, time), bool)
-    if state is None:
-        shape = (batch, heads, delta.group, delta.key_dim, delta.value_dim)
-        state = jnp.zeros(shape, jnp.float32)
-    convolved = jax.nn.silu(short_convolution(x.qkv, x.taps, starts, x.tail))
+    qkv, rate, decay = map(pieces.split, (x.qkv, x.rate, x.decay))
+    documents = find_starts(pieces, x.segments, qkv, delta.taps - 1)
+    before = inputs_in_front(pieces, qkv, documents) if x.tail is None else x.tail
+    convolved = jax.nn.silu(short_convolution(qkv, x.taps, documents.starts_bt, before))
     q, k, v = jnp.split(convolved, [delta.key_dim, 2 * delta.key_dim], -1)
-    step = jax.nn.softplus(x.decay.astype(jnp.float32) + x.decay_bias.reshape(x.decay.shape[2:]))
+    step = jax.nn.softplus(decay.astype(jnp.float32) + x.decay_bias.reshape(decay.shape[2:]))
     log_decay = -jnp.exp(x.decay_log.reshape(*step.shape[2:4], 1)) * step
     tokens = Tokens(
         q=(_unit(q) * delta.key_dim**-0.5).astype(dtype),
         k=_unit(k).astype(dtype),
         v=v.reshape(*v.shape[:-1], delta.group, delta.value_dim).astype(dtype),
         log_decay=log_decay,
-        rate=delta.rate * jax.nn.sigmoid(x.rate.astype(jnp.float32)),
-        starts=starts,
+        rate=delta.rate * jax.nn.sigmoid(rate.astype(jnp.float32)),
+        starts=documents.starts_bt,
     )
+    state = state_in_front(pieces, tokens, corrects=True) if x.state is None else x.state
     o, state = recur(tokens, state, corrects=True)
-    tail = with_inputs_before(x.qkv, x.tail, delta.taps)[:, time:]
-    return _gated(delta, epsilon, o, x).astype(dtype), state, tail
+    y = _gated(delta, epsilon, pieces.join(o), x).astype(dtype)
+    return (y,) if x.tail is None else (y, state, inputs_behind(qkv, before))
 
 
 def _unit(x: jax.Array) -> jax.Array:
