@@ -48,7 +48,7 @@ FEATURES = {
         9,
     ),
     "delayed scaling": Feature(
-        r"delayed|scaling_history",
+        r"delayed|scaling_history|train\.scaling",
         (
             "config/schema/precision.py",
             "parallel/matmuls/delayed.py",
@@ -119,7 +119,7 @@ FEATURES = {
     "sparsity": Feature(
         r"spars(?!e_moe|e_step)",
         ("config/schema/sparsity.py", "train/sparsity"),
-        4,
+        2,
     ),
     "spikes": Feature(r"spike", ("train/items/spikes.py",), 7),
     "stages": Feature(

@@ -62,7 +62,7 @@ def _compression() -> Part:
 
 
 def _magnitudes() -> Part:
-    from spmdtrain.train.scaling.magnitudes import MAGNITUDES
+    from spmdtrain.train.scaling.scales import MAGNITUDES
 
     return MAGNITUDES
 

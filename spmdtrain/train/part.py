@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from spmdtrain.models.abstract import Scaling
 from spmdtrain.models.context import AroundLayer
 from spmdtrain.train.gradients.inputs import StepInputs
 from spmdtrain.train.items.item import Item, Value
@@ -58,6 +59,20 @@ class SumOverData(NamedTuple):
     sums: Callable[[Params, Arrays, jax.Array], tuple[Params, dict[str, Value]]]
 
 
+class Slots(NamedTuple):
+    """The arrays by which a loss is differentiated too: in place of their gradients, the backward
+    pass returns what it saw. Microbatches are joined by the maximum.
+
+    `zeros(arrays)` makes them, inside the region, given the arrays of the part's reading.
+    `scaling(arrays, slots)` is what the model is bound to, as in `AbstractModel.bind`.
+    `seen(slots, cotangent)` returns the new values of items, by name, the same on all devices.
+    """
+
+    zeros: Callable[[Arrays], Arrays]
+    scaling: Callable[[Arrays, Arrays], Scaling]
+    seen: Callable[[Arrays, jax.Array | None], dict[str, Value]]
+
+
 class Graded(NamedTuple):
     """The gradients of a step before the update, for parts that change them; for tracing.
 
@@ -85,6 +100,7 @@ class Part:
     `make_layer(setup)`: `around(run, x, ctx)`, called in place of each layer's `run(x)`. Its losses
     and what it measures are scalars.
     `make_data_sum(setup)`: a `SumOverData`.
+    `make_slots(setup)`: `Slots`, for what only the backward pass knows. A pipeline has none.
     `make_gradients(setup)`: a function of `Graded`, which returns other gradients. Those of a
     router's bias are its load, not a slope: `optimizers.learned` are the paths of the others.
     `shown`: the names of losses that are reported and not minimised.
@@ -99,6 +115,7 @@ class Part:
     make_side_losses: Callable[..., HeadLosses | None] | None = None
     make_layer: Callable[[Setup], AroundLayer | None] | None = None
     make_data_sum: Callable[[Setup], SumOverData | None] | None = None
+    make_slots: Callable[[Setup], Slots | None] | None = None
     make_gradients: Callable[[Setup], Callable[[Graded], Params] | None] | None = None
     shown: tuple[str, ...] = ()
 

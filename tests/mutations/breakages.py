@@ -177,8 +177,8 @@ BREAKAGES = [
     Breakage(
         "gradients of a microbatch keep the dtype of the weights",
         "train/gradients/grad_accumulation.py",
-        "return Totals(setup.model.cast(gradients, accumulate), magnitudes, sums)",
-        "return Totals(gradients, magnitudes, sums)",
+        "return Totals(setup.model.cast(gradients, accumulate), slots, sums)",
+        "return Totals(gradients, slots, sums)",
         PRECISION,
     ),
     Breakage(
@@ -661,8 +661,8 @@ BREAKAGES = [
     Breakage(
         "weights that are zero move again until the next choice",
         "train/sparsity/masks.py",
-        "Projected(masks, {**moved.params, **sparse}, figures)",
-        "Projected(masks, {**sparse, **moved.params}, figures)",
+        "Projected(masks, {**moved.params, **sparse}, figures, zeros=masks)",
+        "Projected(masks, {**sparse, **moved.params}, figures, zeros=masks)",
         SPARSE_GROUPS,
     ),
     Breakage(
@@ -689,8 +689,8 @@ BREAKAGES = [
     Breakage(
         "the average of sparse weights is dense",
         "train/items/ema.py",
-        "{path: masks.masked(moved[path], mask) for path, mask in stay.items()}",
-        "{path: moved[path] for path, mask in stay.items()}",
+        "return taken.with_zeros(update(ema, decay, taken.params))",
+        "return update(ema, decay, taken.params)",
         f"{SPARSITY} -k average",
     ),
     Breakage(

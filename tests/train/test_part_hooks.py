@@ -4,14 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import batches_of, prepared
+from helpers import batches_of, prepared, tiny
 
 import spmdtrain as st
 from spmdtrain.models.context import part_key, random_key
 from spmdtrain.train import all_parts
 from spmdtrain.train.all_parts import Feature
 from spmdtrain.train.compared.in_order import plain_arrays
-from spmdtrain.train.items.item import Item, whole
+from spmdtrain.train.items import ema
+from spmdtrain.train.items.item import Item, Projected, Taken, whole
 from spmdtrain.train.part import Graded, Params, Part
 
 SMALL = (
@@ -73,3 +74,21 @@ def test_each_part_and_each_step_has_a_key_of_its_own():
     keys = [part_key(0, name, jnp.int32(step)) for name in ("a", "b") for step in (0, 1)]
     keys += [part_key(1, "a", jnp.int32(0)), random_key(0, "noise"), random_key(0, "part")]
     assert len({tuple(jax.random.key_data(key).tolist()) for key in keys}) == len(keys)
+
+
+def test_an_element_that_some_item_holds_at_zero_has_no_average():
+    weights = {"held": jnp.array([1.0, 0.0]), "free": jnp.array([3.0])}
+    zeros = {"held": jnp.array([True, False])}
+    figures = {"loss": jnp.float32(0), "grad_norm": jnp.float32(0), "number": jnp.float32(1)}
+    projected = Projected(None, weights, {}, zeros=zeros)
+    taken = Taken(
+        tiny("optimizer.ema=0.5"),
+        weights,
+        {},
+        {},
+        **figures,
+        made={"other": 1, "holder": projected},
+    )
+    averages = {"held": jnp.array([1.0, 7.0]), "free": jnp.array([1.0])}
+    after = ema.ITEM.update(averages, taken)
+    assert {path: x.tolist() for path, x in after.items()} == {"held": [1, 0], "free": [2]}

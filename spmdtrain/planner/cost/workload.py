@@ -445,13 +445,13 @@ def _item_bytes(config: RunConfig) -> int:
 
     from spmdtrain.parallel.mesh import AXES
     from spmdtrain.train.all_parts import items_of, parts_of
-    from spmdtrain.train.items.item import Start
-    from spmdtrain.train.sparsity import masks
+    from spmdtrain.train.items.item import Start, as_parameters
 
     weight: dict[str, Any] = {"weight": jax.ShapeDtypeStruct((1,), config.precision.params)}
     where = {"weight": PartitionSpec()}
-    subjects = {} if config.sparsity.pattern == "none" else {masks.NAME: weight}
-    start = Start(config, weight, weight, where, dict.fromkeys(AXES, 1), subjects)
     items = items_of(parts_of(config))
+    about = [item for item in items.table if item.subjects and item.rests is as_parameters]
+    subjects = {item.name: weight for item in about}
+    start = Start(config, weight, weight, where, dict.fromkeys(AXES, 1), subjects)
     of_weight = [tree["weight"] for tree in items.by_parameter(items.shapes(start))]
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(of_weight))

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from spmdtrain.models.abstract import Scaling
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.stack import sum_losses
 from spmdtrain.parallel.axes import BATCH_AXES
@@ -38,14 +39,6 @@ from spmdtrain.train.gradients.sums import (
     total_of,
 )
 from spmdtrain.train.part import Parts
-from spmdtrain.train.scaling import magnitudes
-from spmdtrain.train.scaling.scales import (
-    Scaling,
-    largest_of,
-    scales_of,
-    scaling_of,
-    slots_of,
-)
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.token_loss import Losses
 
@@ -53,27 +46,27 @@ BATCH = P(None, BATCH_AXES)  # of a batch's arrays [accumulation, sequences, ...
 
 
 class Rest(NamedTuple):
-    """The weights of a step that have no gradient, by path, what its parts have brought, by the
-    name of the part, and the scales of its matmuls, by path.
+    """The weights of a step that have no gradient, by path, and what its parts have brought, by the
+    name of the part: what hooks read, and what belongs to slots.
     """
 
     fixed: dict[str, jax.Array]
     read: dict[str, Any]
-    scales: dict[str, jax.Array]
+    of_slots: dict[str, Any]
 
 
 class Totals(NamedTuple):
-    """The result of some microbatches: gradients, magnitudes in slots, and sums of losses."""
+    """The result of some microbatches: gradients, the slots of parts, and sums of losses."""
 
     gradients: dict[str, jax.Array]
-    magnitudes: dict[str, jax.Array]
+    slots: dict[str, Any]
     sums: dict[str, jax.Array]
 
     def joined(self, other: "Totals") -> "Totals":
-        """Returns the result of these microbatches and others: magnitudes are never summed."""
+        """Returns the result of these microbatches and others: slots are never summed."""
         return Totals(
             jax.tree.map(jnp.add, self.gradients, other.gradients),
-            jax.tree.map(jnp.maximum, self.magnitudes, other.magnitudes),
+            jax.tree.map(jnp.maximum, self.slots, other.slots),
             jax.tree.map(jnp.add, self.sums, other.sums),
         )
 
@@ -91,7 +84,7 @@ def make_gradients(setup: Setup, parts: Parts) -> FindGradients:
     brought = Brought(setup, parts)
 
     def minimised(trained, slots, rest: Rest, microbatch: Batch, step, cotangent):
-        scaling = scaling_of(rest.scales, slots)
+        scaling = brought.scaling(rest.of_slots, slots)
         ctx = context(microbatch, step, rest.read)
         losses = forward(rest.fixed | trained, microbatch, ctx, scaling)
         total = objective(losses, parts)
@@ -101,8 +94,8 @@ def make_gradients(setup: Setup, parts: Parts) -> FindGradients:
 
     def of_microbatch(weights, microbatch: Batch, step, cotangent) -> Totals:
         find = jax.value_and_grad(minimised, (0, 1), has_aux=True)
-        (_, sums), (gradients, magnitudes) = find(*weights, microbatch, step, cotangent)
-        return Totals(setup.model.cast(gradients, accumulate), magnitudes, sums)
+        (_, sums), (gradients, slots) = find(*weights, microbatch, step, cotangent)
+        return Totals(setup.model.cast(gradients, accumulate), slots, sums)
 
     def accumulated(weights, step, batch: Batch, cotangent) -> Totals:
         first = {name: x[0] for name, x in batch.items()}
@@ -119,33 +112,32 @@ def make_gradients(setup: Setup, parts: Parts) -> FindGradients:
         totals, _ = jax.lax.scan(add, nothing, batch)
         return totals
 
-    def local(params, step, batch: Batch, cotangent, arrays, scales):
+    def local(params, step, batch: Batch, cotangent, arrays, of_slots):
         trained, fixed = setup.model.split_trained(in_use(setup, params))
-        rest = Rest(fixed, brought.in_use(arrays), scales)
-        weights = (trained, slots_of(setup, scales), rest)
-        gradients, magnitudes, sums = accumulated(weights, step, batch, cotangent)
+        rest = Rest(fixed, brought.in_use(arrays), of_slots)
+        weights = (trained, brought.slots(of_slots), rest)
+        gradients, slots, sums = accumulated(weights, step, batch, cotangent)
         sums = sum_over_shards(sums, setup.rules)
         sums, measured = take_measured(sums)
         number, over_data = total_of(number_of(sums)), brought.over_data(arrays, step)
         means, made = mean_gradients(setup, gradients, number, cotangent, over_data)
-        return means, sums, made, largest_of(setup, magnitudes, cotangent), measured
+        return means, sums, made, brought.seen(slots, cotangent), measured
 
     wide = with_wide_sums(local, setup.config.precision.compute, setup.platform)
     resting = resting_specs_in(setup)
     trained, _ = setup.model.split_trained(resting)
 
     def find(params: dict[str, jax.Array], inputs: StepInputs) -> FoundGradients:
-        step, batch, cotangent, items = inputs
-        arrays = brought.arrays(params, inputs)
+        step, batch, cotangent, _ = inputs
+        arrays, of_slots = brought.arrays(params, inputs), brought.of_slots(params, inputs)
         specs = brought.specs(arrays)
-        in_specs = (resting, P(), BATCH, P(), specs, P())
+        in_specs = (resting, P(), BATCH, P(), specs, brought.specs(of_slots))
         out_specs = (trained, P(), brought.made_specs(specs), P(), P())
         region = manual_region(wide, setup.mesh, MANUAL_AXES, in_specs, out_specs)
-        scales = scales_of(params, items.get(magnitudes.NAME), cotangent)
-        gradients, sums, made, largest, measured = region(
-            params, step, batch, cotangent, arrays, scales
+        gradients, sums, made, seen, measured = region(
+            params, step, batch, cotangent, arrays, of_slots
         )
-        return FoundGradients(gradients, sums, {**made, **measured, magnitudes.NAME: largest})
+        return FoundGradients(gradients, sums, {**made, **measured, **seen})
 
     return find
 

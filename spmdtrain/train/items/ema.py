@@ -5,7 +5,7 @@ It starts at the weights, and each step moves it (1 - d) of the way to them, d b
 start still has weight d^n. It is float32 whatever the weights are: with 0.999 it moves by a
 thousandth of the distance, less than a bfloat16 can resolve.
 
-With [sparsity] an element that is zero has no average: it is zero too.
+An element that an item of the state holds at zero has no average: it is zero too.
 
 Each element has its own average, so an average is sharded like its weight, including padding, and
 an update needs no communication.
@@ -47,13 +47,7 @@ def _begin(start: Start) -> Ema | None:
 def _update(ema: Ema, taken: Taken) -> Ema:
     decay = taken.config.optimizer.ema
     assert decay is not None, "a state has an average where the settings ask for one"
-    moved = update(ema, decay, taken.params)
-    from spmdtrain.train.sparsity import masks
-
-    if masks.ITEM.name not in taken.made:
-        return moved
-    stay = taken.made[masks.ITEM.name].value
-    return moved | {path: masks.masked(moved[path], mask) for path, mask in stay.items()}
+    return taken.with_zeros(update(ema, decay, taken.params))
 
 
 def none_saved(where: str) -> CheckpointError:

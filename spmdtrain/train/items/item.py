@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain.config.errors import CheckpointError
@@ -60,11 +61,20 @@ class Moved:
 
 
 class Projected(NamedTuple):
-    """An item with the weights that it has changed, and figures about both."""
+    """An item with the weights that it has changed, and figures about both.
+
+    `zeros`: by path, a bool array that is False for the elements that it holds at zero.
+    """
 
     value: Value
     params: Mapping[str, jax.Array]
     figures: Metrics
+    zeros: Mapping[str, jax.Array] = {}
+
+
+def masked(x: jax.Array, mask: jax.Array) -> jax.Array:
+    """Returns x with zeros where the mask is False, whatever is there."""
+    return jnp.where(mask, x, jnp.zeros((), x.dtype))
 
 
 @dataclass(frozen=True)
@@ -89,6 +99,14 @@ class Taken:
     good: jax.Array | None = None
     made: Mapping[str, Value] = field(default_factory=dict)
     step: jax.Array | None = None
+
+    def with_zeros(self, values: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Returns arrays of the shapes of parameters, by path, with zeros where items hold the
+        weights at zero.
+        """
+        projected = [value for value in self.made.values() if isinstance(value, Projected)]
+        masks = {path: mask for item in projected for path, mask in item.zeros.items()}
+        return {**values, **{path: masked(values[path], mask) for path, mask in masks.items()}}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import AbstractModel
 from spmdtrain.train.items.item import Item, Start, Taken, whole
-from spmdtrain.train.part import Part
 
 NAME = "magnitudes"
 History = dict[str, jax.Array]  # by dotted path of the weight
@@ -62,4 +61,3 @@ def _in_length(history: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 ITEM = Item(NAME, begin=_begin, rests=whole, update=_update, subjects=remembered, fold=_in_length)
-MAGNITUDES = Part(NAME, items=(ITEM,))

@@ -7,6 +7,7 @@ from itself, once a step, and nothing of it is remembered.
 
 import math
 from collections.abc import Mapping
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,9 @@ from spmdtrain.models.abstract import Scaling
 from spmdtrain.parallel.axes import BATCH_AXES, axes_of_dim
 from spmdtrain.parallel.matmuls.float8 import GRADIENTS, VALUES, scale_of
 from spmdtrain.parallel.regions import MANUAL_AXES
-from spmdtrain.train.scaling.magnitudes import History
+from spmdtrain.train.gradients.inputs import StepInputs
+from spmdtrain.train.part import Params, Part, Reading, Slots
+from spmdtrain.train.scaling.magnitudes import ITEM, NAME, History
 from spmdtrain.train.setup import Setup
 
 Arrays = dict[str, jax.Array]  # by dotted path of the weights whose matmul has a history
@@ -74,10 +77,10 @@ def scaling_of(scales: Mapping[str, jax.Array], slots: Mapping[str, jax.Array]) 
 
 def largest_of(
     setup: Setup, magnitudes: Mapping[str, jax.Array], cotangent: jax.Array | None
-) -> Arrays | None:
+) -> Arrays:
     """Returns the largest magnitudes [*stack, 2] on any device, from those in the slots of each.
 
-    Inside the manual region; gradients are divided by the cotangent. None without slots.
+    Inside the manual region; gradients are divided by the cotangent.
     """
     axes = tuple(axis for axis in BATCH_AXES if setup.rules.sizes[axis] > 1)
 
@@ -88,4 +91,24 @@ def largest_of(
             return of_all
         return of_all / jnp.stack([jnp.ones_like(cotangent), cotangent])
 
-    return {path: largest(slots) for path, slots in magnitudes.items()} or None
+    return {path: largest(slots) for path, slots in magnitudes.items()}
+
+
+def _make_reading(setup: Setup) -> Reading:
+    """Makes the reading of a step's scales, which only its matmuls see."""
+    del setup
+
+    def arrays(params: Params, inputs: StepInputs) -> Arrays | None:
+        return scales_of(params, inputs.items.get(NAME), inputs.cotangent) or None
+
+    return Reading(arrays, P(), in_use=None)
+
+
+def _make_slots(setup: Setup) -> Slots:
+    def seen(slots: Arrays, cotangent: jax.Array | None) -> dict[str, Arrays]:
+        return {NAME: largest_of(setup, slots, cotangent)}
+
+    return Slots(partial(slots_of, setup), scaling_of, seen)
+
+
+MAGNITUDES = Part(NAME, items=(ITEM,), make_reading=_make_reading, make_slots=_make_slots)

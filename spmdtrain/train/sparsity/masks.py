@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import SparsityConfig
 from spmdtrain.models.abstract import Parameter
-from spmdtrain.train.items.item import Item, Moved, Projected, Start, Taken, as_parameters
+from spmdtrain.train.items.item import Item, Moved, Projected, Start, Taken, as_parameters, masked
 from spmdtrain.train.part import Part
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.sparsity.chosen import input_dim, sparse_parameters
@@ -30,11 +30,6 @@ from spmdtrain.train.updates.whole_tree import over_stack
 Masks = dict[str, jax.Array]  # by dotted path of the matrices that are sparse
 NAME = "masks"
 ZEROS = "zeros"
-
-
-def masked(x: jax.Array, mask: jax.Array) -> jax.Array:
-    """Returns x with zeros where the mask is False, whatever is there."""
-    return jnp.where(mask, x, jnp.zeros((), x.dtype))
 
 
 def _begin(start: Start) -> Masks | None:
@@ -57,7 +52,7 @@ def _project(masks: Masks, moved: Moved) -> Projected:
         masks = jax.lax.cond(due, choose, lambda _, masks: masks, weights, masks)
     sparse = {path: masked(moved.params[path], mask) for path, mask in masks.items()}
     figures = {ZEROS: _share_of_zeros(masks, moved)}
-    return Projected(masks, {**moved.params, **sparse}, figures)
+    return Projected(masks, {**moved.params, **sparse}, figures, zeros=masks)
 
 
 def _chosen(
