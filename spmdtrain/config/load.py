@@ -164,7 +164,7 @@ def json_schema() -> dict[str, Any]:
     """
     schema = _schema_for_toml(RunConfig.model_json_schema())
     # Another file may add to a table, so no table has to be complete.
-    for table in ("DeltaConfig", "ExpertsConfig", "LatentConfig", "RopeScaling"):
+    for table in ("DeltaConfig", "ExpertsConfig", "LatentConfig", "RopeScaling", "SsdConfig"):
         del schema["$defs"][table]["required"]
     extends = {
         "type": "string",

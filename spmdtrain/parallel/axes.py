@@ -33,6 +33,7 @@ PARAMETER_RULES: AxisRules = {
     "kv_heads": ("tensor",),
     "heads": ("tensor",),
     "head_dim": (),
+    "channels": ("tensor",),
     "ffn": ("tensor",),
     "position": (),
     "norm": (),
@@ -49,6 +50,7 @@ ACTIVATION_RULES: AxisRules = {
     "kv_heads": ("tensor",),
     "heads": ("tensor",),
     "head_dim": (),
+    "channels": ("tensor",),
     "ffn": ("tensor",),
     "vocab": ("tensor",),
 }
@@ -70,6 +72,7 @@ STREAM = ("batch", "stream_time", "embed")  # the dims of the residual stream
 SETTINGS = {
     "vocab": "model.vocab",
     "embed": "model.embed",
+    "channels": "model.embed",
     "ffn": "model.ffn",
     "position": "model.max_length",
     "time": "train.sequence_length",

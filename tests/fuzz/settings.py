@@ -139,7 +139,7 @@ NOT_DRAWN = {
     ),
     "model.extra": "is typed by such a model",
     "model.mup_base": "asks for some optimizers; tests/certify/test_widths.py has it",
-    "model.delta": "is of model.mixers",
+    **dict.fromkeys(("model.delta", "model.ssd", "model.conv"), "is of model.mixers"),
     "model.rope_scaling": "a table; tests/models/test_families.py has it",
     "model.experts.balance_over": "depends on the accumulation; tests/models/test_router.py has it",
     "data.mix": "a table of sources; tests/data has it",

@@ -101,3 +101,104 @@ def error(found, expected) -> float:
     expected = np.asarray(expected, np.float64)
     apart = np.asarray(found, np.float64) - expected
     return float(np.sqrt(np.mean(apart**2) / np.mean(expected**2)))
+
+
+# Layers. `weight(name)` returns a weight of the mixer by its path, in float64.
+
+
+def sigmoid(y):
+    return 1 / (1 + np.exp(-y))
+
+
+def softplus(y):
+    return np.log1p(np.exp(y))
+
+
+def unit(y):
+    return y / np.sqrt((y * y).sum(-1, keepdims=True) + 1e-6)
+
+
+def delta_layer(config, weight, x, starts) -> np.ndarray:
+    """The output [b, t, e] of the mixer of [model.delta]."""
+    delta = config.delta
+
+    def project(name):
+        return np.einsum("bte,ehn->bthn", x, weight(name))
+
+    def narrow(name):
+        low = np.einsum("bte,el->btl", x, weight(f"{name}.down_el"))
+        return np.einsum("btl,lhn->bthn", low, weight(f"{name}.up_lhn"))
+
+    heads = (*x.shape[:2], delta.key_heads, delta.group)
+    width = 2 * delta.key_dim + delta.group * delta.value_dim
+    fused = project("qkvz_ehn")
+    y = convolution(fused[..., :width], weight("taps_hnw"), starts)
+    q, k, v = np.split(y * sigmoid(y), [delta.key_dim, 2 * delta.key_dim], -1)
+    numbers = project("rates_ehn")
+    rate, decay = numbers[..., : delta.group], numbers[..., delta.group :]
+    gate = fused[..., width:]
+    if delta.decay == "channel":
+        decay, gate = narrow("narrow_decay"), narrow("narrow_gate")
+    decay = decay.reshape(*heads, -1)
+    step = softplus(decay + weight("decay_bias").reshape(decay.shape[2:]))
+    log_decay = -np.exp(weight("decay_log")).reshape(*heads[2:], 1) * step
+    tokens = Drawn(
+        unit(q) * delta.key_dim**-0.5,
+        unit(k),
+        v.reshape(*heads, -1),
+        log_decay,
+        delta.rate * sigmoid(rate),
+        starts,
+    )
+    o, _ = recurrence(tokens)
+    epsilon = delta.epsilon or config.norm_epsilon
+    normed = o / np.sqrt((o * o).mean(-1, keepdims=True) + epsilon) * weight("norm_scale_v")
+    gate = gate.reshape(o.shape)
+    gated = normed * (gate if delta.gate == "silu" else 1) * sigmoid(gate)
+    return np.einsum("bthrv,hrve->bte", gated, weight("out_hrve"))
+
+
+def ssd_layer(config, weight, x, starts) -> np.ndarray:
+    """The output [b, t, e] of the mixer of [model.ssd]."""
+    ssd = config.ssd
+    of_gate, of_value, of_key, of_query, of_time = ssd.factors
+    own = np.einsum("bte,ehrn->bthrn", x * ssd.in_factor, weight("zxt_ehrn"))
+    shared = np.einsum("bte,ehn->bthn", x * ssd.in_factor, weight("kq_ehn"))
+    gate, value, time = np.split(own, [ssd.head_dim, 2 * ssd.head_dim], -1)
+    shared = shared * np.repeat([of_key, of_query], ssd.state)
+    value = convolution(value * of_value, weight("taps_hrvw"), starts)
+    shared = convolution(shared, weight("taps_hnw"), starts)
+    if ssd.taps_bias:
+        value, shared = value + weight("taps_bias_hrv"), shared + weight("taps_bias_hn")
+    value, shared = value * sigmoid(value), shared * sigmoid(shared)
+    heads = (ssd.groups, ssd.group)
+    step = softplus(time[..., 0] * of_time + weight("time_bias").reshape(heads))
+    step = np.clip(step, ssd.smallest_step, ssd.largest_step)
+    log_decay = (-np.exp(weight("decay_log")).reshape(heads) * step)[..., None]
+    k, q = np.split(shared, 2, -1)
+    o, _ = recurrence(Drawn(q, k, value, log_decay, step, starts), corrects=False)
+    o = o + weight("skip").reshape(*heads, 1) * value
+    gate = gate * of_gate
+
+    def normed(y):
+        if ssd.norm == "none":
+            return y
+        epsilon = ssd.epsilon or config.norm_epsilon
+        scale = weight("norm_scale").reshape(y.shape[2:])
+        return y / np.sqrt((y * y).mean((3, 4), keepdims=True) + epsilon) * scale
+
+    gate = gate * sigmoid(gate)
+    o = normed(o) * gate if ssd.norm_first else normed(o * gate)
+    return ssd.out_factor * np.einsum("bthrv,hrve->bte", o, weight("out_hrve"))
+
+
+def conv_layer(config, weight, x, starts) -> np.ndarray:
+    """The output [b, t, e] of the mixer of [model.conv]."""
+    has_bias = config.conv.bias
+    parts = np.einsum("bte,enc->btnc", x, weight("in_e3c"))
+    parts = parts + weight("in_bias_3c") if has_bias else parts
+    before, after, value = parts[:, :, 0], parts[:, :, 1], parts[:, :, 2]
+    y = convolution(before * value, weight("taps_cw"), starts)
+    y = y + weight("taps_bias_c") if has_bias else y
+    y = np.einsum("btc,ce->bte", after * y, weight("out_ce"))
+    return y + weight("out_bias") if has_bias else y

@@ -23,6 +23,7 @@ from spmdtrain.config.schema.log import LogConfig
 from spmdtrain.config.schema.mesh import MESH_AXES, MeshConfig
 from spmdtrain.config.schema.model import (
     GPT,
+    ConvConfig,
     DeltaConfig,
     ExpertsConfig,
     LatentConfig,
@@ -30,6 +31,7 @@ from spmdtrain.config.schema.model import (
     Llama,
     MultiTokenConfig,
     RopeScaling,
+    SsdConfig,
     TransformerConfig,
 )
 from spmdtrain.config.schema.optimizer import (
@@ -64,6 +66,7 @@ __all__ = [
     "EvalConfig",
     "ExpertsConfig",
     "CompressionConfig",
+    "ConvConfig",
     "FinetuneConfig",
     "GPT",
     "GuardConfig",
@@ -91,6 +94,7 @@ __all__ = [
     "RopeScaling",
     "RulesConfig",
     "RunConfig",
+    "SsdConfig",
     "SEEDS",
     "ScheduleFreeAdamW",
     "Settings",

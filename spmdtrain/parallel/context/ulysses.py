@@ -58,8 +58,10 @@ def exchanging_heads(
     """
 
     def exchanged(x: jax.Array | None, names_of_x: Any) -> jax.Array | None:
-        if x is None or heads not in names_of_x:
+        if x is None or not {heads, "time"} & set(names_of_x):
             return x
+        if heads not in names_of_x:
+            return jax.lax.all_gather(x, axes, axis=1, tiled=True)
         dim = list(names_of_x).index(heads)
         if "time" not in names_of_x:
             return own_heads(x, axes, ways, dim)

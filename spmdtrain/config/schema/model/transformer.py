@@ -4,12 +4,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from spmdtrain.config.schema.model.conv import ConvConfig
 from spmdtrain.config.schema.model.delta import DeltaConfig
 from spmdtrain.config.schema.model.experts import ExpertsConfig
 from spmdtrain.config.schema.model.latent import LatentConfig
 from spmdtrain.config.schema.model.layer_kinds import LayerKind, repeated
 from spmdtrain.config.schema.model.multi_token import MultiTokenConfig
 from spmdtrain.config.schema.model.rope_scaling import RopeScaling
+from spmdtrain.config.schema.model.ssd import SsdConfig
 from spmdtrain.config.settings import (
     Count,
     CountOrZero,
@@ -131,6 +133,16 @@ class TransformerConfig(Settings):
     delta: DeltaConfig | None = Field(
         default=None,
         description="the table [model.delta]: the gated delta rule in place of attention; "
+        "default: none",
+    )
+    ssd: SsdConfig | None = Field(
+        default=None,
+        description="the table [model.ssd]: the state space of Mamba-2 in place of attention; "
+        "default: none",
+    )
+    conv: ConvConfig | None = Field(
+        default=None,
+        description="the table [model.conv]: a short convolution in place of attention; "
         "default: none",
     )
     norm_epsilon: Positive = 1e-5
@@ -300,8 +312,15 @@ class TransformerConfig(Settings):
     @property
     def exchangeable_heads(self) -> dict[str, int]:
         """The numbers of heads that may be exchanged for tokens, by setting."""
-        of_delta = {"model.delta.key_heads": self.delta.key_heads} if self.delta else {}
-        return {"model.kv_heads": self.kv_heads} | of_delta
+        heads = {"model.kv_heads": self.kv_heads}
+        if self.delta:
+            heads["model.delta.key_heads"] = self.delta.key_heads
+        if self.ssd:
+            name = "heads" if self.ssd.groups == 1 else "groups"
+            heads[f"model.ssd.{name}"] = getattr(self.ssd, name)
+        if self.conv:
+            heads["model.embed"] = self.embed
+        return heads
 
     @property
     def cached(self) -> tuple[int, int, int]:

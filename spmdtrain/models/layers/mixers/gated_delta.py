@@ -23,7 +23,7 @@ from spmdtrain.models.layers.mixers.short_convolution import (
     inputs_behind,
     short_convolution,
 )
-from spmdtrain.models.layers.recurrent_cache import STATE_AXES, TAIL_AXES, RecurrentCache
+from spmdtrain.models.layers.recurrent_cache import RecurrentCache
 from spmdtrain.models.layers.weights import INIT_STD, hidden_std, matmul_weight, recomputed
 from spmdtrain.parallel.context.sequence_pieces import Pieces, on_pieces
 from spmdtrain.parallel.regions import Whole
@@ -93,7 +93,7 @@ class DeltaMixer(nnx.Module):
         if self.narrow_decay is not None:
             decay = self.narrow_decay(x_bte, ctx)
         by_value_head = (*x_bte.shape[:2], delta.key_heads, delta.group, -1)
-        inputs = Inputs(
+        inputs = DeltaInputs(
             qkv=qkv,
             rate=rate,
             decay=decay.reshape(by_value_head),
@@ -104,14 +104,14 @@ class DeltaMixer(nnx.Module):
             norm_scale=self.norm_scale_v[...].astype(jnp.float32),
             segments=ctx.segment_ids_bt if cache is None else None,
             state=None if cache is None else cache.state_bhrkv,
-            tail=None if cache is None else cache.tail_bwhn,
+            tail=None if cache is None else cache.tails[0],
         )
         mixed = partial(recomputed(_mixed, ctx, static_argnums=(0, 1, 2)), delta, self.epsilon)
         out = (AXES.gate,) if cache is None else (AXES.gate, AXES.state, AXES.tail)
         local = on_pieces(ctx.context_method, mixed, AXES, out)
         y, *grown = ctx.local_map(local, inputs, AXES, out)
         y = ctx.row_parallel(checkpoint_name(y, SAVED), self.out_hrve, OF_VALUES)
-        return y, RecurrentCache(*grown) if grown else None
+        return y, RecurrentCache(grown[0], (grown[1],)) if grown else None
 
 
 class NarrowProjection(nnx.Module):
@@ -135,7 +135,7 @@ class NarrowProjection(nnx.Module):
         return ctx.column_parallel(low_btl, self.up_lhn, OF_KEY_HEADS)
 
 
-class Inputs(NamedTuple):
+class DeltaInputs(NamedTuple):
     """The arrays of the part between the projections, on a device those of its own heads."""
 
     qkv: Any  # [b, t, h, n]: query, key, then the values of a key head
@@ -151,7 +151,7 @@ class Inputs(NamedTuple):
     tail: Any  # [b, w - 1, h, n]; None: without a cache
 
 
-AXES = Inputs(
+AXES = DeltaInputs(
     qkv=(*TOKEN, *OF_KEY_HEADS),
     rate=(*TOKEN, "kv_heads", None),
     decay=(*TOKEN, *OF_VALUES),
@@ -161,16 +161,16 @@ AXES = Inputs(
     decay_bias=("kv_heads",),
     norm_scale=(None,),
     segments=("batch", Whole("time")),
-    state=STATE_AXES,
-    tail=TAIL_AXES,
+    state=("batch", "kv_heads", None, None, None),
+    tail=("batch", None, *OF_KEY_HEADS),
 )
 
 
 def _mixed(
     delta: DeltaConfig, epsilon: float, pieces: Pieces, *arrays: jax.Array | None
 ) -> tuple[jax.Array, ...]:
-    """Returns the gated output [b, t, h, r, v] of `Inputs`; with a cache also what it becomes."""
-    x = Inputs(*arrays)
+    """Returns the gated output [b, t, h, r, v]; with a cache also what it becomes."""
+    x = DeltaInputs(*arrays)
     dtype = x.qkv.dtype
     qkv, rate, decay = map(pieces.split, (x.qkv, x.rate, x.decay))
     documents = find_starts(pieces, x.segments, qkv, delta.taps - 1)
@@ -198,7 +198,7 @@ def _unit(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + UNIT_EPSILON)
 
 
-def _gated(delta: DeltaConfig, epsilon: float, o: jax.Array, x: Inputs) -> jax.Array:
+def _gated(delta: DeltaConfig, epsilon: float, o: jax.Array, x: DeltaInputs) -> jax.Array:
     """Returns the RMSNorm of o [b, t, h, r, v] over its channels, then times the gate: float32."""
     o = o.astype(jnp.float32)
     normed = o * jax.lax.rsqrt((o * o).mean(-1, keepdims=True) + epsilon) * x.norm_scale

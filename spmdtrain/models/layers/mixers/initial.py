@@ -22,15 +22,15 @@ def drawn_taps(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, .
     return nnx.Param(drawn, out_sharding=(*axes, None))
 
 
-def drawn_decay_log(rngs: nnx.Rngs, heads: int) -> FullPrecision:
+def drawn_decay_log(rngs: nnx.Rngs, heads: int, axis: str = "kv_heads") -> FullPrecision:
     """Returns a logarithm for each value head; those of a key head follow each other."""
     drawn = jax.random.uniform(rngs.params(), (heads,), minval=SLOWEST, maxval=FASTEST)
-    return FullPrecision(jnp.log(drawn), out_sharding=("kv_heads",))
+    return FullPrecision(jnp.log(drawn), out_sharding=(axis,))
 
 
-def drawn_decay_bias(rngs: nnx.Rngs, size: int) -> FullPrecision:
+def drawn_decay_bias(rngs: nnx.Rngs, size: int, axis: str = "kv_heads") -> FullPrecision:
     """Returns a bias for each value head, or for each channel of each value head, in one vector."""
     low, high = np.log(SHORTEST), np.log(LONGEST)
     step = jnp.exp(jax.random.uniform(rngs.params(), (size,), minval=low, maxval=high))
     inverse_softplus = step + jnp.log(-jnp.expm1(-step))
-    return FullPrecision(inverse_softplus, out_sharding=("kv_heads",))
+    return FullPrecision(inverse_softplus, out_sharding=(axis,))

@@ -1,5 +1,5 @@
-"""The layer of the gated delta rule is its definition, in numpy's float64, also with a cache and
-with several documents in a row.
+"""The linear-time mixers are their definitions, in numpy's float64, also with a cache, with several
+documents in a row, and where devices share a sequence.
 """
 
 from functools import cache
@@ -11,94 +11,79 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import prepared, tiny
-from mixer_oracle import Drawn, convolution, error, recurrence
+from mixer_oracle import conv_layer, delta_layer, error, ssd_layer
 
 from spmdtrain.models.context import ForwardContext
+from spmdtrain.models.layers.mixers.gated_convolution import ConvMixer
 from spmdtrain.models.layers.mixers.gated_delta import DeltaMixer
-from spmdtrain.models.layers.recurrent_cache import empty_delta_cache
+from spmdtrain.models.layers.mixers.state_space import SsdMixer
+from spmdtrain.models.layers.recurrent_cache import (
+    empty_conv_cache,
+    empty_delta_cache,
+    empty_ssd_cache,
+)
 from spmdtrain.parallel.context.context_method import zigzag_order
 from spmdtrain.parallel.regions import make_constrain, make_local_map
 
 T, B = 21, 2
+DELTA = ("delta.key_heads=2", "delta.value_heads=6", "delta.key_dim=5", "delta.value_dim=6")
+SSD = ("ssd.head_dim=5", "ssd.state=7")
+MAKERS = {
+    "delta": (DeltaMixer, delta_layer, empty_delta_cache),
+    "ssd": (SsdMixer, ssd_layer, empty_ssd_cache),
+    "conv": (ConvMixer, conv_layer, empty_conv_cache),
+}
 KINDS = {
-    "head": ("rate=1", "epsilon=1e-3"),
-    "channel": (
-        "decay=channel",
-        "decay_rank=3",
-        "gate=sigmoid",
-        "gate_rank=5",
-        "value_heads=2",
-        "taps=1",
-        "rate=2",
+    "delta": (*DELTA, "delta.rate=1", "delta.epsilon=1e-3"),
+    "delta by channel": (
+        *DELTA,
+        "delta.decay=channel",
+        "delta.decay_rank=3",
+        "delta.gate=sigmoid",
+        "delta.gate_rank=5",
+        "delta.value_heads=2",
+        "delta.taps=1",
+        "delta.rate=2",
     ),
+    "ssd": (*SSD, "ssd.heads=6", "ssd.groups=2", "ssd.smallest_step=0.2", "ssd.largest_step=1.5"),
+    "ssd of one group": (
+        *SSD,
+        "ssd.heads=4",
+        "ssd.norm_first=true",
+        "ssd.taps_bias=false",
+        "ssd.factors=[0.5,2.0,0.7,1.5,0.3]",
+        "ssd.in_factor=0.5",
+        "ssd.out_factor=2.0",
+    ),
+    "ssd without norm": (*SSD, "ssd.heads=4", "ssd.norm=none"),
+    "conv": ("conv.taps=3",),
+    "conv with biases": ("conv.taps=4", "conv.bias=true"),
 }
 
 
 @cache
 def built(kind: str):
     """(settings, the layer with weights that leave slow and fast heads)."""
-    settings = ("key_heads=2", "value_heads=6", "key_dim=5", "value_dim=6", *KINDS[kind])
-    config = tiny("model.embed=16", *(f"model.delta.{text}" for text in settings)).model
+    config = tiny("model.embed=16", *(f"model.{text}" for text in KINDS[kind])).model
     with nnx.use_eager_sharding(False):
-        mixer = DeltaMixer(config, nnx.Rngs(0))
+        mixer = MAKERS[kind.split()[0]][0](config, nnx.Rngs(0))
     keys = iter(jax.random.split(jax.random.key(1), 20))
     for _, value in nnx.to_flat_state(nnx.state(mixer)):
         value[...] = 0.4 * jax.random.normal(next(keys), value.shape) + value[...]
-    slow = jnp.linspace(jnp.log(0.02), jnp.log(4.0), mixer.decay_log.shape[0])
-    mixer.decay_log[...] = slow
+    if hasattr(mixer, "decay_log"):
+        slow = jnp.linspace(jnp.log(0.02), jnp.log(4.0), mixer.decay_log.shape[0])
+        mixer.decay_log[...] = slow
     return config, mixer
 
 
 def by_definition(kind: str, x_bte, starts_bt):
     """The output [b, t, e] of the layer."""
     config, mixer = built(kind)
-    delta = config.delta
 
     def weight(name):
         return np.float64(attrgetter(name)(mixer)[...])
 
-    def project(name):
-        return np.einsum("bte,ehn->bthn", x, weight(name))
-
-    def narrow(name):
-        low = np.einsum("bte,el->btl", x, weight(f"{name}.down_el"))
-        return np.einsum("btl,lhn->bthn", low, weight(f"{name}.up_lhn"))
-
-    def sigmoid(y):
-        return 1 / (1 + np.exp(-y))
-
-    def unit(y):
-        return y / np.sqrt((y * y).sum(-1, keepdims=True) + 1e-6)
-
-    x = np.float64(x_bte)
-    heads = (*x.shape[:2], delta.key_heads, delta.group)
-    width = 2 * delta.key_dim + delta.group * delta.value_dim
-    fused = project("qkvz_ehn")
-    y = convolution(fused[..., :width], weight("taps_hnw"), starts_bt)
-    q, k, v = np.split(y * sigmoid(y), [delta.key_dim, 2 * delta.key_dim], -1)
-    numbers = project("rates_ehn")
-    rate, decay = numbers[..., : delta.group], numbers[..., delta.group :]
-    gate = fused[..., width:]
-    if kind == "channel":
-        decay = narrow("narrow_decay")
-        gate = narrow("narrow_gate")
-    decay = decay.reshape(*heads, -1)
-    softplus = np.log1p(np.exp(decay + weight("decay_bias").reshape(decay.shape[2:])))
-    log_decay = -np.exp(weight("decay_log")).reshape(*heads[2:], 1) * softplus
-    tokens = Drawn(
-        unit(q) * delta.key_dim**-0.5,
-        unit(k),
-        v.reshape(*heads, -1),
-        log_decay,
-        delta.rate * sigmoid(rate),
-        starts_bt,
-    )
-    o, _ = recurrence(tokens)
-    epsilon = delta.epsilon or config.norm_epsilon
-    normed = o / np.sqrt((o * o).mean(-1, keepdims=True) + epsilon) * weight("norm_scale_v")
-    gate = gate.reshape(o.shape)
-    gated = normed * (gate if delta.gate == "silu" else 1) * sigmoid(gate)
-    return np.einsum("bthrv,hrve->bte", gated, weight("out_hrve"))
+    return MAKERS[kind.split()[0]][1](config, weight, np.float64(x_bte), starts_bt)
 
 
 @cache
@@ -133,10 +118,11 @@ def test_the_layer_is_its_definition(kind):
     assert error(found, by_definition(kind, drawn(), starts)) < 3e-6
 
 
-def test_a_document_does_not_depend_on_the_one_before():
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_document_does_not_depend_on_the_one_before(kind):
     changed = drawn()
     changed[0, 4] += 1
-    before, after = (np.asarray(outputs("head", x, SEGMENTS)) for x in (drawn(), changed))
+    before, after = (np.asarray(outputs(kind, x, SEGMENTS)) for x in (drawn(), changed))
     assert np.array_equal(before[0, 5:], after[0, 5:])
     assert np.any(before[0, 4] != after[0, 4])
     assert np.array_equal(before[1], after[1])
@@ -144,13 +130,24 @@ def test_a_document_does_not_depend_on_the_one_before():
 
 def empty(kind):
     config = built(kind)[0]
-    stacked = empty_delta_cache(config, 1, (B, T), "float32", lambda x, *_: x)
+    empty_cache = MAKERS[kind.split()[0]][2]
+    stacked = empty_cache(config, 1, (B, T), "float32", lambda x, *_: x)
     return jax.tree.map(lambda x: x[0], stacked)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("kind", "first"), [("head", 2), ("head", 1), ("head", 8), ("channel", 20)]
+    ("kind", "first"),
+    [
+        ("delta", 2),
+        ("delta", 1),
+        ("delta", 8),
+        ("delta by channel", 20),
+        ("ssd", 1),
+        ("ssd of one group", 9),
+        ("conv", 1),
+        ("conv with biases", 5),
+    ],
 )
 def test_with_a_cache_tokens_get_the_outputs_of_a_pass_over_all(kind, first):
     y, cache = outputs(kind, drawn()[:, :first], None, empty(kind))
@@ -164,13 +161,20 @@ def test_with_a_cache_tokens_get_the_outputs_of_a_pass_over_all(kind, first):
 # Starts within the first piece, in both of two neighbours, and at the edge of a piece.
 PACKED = np.array([[1] * 2 + [2] * 9 + [3] * 1 + [4] * 12, [1] * 12 + [2] * 12])
 ORDERS = [
-    ("head", "ring", 2, PACKED),
-    ("channel", "ring", 4, PACKED),
-    ("head", "ring", 4, None),
-    ("head", "gather", 4, PACKED),
-    ("channel", "gather", 2, None),
-    ("head", "ulysses", 2, PACKED),
-    ("channel", "ulysses", 2, None),
+    ("delta", "ring", 2, PACKED),
+    ("delta by channel", "ring", 4, PACKED),
+    ("delta", "ring", 4, None),
+    ("delta", "gather", 4, PACKED),
+    ("delta by channel", "gather", 2, None),
+    ("delta", "ulysses", 2, PACKED),
+    ("delta by channel", "ulysses", 2, None),
+    ("ssd", "ring", 2, PACKED),
+    ("ssd", "ulysses", 2, PACKED),
+    ("ssd of one group", "ulysses", 4, PACKED),
+    ("ssd of one group", "gather", 2, None),
+    ("conv", "ring", 2, PACKED),
+    ("conv with biases", "gather", 8, PACKED),
+    ("conv", "ulysses", 2, None),
 ]
 
 
