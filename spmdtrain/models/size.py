@@ -19,8 +19,9 @@ def matmul_parameters(config: TransformerConfig) -> int:
         if not has_experts or config.experts is None:
             total += per_hidden * config.ffn
             continue
-        ways = config.experts.chosen + config.experts.shared
-        total += per_hidden * config.experts.ffn * ways + config.embed * config.experts.count
+        experts = config.experts
+        total += per_hidden * (experts.chosen * experts.ffn + experts.shared_width)
+        total += config.embed * (experts.count + experts.shared_gate)
     return total
 
 

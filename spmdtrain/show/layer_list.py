@@ -35,6 +35,8 @@ def experts_row(model: TransformerConfig) -> dict[str, Any] | None:
         "count": model.experts.count,
         "chosen": model.experts.chosen,
         "shared": model.experts.shared,
+        "shared_ffn": model.experts.shared_width,
+        "shared_gate": model.experts.shared_gate,
         "ffn": model.experts.ffn,
     }
 
@@ -44,7 +46,12 @@ def describe_experts(model: TransformerConfig) -> str:
     row = experts_row(model)
     if row is None:
         return ""
-    shared = f", {row['shared']} more for all tokens" if row["shared"] else ""
+    shared = ""
+    if row["shared"]:
+        shared = f", {row['shared']} more for all tokens"
+        if row["shared_ffn"] != row["shared"] * row["ffn"]:
+            shared += f" of width {row['shared_ffn']:,}"
+        shared += " with a gate" if row["shared_gate"] else ""
     return (
         f"layers {_ranges(row['layers'])} have {row['count']} experts of width {row['ffn']}, "
         f"{row['chosen']} for a token{shared}"

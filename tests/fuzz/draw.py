@@ -40,6 +40,7 @@ LAYOUTS_PER_NUMBERS = 8
 CHANGES_PER_NUMBERS = 2
 SEEDS_PER_NUMBERS = 24
 SET = 0.4  # how often a setting is not left at its default
+OF_SHARED = ("model.experts.shared_ffn", "model.experts.shared_gate")
 ALWAYS = ("train.steps", "eval.every")
 TABLE = 0.15  # how often a run has one of the tables
 UNCHECKED = 0.04  # share of draws that may well be refused: the refusal is what is tested
@@ -204,7 +205,16 @@ def _of_a_kind(random: random.Random, drawn: Values) -> Values:
         drawn["eval.every"] = 0
     if not drawn["eval.every"] and random.random() > UNCHECKED:
         drawn.pop("eval.at_start", None)
-    return _with_sparsity(random, drawn)
+    return _with_sparsity(random, _with_shared(random, drawn))
+
+
+def _with_shared(random: random.Random, drawn: Values) -> Values:
+    """A width and a gate only where there are shared experts, and there often."""
+    if random.random() < UNCHECKED:
+        return drawn
+    if drawn.get("model.experts.shared"):
+        return {key: random.choice(values_of(key)) for key in OF_SHARED} | drawn
+    return {key: x for key, x in drawn.items() if key not in OF_SHARED}
 
 
 def _with_sparsity(random: random.Random, drawn: Values) -> Values:

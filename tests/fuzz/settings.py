@@ -61,8 +61,10 @@ VALUES: dict[str, Sequence[Any]] = {
     "model.experts.count": (8, 8, 6, 16),
     "model.experts.chosen": (1, 2, 2, 3),
     "model.experts.ffn": (None, 8, 16),
-    "model.experts.shared": (0, 0, 1, 2),
-    "model.experts.first_dense": (0, 0, 1),
+    "model.experts.shared": (0, 1, 1, 2),
+    "model.experts.shared_ffn": (None, None, 8, 24),
+    "model.experts.smallest_sum": (1e-20, 1e-20, 1e-12, 0.9),
+    "model.experts.first_dense": (0, 1, 1),
     "model.experts.every": (1, 1, 2),
     "model.experts.scale": (1.0, 1.0, 2.5),
     "model.experts.groups": (1, 1, 2, 4),
@@ -77,6 +79,8 @@ VALUES: dict[str, Sequence[Any]] = {
     "model.latent.plain_dim": (1, 4, 6),
     "model.latent.rope_dim": (2, 4, 6),
     "model.latent.value_dim": (3, 4, 8),
+    "model.temperature.weight": (0.1, 1.0),
+    "model.temperature.length": (1, 3, 7),
     "model.multi_token.depth": (1, 1, 2),
     "model.multi_token.weight": (0.3, 1.0, 3.0),
     "train.steps": (2, 3, 4, 5, 6),
@@ -269,6 +273,7 @@ TABLES: dict[str, Values] = {
         },
     },
     "model.multi_token": {},
+    "model.temperature": {},
 }
 # Decide where and in which order numbers are computed, not which.
 LAYOUT = {

@@ -36,7 +36,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "head_dim": (8, 16),
     "ffn": (40,),
     "max_length": (32, 64),
-    "mlp": ("swiglu", "geglu", "gelu", "gelu_exact", "swiglu_clamped"),
+    "mlp": ("swiglu", "geglu", "gelu", "gelu_exact", "swiglu_clamped", "relu2", "xielu"),
     "qkv_bias": (True, False),
     "out_bias": (True, False),
     "mlp_bias": (True, False),
@@ -72,6 +72,9 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "experts.scale": (1.0, 2.0),
     "experts.logit_bias": (True, False),
     "experts.shared": (0, 1),
+    "experts.shared_ffn": (40,),
+    "experts.shared_gate": (True, False),
+    "experts.smallest_sum": (1e-12,),
     "experts.first_dense": (0, 1),
     "experts.every": (2,),
     "experts.ffn": (16,),
@@ -82,6 +85,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "latent.rank": (12,),
     "latent.value_dim": (8,),
     "multi_token": (None, {"depth": 1}),
+    "temperature": (None, {"weight": 0.1, "length": 16}),
 }
 
 # Another value of each key by which a class of transformers chooses what it computes.

@@ -435,6 +435,7 @@ OTHER = {
     "experts": {"count": 4, "chosen": 2},
     "latent": {"rank": 8, "plain_dim": 6, "rope_dim": 2, "value_dim": 8},
     "multi_token": {"depth": 1},
+    "temperature": {"weight": 0.1, "length": 16},
     "mup_base": 16,
 }
 CHANGE_NO_FUNCTION = {"name", "dropout", "attention", "context_attention", "make", "extra"}
@@ -443,6 +444,9 @@ OTHER_OF_EXPERTS = {
     "chosen": 2,
     "ffn": 24,
     "shared": 1,
+    "shared_ffn": 40,
+    "shared_gate": True,
+    "smallest_sum": 0.5,
     "first_dense": 1,
     "every": 2,
     "score": "sigmoid",
@@ -474,10 +478,12 @@ def test_no_setting_of_experts_is_lost_on_the_way_out():
     plain = {"name": "llama", "layers": 2, "embed": 32, "heads": 4, "vocab": 64}
     experts = {"count": 8, "chosen": 3, "groups": 4, "groups_kept": 3}
     assert set(ExpertsConfig.model_fields) == OTHER_OF_EXPERTS.keys() | OF_TRAINING
-    before = function_of(as_model(plain | {"experts": experts}))
+    more = {"groups": {"groups_kept": 2}}
+    more |= dict.fromkeys(("shared_ffn", "shared_gate"), {"shared": 1})
     for name, value in OTHER_OF_EXPERTS.items():
-        more = {"groups_kept": 2} if name == "groups" else {}
-        other = {"experts": experts | more | {name: value}}
+        usual = experts | more.get(name, {})
+        before = function_of(as_model(plain | {"experts": experts if name == "groups" else usual}))
+        other = {"experts": usual | {name: value}}
         assert function_of(as_model(plain | other)) != before, name
 
 

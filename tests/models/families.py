@@ -157,6 +157,45 @@ FAMILIES = {
         "norm_epsilon": 1e-3,
     },
     "gated heads": {**GIVEN_HEAD, "output_gate": "head"},
+    "arcee": {**GIVEN_HEAD, "mlp": "relu2"},
+    "apertus": {**GIVEN_HEAD, "query_norm": "head", "mlp": "xielu"},
+    "ministral3": {
+        **GIVEN_HEAD,
+        "rope_scaling": {**YARN, "scale": 1.0},
+        "temperature": {"weight": 0.1, "length": 12},
+    },
+    "cooled without rope": {
+        **GIVEN_HEAD,
+        "rope_layers": [True, True, False],
+        "temperature": {"weight": 0.3, "length": 12, "offset": 1, "layers": "no_rope"},
+    },
+    "qwen2_moe": {
+        **FIXED_HEAD,
+        "qkv_bias": True,
+        "norm_epsilon": 1e-3,
+        "experts": {
+            "count": 8,
+            "chosen": 3,
+            "ffn": 24,
+            "shared": 1,
+            "shared_ffn": 40,
+            "shared_gate": True,
+            "normalise": False,
+        },
+    },
+    "ernie4_5_moe": {
+        **GIVEN_HEAD,
+        "norm_epsilon": 1e-3,
+        "experts": {
+            "count": 8,
+            "chosen": 3,
+            "ffn": 24,
+            "shared": 2,
+            "first_dense": 1,
+            "bias_rate": 0.0,
+            "smallest_sum": 0.5,
+        },
+    },
     "exact": {"name": "gpt", "heads": 4, "embed": 48, "mlp": "gelu_exact", "mlp_bias": False},
 }
 
@@ -179,7 +218,7 @@ def draw_params(model: AbstractModel, offset: float = 0.0, seed: int = 0) -> dic
         noise = random.standard_normal(parameter.shape)
         if "scale" in path:
             drawn[path] = 1 - offset + 0.2 * noise
-        elif path.endswith(("bias", "bias_e", "bias_x", "sinks")):
+        elif path.endswith(("bias", "bias_e", "bias_x", "sinks", "alpha_p", "alpha_n")):
             drawn[path] = 0.2 * noise
         elif path.endswith(("table_ve", "unembed_ve", "positions_te")):
             drawn[path] = 0.5 * noise
@@ -209,12 +248,14 @@ RICH = {
         *("model.rope_scaling.kind=yarn", "model.rope_scaling.factor=4"),
         *("model.rope_scaling.original_length=12", "model.rope_scaling.truncate=false"),
         *("model.residual_scale=0.5", "model.logit_scale=0.4", "model.embed_scale=3"),
-        "model.output_gate=channel",
+        *("model.output_gate=channel", "model.temperature.weight=0.3"),
+        *("model.temperature.length=3", "model.temperature.layers=no_rope"),
     ),
     "routed": (
         *("model.layers=5", "model.windows=5,0,0", "model.mlp_bias=true"),
         *("model.experts.count=4", "model.experts.chosen=2", "model.experts.shared=1"),
         *("model.experts.first_dense=1", "model.experts.every=2", "model.experts.ffn=24"),
+        *("model.mlp=relu2", "model.experts.bias_rate=0.01", "model.experts.smallest_sum=0.6"),
     ),
     "latent": (
         *("model.layers=3", "model.windows=5,0", "model.sinks=true", "model.out_bias=true"),
@@ -222,11 +263,14 @@ RICH = {
         *("model.latent.rope_dim=4", "model.latent.value_dim=5", "model.score_cap=5"),
         *("model.rope_scaling.kind=yarn", "model.rope_scaling.factor=4"),
         *("model.rope_scaling.original_length=12", "model.rope_scaling.scale=1"),
+        *("model.temperature.weight=0.3", "model.temperature.length=3", "model.mlp=xielu"),
     ),
     "further": (
         *("model.layers=3", "model.windows=5,0", "model.embed_scale=3", "model.tied=true"),
         *("model.experts.count=4", "model.experts.chosen=2", "model.experts.ffn=24"),
         *("model.experts.first_dense=1", "model.experts.balance=0.1"),
+        *("model.experts.shared=1", "model.experts.shared_ffn=16"),
+        "model.experts.shared_gate=true",
         *("model.multi_token.depth=2", "model.multi_token.weight=0.5"),
     ),
 }

@@ -115,6 +115,7 @@ def attention(model: Any, p: Params, x: np.ndarray, number: int) -> np.ndarray:
         q, k, v = grouped(model, p, x, number, window)
     else:
         q, k, v = latent(model, p, x, window)
+    q = q * query_factors(model, x.shape[1], number)[:, None, None]
     dim = q.shape[-1]
     scale = dim**-0.5 if model.score_scale is None else model.score_scale
     scores = capped(scale * np.einsum("bthd,bshd->bhts", q, k), model.score_cap)
@@ -133,6 +134,16 @@ def attention(model: Any, p: Params, x: np.ndarray, number: int) -> np.ndarray:
     attended = np.einsum("bhts,bshd->bthd", weights, v)
     y = np.tensordot(attended * output_gate(model, p, x), out, 2)
     return y + p.get("attention.out_bias", 0)
+
+
+def query_factors(model: Any, length: int, number: int) -> np.ndarray:
+    """What the query of each position is multiplied by."""
+    of = model.temperature
+    ropes = model.rope_layers
+    turns = model.positions == "rope" and (not ropes or ropes[number % len(ropes)])
+    if of is None or (of.layers == "no_rope" and turns):
+        return np.ones(length)
+    return 1 + of.weight * np.log(1 + np.floor((np.arange(length) + of.offset) / of.length))
 
 
 def output_gate(model: Any, p: Params, x: np.ndarray) -> np.ndarray | float:
@@ -267,8 +278,16 @@ def gates(model: Any, p: Params, x: np.ndarray) -> tuple[np.ndarray, np.ndarray,
         allowed = [size * g + n for g in best[: of.groups_kept or of.groups] for n in range(size)]
         chosen = sorted(allowed, key=lambda one, place=place: -ranks[place][one])[: of.chosen]
         gate = scores[place][chosen]
-        found[place][chosen] = of.scale * (gate / gate.sum() if of.normalise else gate)
+        total = max(gate.sum(), of.smallest_sum)
+        found[place][chosen] = of.scale * (gate / total if of.normalise else gate)
     return logits, scores, found
+
+
+def shared_gate(p: Params, x: np.ndarray) -> np.ndarray | float:
+    """What the output of the shared experts is multiplied by."""
+    if "mlp.shared_gate_e1" not in p:
+        return 1.0
+    return 1 / (1 + np.exp(-x @ p["mlp.shared_gate_e1"]))
 
 
 def experts(model: Any, p: Params, x: np.ndarray, found: np.ndarray) -> np.ndarray:
@@ -277,6 +296,7 @@ def experts(model: Any, p: Params, x: np.ndarray, found: np.ndarray) -> np.ndarr
     if model.experts.shared:
         shared = {name: w for name, w in p.items() if name.startswith("mlp.shared.")}
         y = mlp(model, {name.replace("shared.", ""): w for name, w in shared.items()}, x)
+        y = y * shared_gate(p, x)
     for number in range(model.experts.count):
         names = {"up_xeu": "up_ef", "down_xfe": "down_fe", "up_bias": "up_bias"}
         names["down_bias"] = "down_bias"
@@ -295,6 +315,10 @@ def mlp(model: Any, p: Params, x: np.ndarray) -> np.ndarray:
         hidden = gelu_tanh(up)
     elif model.mlp == "gelu_exact":
         hidden = up * np.vectorize(lambda y: 0.5 * (1 + math.erf(y / math.sqrt(2))))(up)
+    elif model.mlp == "relu2":
+        hidden = relu2(up)
+    elif model.mlp == "xielu":
+        hidden = xielu(up, p["mlp.slopes.alpha_p"], p["mlp.slopes.alpha_n"])
     else:
         gate, value = up[:, :, 0], up[:, :, 1]
         if model.mlp == "swiglu_clamped":
@@ -302,6 +326,17 @@ def mlp(model: Any, p: Params, x: np.ndarray) -> np.ndarray:
         silu = gate / (1 + np.exp(-gate * (1.702 if model.mlp == "swiglu_clamped" else 1)))
         hidden = (gelu_tanh(gate) if model.mlp == "geglu" else silu) * value
     return hidden @ p["mlp.down_fe"] + p.get("mlp.down_bias", 0)
+
+
+def relu2(x: np.ndarray) -> np.ndarray:
+    return np.maximum(x, 0) ** 2
+
+
+def xielu(x: np.ndarray, alpha_p: np.ndarray, alpha_n: np.ndarray) -> np.ndarray:
+    """Two parabolas that meet at 0 with the slope 1/2, the lower one bent to a line."""
+    above = np.log1p(np.exp(alpha_p)) * x * x
+    below = (0.5 + np.log1p(np.exp(alpha_n))) * (np.expm1(np.minimum(x, -1e-6)) - x)
+    return np.where(x > 0, above, below) + 0.5 * x
 
 
 def gelu_tanh(x: np.ndarray) -> np.ndarray:

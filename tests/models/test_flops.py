@@ -43,6 +43,7 @@ from spmdtrain.train.step import make_gradients
         (
             *("model.layers=5", "model.experts.count=4", "model.experts.chosen=2"),
             *("model.experts.first_dense=1", "model.experts.every=2", "model.experts.shared=1"),
+            *("model.experts.shared_ffn=48", "model.experts.shared_gate=true"),
         ),
         (
             *("model.name=llama", "model.latent.rank=16", "model.latent.query_rank=24"),

@@ -54,7 +54,7 @@ GRID = {
     "vocab": (64, 71),
     "positions": ("learned", "rope"),
     "norm": ("layernorm", "rmsnorm"),
-    "mlp": ("gelu", "gelu_exact", "swiglu", "geglu"),
+    "mlp": ("gelu", "gelu_exact", "relu2", "xielu", "swiglu", "geglu"),
     "bias": ("true", "false"),
     "qkv_bias": ("none", "true", "false"),
     "out_bias": ("none", "true", "false"),

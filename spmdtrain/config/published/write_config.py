@@ -103,13 +103,15 @@ def function_of(model: TransformerConfig) -> dict[str, Any]:
         "rope_scaling": scaling,
         "layer_kinds": model.layer_kinds,
         "latent": model.latent and model.latent.model_dump(),
+        "temperature": model.temperature and model.temperature.model_dump(),
         "multi_token": model.multi_token and model.multi_token.depth,
         "experts": model.experts and _function_of_experts(model, model.experts),
     }
 
 
 def _function_of_experts(model: TransformerConfig, experts: ExpertsConfig) -> dict[str, Any]:
-    names = ("count", "chosen", "shared", "score", "normalise", "scale", "logit_bias", "groups")
+    names = ("count", "chosen", "score", "normalise", "scale", "logit_bias", "groups")
+    names += ("shared_width", "shared_gate", "smallest_sum")
     return {name: getattr(experts, name) for name in names} | {
         "ffn": experts.ffn,
         "layers": model.has_experts,

@@ -32,6 +32,7 @@ from spmdtrain.config.schema.model import (
     MultiTokenConfig,
     RopeScaling,
     SsdConfig,
+    TemperatureConfig,
     TransformerConfig,
 )
 from spmdtrain.config.schema.optimizer import (
@@ -101,6 +102,7 @@ __all__ = [
     "Sgd",
     "Soap",
     "SparsityConfig",
+    "TemperatureConfig",
     "TrainConfig",
     "TransformerConfig",
     "check_config",

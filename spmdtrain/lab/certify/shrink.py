@@ -175,6 +175,9 @@ def _model(config: RunConfig, lost: list[str]) -> dict[str, Any]:
         small["experts"] = _experts(config, embed, lost)
     if model.latent is not None:
         small |= {"kv_heads": None, "head_dim": None, "latent": _latent(config)}
+    if model.temperature is not None:
+        length = round(model.temperature.length * LENGTH / config.train.sequence_length)
+        small["temperature"] = model.temperature.as_given() | {"length": max(1, length)}
     if model.attention in KERNELS_OF_GPUS:
         lost.append(f"model.attention={model.attention}, a kernel of GPUs: XLA's in its place")
         small["attention"] = "auto"
@@ -226,11 +229,15 @@ def _experts(config: RunConfig, embed: int, lost: list[str]) -> dict[str, Any]:
         groups_kept = min(groups_kept, groups - 1)
     if experts.balance_over != "sequence":
         lost.append("a balance over the microbatch, which is another in each layout: by sequence")
-    ffn = max(8, round(experts.ffn / config.model.embed * embed / 8) * 8)
+
+    def small(width: int) -> int:
+        return max(8, round(width / config.model.embed * embed / 8) * 8)
+
     return experts.as_given() | {
         "count": EXPERTS,
         "chosen": min(experts.chosen, 2),
-        "ffn": ffn if experts.is_given("ffn") else None,
+        "ffn": small(experts.ffn) if experts.is_given("ffn") else None,
+        "shared_ffn": small(experts.shared_ffn) if experts.shared_ffn else None,
         "groups": groups,
         "groups_kept": groups_kept if experts.is_given("groups_kept") else None,
         "first_dense": min(experts.first_dense, 1),

@@ -15,7 +15,8 @@ from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers.mlp import ACTIVATIONS, Mlp
 from spmdtrain.models.layers.router import Router
-from spmdtrain.models.layers.weights import hidden_std, matmul_weight, recomputed
+from spmdtrain.models.layers.weights import INIT_STD, hidden_std, matmul_weight, recomputed
+from spmdtrain.models.projection import FullPrecision
 from spmdtrain.parallel.experts.expert_weights import ExpertWeights
 
 
@@ -50,8 +51,10 @@ class ExpertMlp(nnx.Module):
         else:
             self.up_bias = None
             self.down_bias = None
-        shared = config.experts.shared
-        self.shared = Mlp(config, rngs, shared * hidden) if shared else None
+        width = config.experts.shared_width
+        self.shared = Mlp(config, rngs, width) if width else None
+        has_gate = config.experts.shared_gate
+        self.shared_gate_e1 = _shared_gate(config, rngs) if has_gate else None
 
     @part("mlp")
     def __call__(
@@ -66,8 +69,26 @@ class ExpertMlp(nnx.Module):
             x_bte, routing.gates_btk, routing.ids_btk, weights, activation=activation
         )
         if self.shared is not None:
-            y_bte = y_bte + self.shared(x_bte, ctx)
+            y_bte = y_bte + self._of_shared(x_bte, ctx, self.shared)
         return y_bte, routing.side_losses
+
+    def _of_shared(self, x_bte: jax.Array, ctx: ForwardContext, shared: Mlp) -> jax.Array:
+        """Returns the output of the shared experts, times their gate if they have one."""
+        y_bte = shared(x_bte, ctx)
+        if self.shared_gate_e1 is None:
+            return y_bte
+        highest = jax.lax.Precision.HIGHEST
+        gate_e1 = self.shared_gate_e1[...].astype(jnp.float32)
+        x_f32 = x_bte.astype(jnp.float32)
+        gate_bt1 = jnp.einsum("bte,ex->btx", x_f32, gate_e1, precision=highest)
+        return (y_bte * jax.nn.sigmoid(gate_bt1)).astype(y_bte.dtype)
+
+
+def _shared_gate(config: TransformerConfig, rngs: nnx.Rngs) -> FullPrecision:
+    """Draws the weight from the stream to the gate of the shared experts, like a router's."""
+    std = INIT_STD / config.width_factor
+    drawn = std * jax.random.normal(rngs.params(), (config.embed, 1))
+    return FullPrecision(drawn, out_sharding=("embed", None))
 
 
 def _zeros(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:

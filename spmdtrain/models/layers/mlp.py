@@ -9,6 +9,9 @@ from spmdtrain.compiled.step_parts import part
 from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers.weights import bias, hidden_std, matmul_weight, recomputed
+from spmdtrain.models.projection import FullPrecision
+
+XIELU_BETA, XIELU_EPSILON = 0.5, -1e-6
 
 
 def gelu(h_btf: jax.Array) -> jax.Array:
@@ -19,6 +22,25 @@ def gelu(h_btf: jax.Array) -> jax.Array:
 def gelu_exact(h_btf: jax.Array) -> jax.Array:
     """Computes GELU (arXiv:1606.08415) with the error function."""
     return jax.nn.gelu(h_btf, approximate=False)
+
+
+def relu2(h_btf: jax.Array) -> jax.Array:
+    """Computes the square of ReLU (arXiv:2109.08668)."""
+    return jnp.square(jax.nn.relu(h_btf))
+
+
+def xielu(h_btf: jax.Array, alpha_p: jax.Array, alpha_n: jax.Array) -> jax.Array:
+    """Computes xIELU (arXiv:2411.13010) in float32, from its two slopes before softplus, [1].
+
+    With b = 1/2 it is a_p x^2 + b x above 0, and a_n (e^x - 1 - x) + b x below.
+    """
+    x = h_btf.astype(jnp.float32)
+    above = jax.nn.softplus(alpha_p.astype(jnp.float32)) * jnp.square(x)
+    # e^x - 1 of at most -1e-6, where its difference to x would be rounding.
+    below = (jnp.expm1(jnp.minimum(x, XIELU_EPSILON)) - x) * (
+        XIELU_BETA + jax.nn.softplus(alpha_n.astype(jnp.float32))
+    )
+    return (jnp.where(x > 0, above, below) + XIELU_BETA * x).astype(h_btf.dtype)
 
 
 def swiglu(h_bt2f: jax.Array) -> jax.Array:
@@ -57,10 +79,25 @@ def _gate_and_value(h_bt2f: jax.Array) -> tuple[jax.Array, jax.Array]:
 ACTIVATIONS = {
     "gelu": gelu,
     "gelu_exact": gelu_exact,
+    "relu2": relu2,
     "swiglu": swiglu,
     "geglu": geglu,
     "swiglu_clamped": swiglu_clamped,
 }
+
+
+class XieluSlopes(nnx.Module):
+    """The two slopes of xIELU before softplus: above 0, and below, where 1/2 is added.
+
+    At first both are 0.8, as in the paper.
+    """
+
+    any_order = True
+
+    def __init__(self):
+        self.alpha_p = FullPrecision(jnp.log(jnp.expm1(jnp.full(1, 0.8))), out_sharding=(None,))
+        below = jnp.full(1, 0.8 - XIELU_BETA)
+        self.alpha_n = FullPrecision(jnp.log(jnp.expm1(below)), out_sharding=(None,))
 
 
 class Mlp(nnx.Module):
@@ -86,6 +123,7 @@ class Mlp(nnx.Module):
         up_shape = (config.embed, *self.up_shape)
         self.up_ef = matmul_weight(rngs, up_shape, ("embed", *self.up_axes), std)
         self.down_fe = matmul_weight(rngs, (width, config.embed), ("ffn", "embed"), down_std)
+        self.slopes = XieluSlopes() if config.mlp == "xielu" else None
         if config.mlp_bias:
             self.up_bias = nnx.Param(jnp.zeros(self.up_shape), out_sharding=self.up_axes)
             self.down_bias = bias(config.embed, "norm")
@@ -103,7 +141,10 @@ class Mlp(nnx.Module):
             if self.up_bias is not None:
                 h = h + self.up_bias[...]
             h = ctx.constrain(h, "batch", "time", *self.up_axes)
-            h = recomputed(ACTIVATIONS[self.activation], ctx)(h)
+            if self.slopes is None:
+                h = recomputed(ACTIVATIONS[self.activation], ctx)(h)
+            else:
+                h = recomputed(xielu, ctx)(h, self.slopes.alpha_p[...], self.slopes.alpha_n[...])
         y = ctx.row_parallel(h, self.down_fe, ("ffn",))
         if self.down_bias is not None:
             y = y + self.down_bias[...]

@@ -19,8 +19,7 @@ from spmdtrain.models.projection import FullPrecision, LoadBias
 
 JITTER_SITE = 3  # site of the noise; those of the block are smaller
 BEST_OF_GROUP = 2  # experts whose scores add up to that of their group
-# A sum of gates is at least this, as in DeepSeek-V3.
-SMALLEST_SUM = 1e-20
+SMALLEST_SUM = 1e-20  # of the scores of a token that shares are made of
 TOKEN = ("batch", "stream_time")
 
 # Side losses. `LOAD` is always 0, and only its gradient means something; ENTROPY is reported but
@@ -76,7 +75,8 @@ class Router(nnx.Module):
         # By a mask and not by index: its gradient is a sum in one order.
         gates_btk = jnp.where(chosen_btkx, scores_btx[:, :, None], 0).sum(-1)
         if self.experts.normalise:
-            gates_btk = gates_btk / jnp.maximum(gates_btk.sum(-1, keepdims=True), SMALLEST_SUM)
+            smallest = self.experts.smallest_sum
+            gates_btk = gates_btk / jnp.maximum(gates_btk.sum(-1, keepdims=True), smallest)
         gates_btk = gates_btk * self.experts.scale
         chosen_btx = chosen_btkx.any(2)
         losses = self._side_losses(logits_btx, scores_btx, chosen_btx, bias_x, ctx)

@@ -111,7 +111,7 @@ def dense_layer(model: TransformerConfig) -> TransformerConfig:
 def beside_experts(model: TransformerConfig) -> TransformerConfig:
     """Returns a model whose layers are all like those with experts, reduced to the shared ones."""
     assert model.experts is not None, "a model with experts"
-    ffn = model.experts.shared * model.experts.ffn
+    ffn = model.experts.shared_width
     narrow = {"experts": None, "ffn": ffn, "mlp_bias": model.mlp_bias and ffn > 0}
     return model.model_copy(update=narrow)
 
@@ -135,8 +135,8 @@ def layer_matrices(model: TransformerConfig) -> float:
     if model.experts is None:
         qkv = sum(columns * rows for columns, rows, _ in qkv_matmuls(model))
         return qkv + model.embed * (attention_width(model) + up_width(model) + model.ffn)
-    router = expert_share(model) * model.embed * model.experts.count
-    return mean_of_layers(model, layer_matrices) + router
+    scores = model.experts.count + model.experts.shared_gate
+    return mean_of_layers(model, layer_matrices) + expert_share(model) * model.embed * scores
 
 
 def active_matrices(model: TransformerConfig) -> float:
@@ -170,10 +170,12 @@ def layer_parameters(model: TransformerConfig) -> float:
     if model.experts is not None:
         # A router has a bias for the choice of each expert, and may have one for its logit.
         router = model.experts.count * (model.embed + (2 if model.experts.logit_bias else 1))
+        router += model.embed * model.experts.shared_gate
         others = mean_of_layers(model, layer_parameters)
         return others + expert_share(model) * router
     vectors = norms(model) * model.embed * vectors_per_norm(model) + latent_norm_width(model)
     vectors += _biases(model) + query_norm_size(model) + head_sinks(model)
+    vectors += 2 if model.mlp == "xielu" else 0  # its slopes
     return layer_matrices(model) + vectors
 
 

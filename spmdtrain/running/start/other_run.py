@@ -32,6 +32,8 @@ OF_NO_LEAF = {
     *("rope_theta", "rope_theta_window", "rope_layers", "rope_share", "rope_scaling", "windows"),
     *("score_scale", "score_cap", "embed_scale", "residual_scale", "logit_scale", "logit_cap"),
     "mup_base",
+    *("temperature.weight", "temperature.length", "temperature.offset", "temperature.layers"),
+    "experts.smallest_sum",
     *("experts.chosen", "experts.score", "experts.normalise", "experts.scale", "experts.groups"),
     *("experts.groups_kept", "experts.bias_rate", "experts.balance", "experts.balance_over"),
     *("experts.z_loss", "experts.jitter", "experts.bucket_factor"),

@@ -30,6 +30,15 @@ class ExpertsConfig(Settings):
     shared: CountOrZero = Field(
         default=0, description="further experts of that width that all tokens go through"
     )
+    shared_ffn: Count | None = Field(
+        default=None,
+        description="hidden width of the shared experts together; default: shared times ffn",
+    )
+    shared_gate: bool = Field(
+        default=False,
+        description="the output of the shared experts is multiplied by the sigmoid of a projection "
+        "of the token to one number",
+    )
     first_dense: CountOrZero = Field(
         default=0, description="number of first layers that have an mlp of width model.ffn instead"
     )
@@ -44,6 +53,9 @@ class ExpertsConfig(Settings):
         "experts or of each alone",
     )
     normalise: bool = Field(default=True, description="a token's gates are divided by their sum")
+    smallest_sum: Positive = Field(
+        default=1e-20, description="the sum that gates are divided by is at least this"
+    )
     scale: Positive = Field(default=1.0, description="multiplies the gates")
     logit_bias: bool = Field(default=False, description="a bias in the router's logits")
     groups: Count = Field(
@@ -91,6 +103,11 @@ class ExpertsConfig(Settings):
         """Returns `groups_kept`; `ffn` follows from another section, see TransformerConfig."""
         return {"groups_kept": self.groups}
 
+    @property
+    def shared_width(self) -> int:
+        """The hidden width of the mlp that the shared experts are; 0: there are none."""
+        return self.shared_ffn or self.shared * (self.ffn or 0)
+
     @model_validator(mode="after")
     def _check(self):
         if self.chosen > self.count:
@@ -102,6 +119,12 @@ class ExpertsConfig(Settings):
                 "model.experts.normalise=true makes the only gate of a token 1, so a router would "
                 "never learn; set model.experts.normalise=false for model.experts.chosen=1"
             )
+        for name in ("shared_ffn", "shared_gate"):
+            if getattr(self, name) and not self.shared:
+                raise ValueError(
+                    f"model.experts.{name}={getattr(self, name)!r} is of shared experts; set "
+                    "model.experts.shared=1"
+                )
         if self.balance_over != "sequence" and not self.balance:
             raise ValueError(
                 f"model.experts.balance_over={self.balance_over!r} needs a weight; set "

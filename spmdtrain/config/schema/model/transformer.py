@@ -12,6 +12,7 @@ from spmdtrain.config.schema.model.layer_kinds import LayerKind, repeated
 from spmdtrain.config.schema.model.multi_token import MultiTokenConfig
 from spmdtrain.config.schema.model.rope_scaling import RopeScaling
 from spmdtrain.config.schema.model.ssd import SsdConfig
+from spmdtrain.config.schema.model.temperature import TemperatureConfig
 from spmdtrain.config.settings import (
     Count,
     CountOrZero,
@@ -25,7 +26,7 @@ from spmdtrain.config.settings import (
 
 Attention = Literal["auto", "xla", "triton", "mosaic", "cudnn"]
 ContextAttention = Literal["auto", "ring", "gather", "ulysses"]
-MlpKind = Literal["gelu", "gelu_exact", "swiglu", "geglu", "swiglu_clamped"]
+MlpKind = Literal["gelu", "gelu_exact", "relu2", "xielu", "swiglu", "geglu", "swiglu_clamped"]
 GATED = ("swiglu", "geglu", "swiglu_clamped")
 # Patterns of values that repeat over the layers; TOML has lists only.
 Windows = Annotated[tuple[CountOrZero, ...], Field(strict=False)]
@@ -57,7 +58,8 @@ class TransformerConfig(Settings):
     positions: Literal["learned", "rope"]
     norm: Literal["layernorm", "rmsnorm"]
     mlp: MlpKind = Field(
-        description="gelu in its tanh form, or exact; swiglu and geglu (tanh) have a gate; "
+        description="gelu in its tanh form, or exact; relu2 is the square of ReLU; xielu has two "
+        "learned slopes a layer (arXiv:2411.13010); swiglu and geglu (tanh) have a gate; "
         "swiglu_clamped is that of gpt-oss"
     )
     bias: bool = Field(description="biases in linear layers and layernorm")
@@ -144,6 +146,11 @@ class TransformerConfig(Settings):
         default=None,
         description="the table [model.conv]: a short convolution in place of attention; "
         "default: none",
+    )
+    temperature: TemperatureConfig | None = Field(
+        default=None,
+        description="the table [model.temperature]: queries grow with their position; default: "
+        "none",
     )
     norm_epsilon: Positive = 1e-5
     norm_places: Literal["before", "after", "both"] = Field(
@@ -234,6 +241,12 @@ class TransformerConfig(Settings):
             self._refuse_rope()
         if self.experts:
             self._check_experts(self.experts)
+        temperature = self.temperature
+        if temperature and temperature.layers == "no_rope" and self._has_rope_everywhere:
+            raise ValueError(
+                "model.temperature.layers='no_rope' only applies to layers without rotary "
+                "positions, and all have them; set model.temperature.layers='all'"
+            )
         return self
 
     def _check_latent(self) -> None:
@@ -291,7 +304,12 @@ class TransformerConfig(Settings):
                 raise ValueError(f"model.{name} needs model.positions='rope'")
 
     def _check_experts(self, experts: ExpertsConfig) -> None:
-        """Refuses a pattern of layers that does not fit into their number."""
+        """Refuses a pattern that does not fit into the layers, and an mlp that experts lack."""
+        if self.mlp == "xielu":
+            raise ValueError(
+                "model.mlp='xielu' has learned slopes, which experts do not have; set "
+                "model.mlp='relu2', or leave model.experts out"
+            )
         others = self.layers - experts.first_dense
         if others < 1:
             raise ValueError(
@@ -402,6 +420,10 @@ class TransformerConfig(Settings):
             return self.score_scale
         of_base = self.score_scale or (self.head_dim / self.width_factor) ** -0.5
         return of_base / self.width_factor
+
+    @property
+    def _has_rope_everywhere(self) -> bool:
+        return all(kind.rope_theta is not None for kind in self.layer_kinds)
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:

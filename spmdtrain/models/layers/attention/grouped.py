@@ -13,6 +13,7 @@ from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers.attention.attend import make_attend
+from spmdtrain.models.layers.attention.temperature import make_temperature
 from spmdtrain.models.layers.cache import Cache
 from spmdtrain.models.layers.norm import QueryKeyNorm
 from spmdtrain.models.layers.rope import make_rotation
@@ -47,6 +48,7 @@ class Attention(nnx.Module):
         self.position = position
         self.causal = causal
         self.rotation = make_rotation(config)
+        self.temperature = make_temperature(config)
         self.attend = make_attend(config, causal=causal)
         self.heads = config.kv_heads
         self.group = config.heads // self.heads
@@ -117,6 +119,7 @@ class Attention(nnx.Module):
         if position is None and self.rotation is not None:
             position = partial(self.rotation, number=ctx.layer)
         stays = position is None and self.query_key_norm is None and not self.has_gates
+        stays = stays and self.temperature is None
         if self.qkv_bias is not None:
             bias_knd = self.qkv_bias[...].reshape(qkv_btknd.shape[2:])
             if stays:
@@ -140,6 +143,8 @@ class Attention(nnx.Module):
         if position is not None:
             qk = position(qk, ctx.positions_bt)
         q, k = jnp.split(qk, [self.group], -2)
+        if self.temperature is not None:
+            q = self.temperature(q, ctx)
         return q, jnp.squeeze(k, -2), jnp.squeeze(v, -2), gate
 
     def _without_gates(self, qkv_btknd: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -14,6 +14,7 @@ from spmdtrain.compiled.step_parts import part
 from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers.attention.attend import make_attend
+from spmdtrain.models.layers.attention.temperature import make_temperature
 from spmdtrain.models.layers.cache import Cache
 from spmdtrain.models.layers.norm import norm_scale, rms_normed
 from spmdtrain.models.layers.rope import make_rotation
@@ -39,6 +40,7 @@ class LatentAttention(nnx.Module):
         latent = config.latent
         assert latent is not None, "a model with latent attention"
         self.rotation = make_rotation(config)
+        self.temperature = make_temperature(config)
         self.attend = make_attend(config)
         self.epsilon, self.offset = config.norm_epsilon, config.norm_offset
         self.plain_dim, self.rope_dim = latent.plain_dim, latent.rope_dim
@@ -100,7 +102,10 @@ class LatentAttention(nnx.Module):
         q = ctx.constrain(q, "batch", "time", *OF_HEADS[::2])
         plain, turned = jnp.split(q, [self.plain_dim], -1)
         turned = self._turned(turned[:, :, :, None], ctx)[:, :, :, 0]
-        return jnp.concatenate((plain, turned), -1)
+        q = jnp.concatenate((plain, turned), -1)
+        return (
+            q if self.temperature is None else self.temperature(q[:, :, :, None], ctx)[:, :, :, 0]
+        )
 
     def _turned(self, x_btkgh: jax.Array, ctx: ForwardContext) -> jax.Array:
         if self.rotation is None:
