@@ -306,6 +306,18 @@ def of_each_expert(sizes: Sizes, shape: Shape, *, rule: Rule) -> MappedExperts:
     return MappedExperts(rule(sizes, shape[1:]), shape[0])
 
 
+def gate_up_stacked(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the others
+    """Takes one tensor [X, 2 F, E] of all experts, gate first, as [X, E, 2, F]."""
+    count, embed, _, ffn = shape
+    return _one((count, 2 * ffn, embed), shape, (count, 2, ffn, embed), (0, 3, 1, 2))
+
+
+def transpose_stacked(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the others
+    """Takes one tensor [X, out, in] of all experts as our [X, in, out]."""
+    count, ins, outs = shape
+    return _one((count, outs, ins), shape, (count, outs, ins), (0, 2, 1))
+
+
 def gate_up_interleaved(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the others
     """Takes one tensor [..., E, 2 F], gates in the even columns, as [..., E, 2, F]."""
     *outer, _, ffn = shape

@@ -5,7 +5,6 @@ refused before a number is read.
 """
 
 import fnmatch
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +14,11 @@ import numpy as np
 from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.published.read_config import Published
 from spmdtrain.config.schema import TransformerConfig
-from spmdtrain.interop.names.entry import EMBED, HEAD, LAYER, NORM, POSITIONS, Entry
+from spmdtrain.interop.names.entry import EMBED, HEAD, LAYER, POSITIONS, Entry
 from spmdtrain.interop.names.family_names import NAMES
 from spmdtrain.interop.names.layer_parts import SHARED_COPIES
-from spmdtrain.interop.names.model_table import numbers_of_further, table_of
-from spmdtrain.interop.names.spellings import SAY_NOTHING, SPELLINGS, spelled
+from spmdtrain.interop.names.model_table import layout_of, numbers_of_further, table_of
+from spmdtrain.interop.names.spellings import SAY_NOTHING, spelled, spelling_of
 from spmdtrain.interop.packings import UNPACKINGS, open_published
 from spmdtrain.interop.pieces import AnyMapped, Index, Shape, Sizes
 from spmdtrain.interop.safetensors_files import AGAIN, Tensor
@@ -28,8 +27,6 @@ ROWS_AT_ONCE = 4096  # of a matrix that is compared or averaged
 AT_ONCE = 2**16  # numbers that are looked at: they stay in the cache of a core
 # The bits of the exponent of 16-bit floats, all of them 1 for a NaN or an infinity.
 EXPONENTS = {"bfloat16": np.uint16(0x7F80), "float16": np.uint16(0x7C00)}
-# Experts in the form of transformers 5, which it can also save.
-FUSED_EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 
 
 @dataclass(frozen=True)
@@ -76,8 +73,10 @@ class Weights:
         check_dtypes(self._in_files, ignored)
         self._used: set[str] = set()
         self._not_finite: list[str] = []
-        self._spelling = self._find_spelling()
-        table = UNPACKINGS[published.packing].table(table_of(published.family, model))
+        self._spelling = spelling_of(published.family, self._in_files)
+        layout = layout_of(published.family, model, self._in_files)
+        table = table_of(published.family, model, layout)
+        table = UNPACKINGS[published.packing].table(table)
         if model.tied:
             self._check_tied(table)
         self._check_copies(table)
@@ -138,17 +137,6 @@ class Weights:
                 total += table[start : start + ROWS_AT_ONCE].astype(np.float32).sum(0, np.float64)
             self._means[path] = (total / len(table)).astype(np.float32)
         return self._means[path]
-
-    def _find_spelling(self) -> tuple[str, str]:
-        """Returns the spelling that the files use, judged by the name of the embedding, or of the
-        last norm if the files lack it.
-        """
-        table = NAMES[self._published.family].whole
-        for path in (EMBED, NORM):
-            for spelling in SPELLINGS:
-                if spelled(table[path].names[0], spelling) in self._in_files:
-                    return spelling
-        return SPELLINGS[0]
 
     def _names(self, entry: Entry, layer: int | None) -> tuple[str, ...]:
         return tuple(spelled(name, self._spelling) for name in entry.of_layer(layer))
@@ -225,7 +213,6 @@ class Weights:
         ]
         missing = [name for name in wanted if name not in self._in_files]
         if missing:
-            self._refuse_fused(missing[0])
             self._refuse_without_further(missing)
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise CheckpointError(
@@ -243,19 +230,9 @@ class Weights:
         if further and all(_layer_of(name) in further for name in missing):
             raise CheckpointError(
                 f"{self.folder} lacks the layers that predict further tokens",
-                asked=f"num_nextn_predict_layers={depth} in config.json",
+                asked=f"model.multi_token.depth={depth}",
                 found=f"{self._model.layers} layers",
-                fix="--set model.multi_token=none if transformers saved it: it has no such layers",
-            )
-
-    def _refuse_fused(self, missing: str) -> None:
-        """Refuses experts in one tensor for all of a layer, if they are expected apart."""
-        fused = next((name for name in self._in_files if FUSED_EXPERTS.search(name)), None)
-        if fused and ".experts." in missing:
-            raise CheckpointError(
-                f"{self.folder} holds the experts of a layer in one tensor, {fused}",
-                asked=missing,
-                fix="model.save_pretrained(DIR, save_original_format=True) in transformers 5",
+                fix="--set model.multi_token=none",
             )
 
     def _count_layers(self, wanted: Sequence[str]) -> int:

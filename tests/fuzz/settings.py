@@ -79,6 +79,7 @@ VALUES: dict[str, Sequence[Any]] = {
     "model.latent.plain_dim": (1, 4, 6),
     "model.latent.rope_dim": (2, 4, 6),
     "model.latent.value_dim": (3, 4, 8),
+    "model.latent.epsilon": (None, None, 1e-6, 1e-3),
     "model.temperature.weight": (0.1, 1.0),
     "model.temperature.length": (1, 3, 7),
     "model.multi_token.depth": (1, 1, 2),

@@ -12,6 +12,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 VOCAB, LAYERS = 131, 3
+FULL, WINDOW = "full_attention", "sliding_attention"
 GPT2 = {
     "model_type": "gpt2",
     "vocab_size": VOCAB,
@@ -188,6 +189,169 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 
+# Of families with experts whose router has a sigmoid, a bias that chooses, and mostly groups. With
+# an epsilon of this size, an error of it shows.
+ROUTED = LIKE_LLAMA | {
+    "rms_norm_eps": 1e-3,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+}
+GROUPED = ROUTED | {
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}
+SEPARATE_WIDTH = {"hidden_size": 96, "head_dim": 16}  # of classes that take hidden / heads
+EXAONE = {"sliding_window": 7, "layer_types": [WINDOW, WINDOW, WINDOW, FULL, WINDOW]}
+CONFIGS |= {
+    "glm4_moe": GROUPED
+    | {
+        "model_type": "glm4_moe",
+        "num_hidden_layers": 5,
+        "first_k_dense_replace": 2,
+        "partial_rotary_factor": 0.5,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "num_nextn_predict_layers": 0,
+    },
+    "glm4_moe_lite": CONFIGS["deepseek_v3"]
+    | {
+        "model_type": "glm4_moe_lite",
+        "rms_norm_eps": 1e-3,
+        "rope_scaling": None,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
+    "dots1": GROUPED
+    | {
+        "model_type": "dots1",
+        "num_hidden_layers": 5,
+        "first_k_dense_replace": 1,
+        "sliding_window": 7,
+        "max_window_layers": 2,
+    },
+    "solar_open": GROUPED | {"model_type": "solar_open", "attention_bias": True},
+    "hy_v3": ROUTED
+    | {
+        "model_type": "hy_v3",
+        "num_experts": 8,
+        "num_shared_experts": 1,
+        "router_scaling_factor": 2.826,
+        "mlp_layer_types": ["dense", "dense", "sparse"],
+        "mlp_bias": False,
+        "enable_moe_fp32_combine": True,
+    },
+    "minimax_m2": LIKE_LLAMA
+    | {
+        "model_type": "minimax_m2",
+        "rms_norm_eps": 1e-3,
+        "intermediate_size": 24,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "rotary_dim": 6,
+        "router_jitter_noise": 0.0,
+    },
+    "seed_oss": LIKE_LLAMA
+    | {
+        "model_type": "seed_oss",
+        "rms_norm_eps": 1e-3,
+        "attention_bias": True,
+        "attention_out_bias": False,
+        "mlp_bias": False,
+        "residual_dropout": 0.1,
+    },
+    "exaone4": LIKE_LLAMA
+    | EXAONE
+    | {
+        "model_type": "exaone4",
+        "rms_norm_eps": 1e-3,
+        "num_hidden_layers": 5,
+        "sliding_window_pattern": "LLLG",
+        "tie_word_embeddings": True,
+    },
+    "exaone_moe": ROUTED
+    | EXAONE
+    | {
+        "model_type": "exaone_moe",
+        "num_hidden_layers": 5,
+        "num_experts": 8,
+        "num_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse", "sparse"],
+    },
+    "olmoe": LIKE_LLAMA
+    | SEPARATE_WIDTH
+    | {
+        "model_type": "olmoe",
+        "rms_norm_eps": 1e-3,
+        "intermediate_size": 24,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": False,
+        "clip_qkv": None,
+    },
+    "flex_olmo": LIKE_LLAMA
+    | SEPARATE_WIDTH
+    | {
+        "model_type": "flex_olmo",
+        "rms_norm_eps": 1e-3,
+        "intermediate_size": 24,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": False,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,  # or that of the class, which is beyond this vocabulary
+    },
+}
+# The names of a layer's experts in published files: the router, its bias, the matrices of expert X,
+# and the mlp of the shared experts.
+NEWER = ("mlp.experts.X.gate_proj", "mlp.experts.X.up_proj", "mlp.experts.X.down_proj")
+OLDER = tuple(f"block_sparse_moe.experts.X.{name}" for name in ("w1", "w3", "w2"))
+LIKE_DEEPSEEK = (
+    "mlp.gate.weight",
+    "mlp.gate.e_score_correction_bias",
+    NEWER,
+    "mlp.shared_experts",
+)
+EXPERTS: dict[str, tuple[str, str, tuple[str, ...], str]] = {
+    "mixtral": ("block_sparse_moe.gate.weight", "", OLDER, ""),
+    "qwen3_moe": ("mlp.gate.weight", "", NEWER, ""),
+    "olmoe": ("mlp.gate.weight", "", NEWER, ""),
+    "flex_olmo": ("mlp.gate.weight", "", NEWER, ""),
+    "minimax_m2": (
+        "block_sparse_moe.gate.weight",
+        "block_sparse_moe.e_score_correction_bias",
+        OLDER,
+        "",
+    ),
+    **dict.fromkeys(
+        ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "dots1", "solar_open"), LIKE_DEEPSEEK
+    ),
+    "hy_v3": ("mlp.router.gate.weight", "mlp.expert_bias", NEWER, "mlp.shared_mlp"),
+    "exaone_moe": (
+        "mlp.gate.weight",
+        "mlp.e_score_correction_bias",
+        NEWER,
+        "mlp.shared_experts",
+    ),
+}
+QUERY_NORM_OF_HEAD = (
+    "qwen3",
+    "qwen3_moe",
+    "gemma3_text",
+    "dots1",
+    "hy_v3",
+    "exaone4",
+    "exaone_moe",
+)
+QUERY_NORM_OF_ALL = ("olmo2", "olmo3", "olmoe", "flex_olmo", "minimax_m2")
+NORMS_AFTER = ("olmo2", "olmo3", "flex_olmo", "exaone4")
+
 # The same families with settings that only some of their models have.
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama, tied, by rope_parameters": LIKE_LLAMA
@@ -229,49 +393,21 @@ def tensors_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     kind = config["model_type"]
     if kind == "gpt2":
         return _of_gpt2(config)
-    if kind == "deepseek_v3":
-        return _of_deepseek(config)
-    embed, ffn = config["hidden_size"], config["intermediate_size"]
-    heads, kv_heads, dim = (
-        config["num_attention_heads"],
-        config["num_key_value_heads"],
-        config["head_dim"],
-    )
-    of_layer = {"self_attn.o_proj.weight": (embed, heads * dim)}
-    has_experts = kind in ("gpt_oss", "mixtral", "qwen3_moe")
-    if kind == "gpt_oss":
-        of_layer |= _of_gpt_oss(config)
-    elif has_experts:
-        of_layer |= _of_experts(config)
-    else:
-        of_layer["mlp.down_proj.weight"] = (embed, ffn)
-    if kind == "phi3":
-        of_layer["self_attn.qkv_proj.weight"] = ((heads + 2 * kv_heads) * dim, embed)
-        of_layer["mlp.gate_up_proj.weight"] = (2 * ffn, embed)
-    else:
-        for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
-            of_layer[f"self_attn.{name}_proj.weight"] = (count * dim, embed)
-            if kind == "qwen2" or config.get("attention_bias"):
-                of_layer[f"self_attn.{name}_proj.bias"] = (count * dim,)
-        if not has_experts:
-            of_layer |= {f"mlp.{name}_proj.weight": (ffn, embed) for name in ("gate", "up")}
-    if config.get("attention_bias"):
-        of_layer["self_attn.o_proj.bias"] = (embed,)
-    if kind in ("qwen3", "qwen3_moe", "gemma3_text"):
-        of_layer |= {f"self_attn.{name}_norm.weight": (dim,) for name in "qk"}
-    if kind in ("olmo2", "olmo3"):
-        of_layer |= {
-            "self_attn.q_norm.weight": (heads * dim,),
-            "self_attn.k_norm.weight": (kv_heads * dim,),
-        }
-    norms = ["input_layernorm", "post_attention_layernorm"]
-    if kind in ("gemma2", "gemma3_text"):
-        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-    if kind in ("olmo2", "olmo3"):
-        norms = ["post_attention_layernorm", "post_feedforward_layernorm"]
-    of_layer |= {f"{name}.weight": (embed,) for name in norms}
+    embed, layers = config["hidden_size"], config["num_hidden_layers"]
     found = {"model.embed_tokens.weight": (config["vocab_size"], embed)}
-    for layer in range(config["num_hidden_layers"]):
+    has_latents = "kv_lora_rank" in config
+    further = config.get("num_nextn_predict_layers", 0)
+    for layer in range(layers + further):
+        of_layer = _of_latents(config) if has_latents else _of_attention(config)
+        is_dense = kind not in EXPERTS or layer < _first_dense(config)
+        if kind == "gpt_oss":
+            of_layer |= _of_gpt_oss(config)
+        else:
+            of_layer |= _of_mlp(config) if is_dense else _of_experts(config)
+        of_layer |= {f"{name}.weight": (embed,) for name in _norms(kind)}
+        if layer >= layers:
+            of_layer |= {f"{x}.weight": (embed,) for x in ("enorm", "hnorm", "shared_head.norm")}
+            of_layer["eh_proj.weight"] = (embed, 2 * embed)
         found |= {f"model.layers.{layer}.{name}": shape for name, shape in of_layer.items()}
     found["model.norm.weight"] = (embed,)
     if not config["tie_word_embeddings"]:
@@ -279,71 +415,95 @@ def tensors_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _of_experts(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The router of a layer, and three matrices of each expert."""
-    embed = config["hidden_size"]
-    if config["model_type"] == "mixtral":
-        place, names = "block_sparse_moe", ("w1", "w3", "w2")
-        count, ffn = config["num_local_experts"], config["intermediate_size"]
+def _norms(kind: str) -> list[str]:
+    """The norms of a layer that are as wide as the stream."""
+    if kind in NORMS_AFTER:
+        return ["post_attention_layernorm", "post_feedforward_layernorm"]
+    around = ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    more = around if kind in ("gemma2", "gemma3_text") else []
+    return ["input_layernorm", "post_attention_layernorm", *more]
+
+
+def _first_dense(config: dict[str, Any]) -> int:
+    kinds = config.get("mlp_layer_types")
+    return kinds.count("dense") if kinds else config.get("first_k_dense_replace", 0)
+
+
+def _of_attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Queries, keys, values, the way back, and their biases and norms."""
+    kind, embed, dim = config["model_type"], config["hidden_size"], config["head_dim"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    has_bias = kind == "qwen2" or config.get("attention_bias")
+    found = {"self_attn.o_proj.weight": (embed, heads * dim)}
+    if kind == "phi3":
+        found["self_attn.qkv_proj.weight"] = ((heads + 2 * kv_heads) * dim, embed)
     else:
-        place, names = "mlp", ("gate_proj", "up_proj", "down_proj")
-        count, ffn = config["num_experts"], config["moe_intermediate_size"]
-    found = {f"{place}.gate.weight": (count, embed)}
-    for number in range(count):
-        for name, shape in zip(names, ((ffn, embed), (ffn, embed), (embed, ffn)), strict=True):
-            found[f"{place}.experts.{number}.{name}.weight"] = shape
+        for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+            found[f"self_attn.{name}_proj.weight"] = (count * dim, embed)
+            if has_bias:
+                found[f"self_attn.{name}_proj.bias"] = (count * dim,)
+    if config.get("attention_bias") and kind not in ("glm4_moe", "solar_open", "seed_oss"):
+        found["self_attn.o_proj.bias"] = (embed,)
+    if kind in QUERY_NORM_OF_HEAD or config.get("use_qk_norm"):
+        found |= {f"self_attn.{name}_norm.weight": (dim,) for name in "qk"}
+    if kind in QUERY_NORM_OF_ALL:
+        found["self_attn.q_norm.weight"] = (heads * dim,)
+        found["self_attn.k_norm.weight"] = (kv_heads * dim,)
     return found
 
 
-def _of_deepseek(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Latent attention, dense layers and then layers with experts, and one of a further token."""
+def _of_latents(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Latent attention."""
     embed, heads, rank = (
         config[name] for name in ("hidden_size", "num_attention_heads", "kv_lora_rank")
     )
     plain, turned, value = (
         config[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     )
-    layers, count = config["num_hidden_layers"], config["n_routed_experts"]
-    attention = {
+    found = {
         "kv_a_proj_with_mqa": (rank + turned, embed),
         "kv_a_layernorm": (rank,),
         "kv_b_proj": (heads * (plain + value), rank),
         "o_proj": (embed, heads * value),
     }
     if of_queries := config["q_lora_rank"]:
-        attention["q_a_proj"] = (of_queries, embed)
-        attention["q_a_layernorm"] = (of_queries,)
+        found["q_a_proj"] = (of_queries, embed)
+        found["q_a_layernorm"] = (of_queries,)
     name = "q_b_proj" if of_queries else "q_proj"
-    attention[name] = (heads * (plain + turned), of_queries or embed)
+    found[name] = (heads * (plain + turned), of_queries or embed)
+    return {f"self_attn.{name}.weight": shape for name, shape in found.items()}
 
-    def mlp(place: str, ffn: int) -> dict[str, tuple[int, ...]]:
-        sizes = {"gate": (ffn, embed), "up": (ffn, embed), "down": (embed, ffn)}
-        return {f"{place}.{name}_proj.weight": shape for name, shape in sizes.items()}
 
-    ffn = config["moe_intermediate_size"]
-    experts = {
-        "mlp.gate.weight": (count, embed),
-        "mlp.gate.e_score_correction_bias": (count,),
-        **mlp("mlp.shared_experts", config["n_shared_experts"] * ffn),
-    }
+def _of_mlp(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The three matrices of an mlp, of which phi3 joins two."""
+    embed, ffn = config["hidden_size"], config["intermediate_size"]
+    found = {"mlp.down_proj.weight": (embed, ffn)}
+    if config["model_type"] == "phi3":
+        return found | {"mlp.gate_up_proj.weight": (2 * ffn, embed)}
+    return found | {f"mlp.{name}_proj.weight": (ffn, embed) for name in ("gate", "up")}
+
+
+def _of_experts(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The router of a layer, three matrices of each expert, and the shared ones."""
+    embed, kind = config["hidden_size"], config["model_type"]
+    router, bias, matrices, shared = EXPERTS[kind]
+    counts = ("num_local_experts", "num_experts", "n_routed_experts")
+    count = next(config[name] for name in counts if name in config)
+    ffn = config.get("moe_intermediate_size", config["intermediate_size"])
+    shapes = ((ffn, embed), (ffn, embed), (embed, ffn))
+    found: dict[str, tuple[int, ...]] = {router: (count, embed)}
+    if bias:
+        found[bias] = (count,)
     for number in range(count):
-        experts |= mlp(f"mlp.experts.{number}", ffn)
-    found = {"model.embed_tokens.weight": (config["vocab_size"], embed)}
-    further = config.get("num_nextn_predict_layers", 0)
-    for layer in range(layers + further):
-        of_layer = {f"self_attn.{name}.weight": shape for name, shape in attention.items()}
-        norms = ["input_layernorm", "post_attention_layernorm"]
-        is_dense = layer < config["first_k_dense_replace"]
-        of_layer |= mlp("mlp", config["intermediate_size"]) if is_dense else experts
-        if layer >= layers:
-            norms += ["enorm", "hnorm", "shared_head.norm"]
-            of_layer["eh_proj.weight"] = (embed, 2 * embed)
-        of_layer |= {f"{name}.weight": (embed,) for name in norms}
-        found |= {f"model.layers.{layer}.{name}": shape for name, shape in of_layer.items()}
-    return found | {
-        "model.norm.weight": (embed,),
-        "lm_head.weight": (config["vocab_size"], embed),
-    }
+        for name, shape in zip(matrices, shapes, strict=True):
+            found[f"{name.replace('X', str(number))}.weight"] = shape
+    if shared:
+        wide = ffn * config.get("n_shared_experts", config.get("num_shared_experts", 0))
+        for name, shape in zip(
+            ("gate", "up", "down"), ((wide, embed), (wide, embed), (embed, wide)), strict=True
+        ):
+            found[f"{shared}.{name}_proj.weight"] = shape
+    return found
 
 
 def _of_gpt_oss(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -403,6 +563,15 @@ def drawn(
             values = values * 0.8 / width**0.5
         found[name] = values.astype(dtype)
     return found
+
+
+def apart(got: np.ndarray, want: np.ndarray) -> float:
+    """The rms of the difference over that of `want`; for an expert that no token chose, both are
+    0.
+    """
+    if not want.any():
+        return float(np.abs(got).max())
+    return float(np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)))
 
 
 def learn_all_tokens(model: Any) -> None:

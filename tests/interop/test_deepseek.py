@@ -1,5 +1,6 @@
 """DeepSeek-V3's files: pairs of channels that turn, a layer of a further token, and 8 bits."""
 
+import json
 import re
 
 import directories
@@ -62,9 +63,15 @@ def test_layers_of_further_tokens_come_in_and_go_out(tmp_path):
     # As transformers saves it: its class has no such layers, and its config.json names them.
     saved = {name: x for name, x in tensors.items() if not re.search(r"layers\.[34]\.", name)}
     directories.write(tmp_path / "saved", FURTHER, saved)
+    imported = import_model(tmp_path / "saved", tmp_path / "plain")
+    assert f"{tmp_path / 'saved'}: its files lack the layers that predict" in imported.lines[0]
+    export_run(tmp_path / "plain", tmp_path / "without")
+    assert open_tensors(tmp_path / "without").keys() == saved.keys()
+    keys = json.loads((tmp_path / "without" / "config.json").read_text())
+    assert keys["num_nextn_predict_layers"] == 0  # vLLM would look for them
+    asked = ("model.multi_token.depth=2",)
     with pytest.raises(CheckpointError, match="further tokens; .*found 3 layers; .*multi_token"):
-        import_model(tmp_path / "saved", tmp_path / "refused")
-    import_model(tmp_path / "saved", tmp_path / "plain", overrides=alone)
+        import_model(tmp_path / "saved", tmp_path / "refused", overrides=asked)
     copy = "model.layers.4.shared_head.head.weight"
     with_copy = tensors | {copy: tensors["lm_head.weight"]}
     directories.write(tmp_path / "copies", FURTHER, with_copy)

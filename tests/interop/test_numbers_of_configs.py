@@ -14,6 +14,7 @@ import pytest
 from spmdtrain.cli import main
 from spmdtrain.config.errors import UserError
 from spmdtrain.config.published.class_keys import unread_by_class
+from spmdtrain.config.published.keys import is_harmless
 from spmdtrain.config.published.read_config import as_published
 from spmdtrain.config.published.write_config import as_model, function_of
 
@@ -25,15 +26,22 @@ ODD = (
 )
 # Keys of which transformers itself takes a 0 for absent.
 ZERO_IS_ABSENT = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
+# Keys whose number is 0 where they are absent, in all families or in one.
+ZERO_BY_DEFAULT = {"num_nextn_predict_layers", "router_jitter_noise"}
+ZERO_BY_DEFAULT_IN = {"dots1": {"n_shared_experts", "first_k_dense_replace"}}
 # Keys that change nothing, or are the older name of another key.
-SAY_NOTHING = {"torch_dtype", "dtype", "pad_token_id", "type"}
+SAY_NOTHING = {"torch_dtype", "dtype", "pad_token_id", "type", "enable_moe_fp32_combine"}
 
 
 def says_nothing(config: dict, path: tuple) -> bool:
     """True for a key that the family's class does not look at."""
     if path[-1] == "sliding_window":
         return not config.get("use_sliding_window", True)
-    return path[-1] in SAY_NOTHING or path[0] in unread_by_class(config["model_type"])
+    if path[-1] == "sliding_window_pattern":
+        return "layer_types" in config
+    if path[-1] in SAY_NOTHING or is_harmless(path[-1]):
+        return True
+    return path[0] in unread_by_class(config["model_type"])
 
 
 def places(value: Any, path: tuple = ()) -> Iterator[tuple]:
@@ -90,6 +98,8 @@ def test_a_zero_is_not_taken_for_an_absent_number(name):
         zero, absent = (function(changed(config, path, *value)) for value in ((0,), ()))
         if path[-1] in ZERO_IS_ABSENT or says_nothing(config, path):
             continue
+        if path[-1] in ZERO_BY_DEFAULT | ZERO_BY_DEFAULT_IN.get(name, set()):
+            continue
         if zero is not None:
             assert zero != absent, path
 
@@ -114,7 +124,7 @@ def test_more_experts_than_could_be_counted_are_refused(tmp_path, capsys):
 @pytest.mark.parametrize("family", directories.CONFIGS)
 def test_as_many_layers_as_are_read_take_no_time(family):
     config = dict(directories.CONFIGS[family])
-    for name in ("layer_types", "no_rope_layers"):
+    for name in ("layer_types", "mlp_layer_types", "no_rope_layers", "sliding_window_pattern"):
         config.pop(name, None)
     name = "n_layer" if family == "gpt2" else "num_hidden_layers"
     started = time.process_time()

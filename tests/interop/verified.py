@@ -48,11 +48,6 @@ HEAD = (
 SEQUENCES, LENGTH = 4, 39
 
 
-def relative(ours: np.ndarray, theirs: np.ndarray) -> float:
-    """Returns the rms of the difference over that of `theirs`."""
-    return float(np.sqrt(np.mean((ours - theirs) ** 2) / np.mean(theirs**2)))
-
-
 def in_layers(setup, path: str, gradient: jax.Array) -> np.ndarray:
     """Returns a parameter's gradient without padding, its layers in order."""
     whole = np.asarray(jax.device_get(gradient))
@@ -80,7 +75,7 @@ def measure(name: str, folder: Path) -> list[str]:
         setup = imported.setup
         if "pipeline" not in layout:
             ours = np.asarray(make_logits(setup)(imported.params, tokens), np.float64)
-            found_logits.append(relative(ours[..., : logits.shape[-1]], logits))
+            found_logits.append(directories.apart(ours[..., : logits.shape[-1]], logits))
         _, data = open_data(setup.config, lambda seed, index: tokens[index % SEQUENCES])  # noqa: ARG005
         with batches(setup, data, 0, 0) as ahead:
             gradients = make_gradients(setup)(imported.params, next(ahead))
@@ -95,7 +90,7 @@ def measure(name: str, folder: Path) -> list[str]:
                 one = whole if layer is None else whole[layer]
                 ours |= dict(zip(entry.of_layer(layer), mapped.write(one), strict=True))
         worst = max(
-            relative(ours[tensor], gradient)
+            directories.apart(ours[tensor], gradient)
             for tensor, gradient in directories.gradients_in_torch(model).items()
         )
         found_gradients.append(worst)

@@ -27,6 +27,14 @@ GEMMA = {
 YARN = {"kind": "yarn", "factor": 4.0, "original_length": 32}
 LONG = tuple(1.0 + 0.75 * n for n in range(8))
 SHORT = tuple(1.0 + 0.05 * n for n in range(8))
+BY_SIGMOID = {
+    "count": 8,
+    "chosen": 3,
+    "ffn": 24,
+    "score": "sigmoid",
+    "scale": 2.5,
+    "bias_rate": 0.001,
+}
 FAMILIES = {
     "gpt2": {"name": "gpt", "heads": 4, "embed": 48},
     "llama": {
@@ -129,6 +137,43 @@ FAMILIES = {
             "groups_kept": 2,
             "bias_rate": 0.001,
         },
+    },
+    "glm4_moe": {
+        **GIVEN_HEAD,
+        "rope_share": 0.5,
+        "query_norm": "head",
+        "qkv_bias": True,
+        "norm_epsilon": 1e-5,
+        "experts": BY_SIGMOID | {"shared": 1, "first_dense": 1, "groups": 4, "groups_kept": 2},
+    },
+    "glm4_moe_lite": {
+        "heads": 3,
+        "embed": 40,
+        "latent": {
+            "rank": 20,
+            "query_rank": 28,
+            "plain_dim": 10,
+            "rope_dim": 6,
+            "value_dim": 14,
+            "epsilon": 1e-6,
+        },
+        "norm_epsilon": 1e-3,
+        "experts": BY_SIGMOID | {"shared": 1, "first_dense": 1, "groups": 4, "groups_kept": 2},
+    },
+    "minimax_m2": {
+        **GIVEN_HEAD,
+        "rope_share": 0.375,
+        "query_norm": "all",
+        "norm_epsilon": 1e-6,
+        "experts": BY_SIGMOID | {"scale": 1.0},
+    },
+    "exaone4": {
+        **GIVEN_HEAD,
+        "layers": 5,
+        "norm_places": "after",
+        "query_norm": "head",
+        "windows": [7, 7, 7, 0],
+        "rope_layers": [True, True, True, False],
     },
     "every second layer, grouped": {
         **GIVEN_HEAD,

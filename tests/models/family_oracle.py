@@ -186,7 +186,7 @@ def grouped(model: Any, p: Params, x: np.ndarray, number: int, window: int) -> t
 
 def latent(model: Any, p: Params, x: np.ndarray, window: int) -> tuple:
     """The same of latent attention, where the last channels of queries and keys turn."""
-    of, epsilon = model.latent, model.norm_epsilon
+    of, epsilon = model.latent, model.latent.epsilon or model.norm_epsilon
 
     def normed(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + epsilon) * scale

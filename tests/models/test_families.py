@@ -186,6 +186,17 @@ MISTAKES = [
     ("deepseek_v3", experts("deepseek_v3", score="softmax")),
     ("deepseek_v3", experts("deepseek_v3", normalise=False)),
     ("deepseek_v3", experts("deepseek_v3", scale=1.0)),
+    ("glm4_moe", {"query_norm": "none"}),
+    ("glm4_moe", {"qkv_bias": None}),
+    ("glm4_moe", {"rope_share": 1.0}),
+    ("glm4_moe", {"norm_epsilon": 1e-6}),
+    ("glm4_moe", experts("glm4_moe", groups_kept=4)),
+    ("glm4_moe", experts("glm4_moe", bias_rate=None)),
+    ("glm4_moe_lite", {"latent": FAMILIES["glm4_moe_lite"]["latent"] | {"epsilon": None}}),
+    ("minimax_m2", {"query_norm": "head"}),
+    ("minimax_m2", {"rope_share": 1.0}),
+    ("minimax_m2", experts("minimax_m2", score="softmax")),
+    ("exaone4", {"rope_layers": ()}),
 ]
 
 
@@ -234,6 +245,7 @@ family_oracle_turned, family_oracle_gates = family_oracle.turned, family_oracle.
 # The same of formulas, for which there is no setting.
 MISTAKEN_FORMULAS = [
     *((family, "turned", by_pairs) for family in ("llama", "qwen3", "phi4", "deepseek_v3")),
+    *((family, "turned", by_pairs) for family in ("glm4_moe", "glm4_moe_lite")),
     ("gemma2", "gelu_tanh", exact_gelu),
     ("gemma3", "gelu_tanh", exact_gelu),
     ("gpt_oss", "CLAMP", 1000),
@@ -245,6 +257,7 @@ MISTAKEN_FORMULAS = [
     ("ernie4_5_moe", "gates", scores_with_their_bias),
     ("gated channels", "output_gate", silu_gate),
     ("deepseek_v3", "gates", scores_with_their_bias),
+    ("minimax_m2", "gates", scores_with_their_bias),
 ]
 
 

@@ -73,6 +73,14 @@ class Keys:
         """Accepts any value of keys that published files have, and that nothing reads."""
         self._taken.update(names)
 
+    def agrees(self, name: str, *values: Any) -> None:
+        """Refuses a key that the family's class does not read, unless it says what the class does:
+        one of `values`.
+        """
+        if self.values.get(name) not in (None, *values):
+            raise self.unknown(name, self.values[name])
+        self._taken.add(name)
+
     def number(self, name: str, default: Any = None) -> float | None:
         """Returns a finite number, or None if it is null."""
         value = self.take(name, default)

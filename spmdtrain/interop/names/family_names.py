@@ -6,6 +6,7 @@ from typing import NamedTuple
 from spmdtrain.interop import pieces
 from spmdtrain.interop.names import expert_parts, layer_parts
 from spmdtrain.interop.names.entry import EMBED, HEAD, NORM, POSITIONS, Part, Table, entry
+from spmdtrain.interop.names.expert_parts import Layouts
 from spmdtrain.interop.names.layer_parts import (
     ATTENTION,
     FUSED_ATTENTION,
@@ -24,17 +25,19 @@ class FamilyNames(NamedTuple):
     """The names of a family's tensors.
 
     `layer` has those that all layers have, of attention and norms, and a layer has either those of
-    `mlp` or of `experts`.
+    `mlp` or of `experts`, whose names depend on the layout of the files.
     """
 
     layer: Part
     mlp: Part = MLP
-    experts: Part = {}
+    experts: Layouts = ()
     whole: Table = LIKE_LLAMA  # outside of layers
     prefix: str = layer_parts.PREFIX
 
 
-LLAMA = FamilyNames({**ATTENTION, **NORMS_BEFORE})
+OF_ATTENTION = {**ATTENTION, **NORMS_BEFORE}
+WITH_QUERY_NORMS = {**OF_ATTENTION, **QUERY_NORMS}
+LLAMA = FamilyNames(OF_ATTENTION)
 OLMO = FamilyNames({**ATTENTION, **NORMS_AFTER, **QUERY_NORMS})
 GPT2 = FamilyNames(
     {
@@ -64,12 +67,13 @@ GPT2 = FamilyNames(
 )
 SINKS = {"attention.sinks": entry(pieces.copy, "self_attn.sinks")}
 
+
 NAMES: Mapping[str, FamilyNames] = {
     "gpt2": GPT2,
     "llama": LLAMA,
     "mistral": LLAMA,
     "qwen2": LLAMA,
-    "qwen3": FamilyNames({**ATTENTION, **NORMS_BEFORE, **QUERY_NORMS}),
+    "qwen3": FamilyNames(WITH_QUERY_NORMS),
     "gemma2": FamilyNames({**ATTENTION, **NORMS_BOTH}),
     "gemma3_text": FamilyNames({**ATTENTION, **NORMS_BOTH, **QUERY_NORMS}),
     "phi3": FamilyNames({**FUSED_ATTENTION, **NORMS_BEFORE}, FUSED_MLP),
@@ -78,9 +82,18 @@ NAMES: Mapping[str, FamilyNames] = {
     "smollm3": LLAMA,
     "granite": LLAMA,
     "deepseek_v3": FamilyNames({**LATENT, **NORMS_BEFORE}, experts=expert_parts.DEEPSEEK),
-    "gpt_oss": FamilyNames({**ATTENTION, **SINKS, **NORMS_BEFORE}, experts=expert_parts.GPT_OSS),
-    "mixtral": FamilyNames({**ATTENTION, **NORMS_BEFORE}, experts=expert_parts.MIXTRAL),
-    "qwen3_moe": FamilyNames(
-        {**ATTENTION, **NORMS_BEFORE, **QUERY_NORMS}, experts=expert_parts.QWEN
-    ),
+    "glm4_moe": FamilyNames(WITH_QUERY_NORMS, experts=expert_parts.DEEPSEEK),
+    "glm4_moe_lite": FamilyNames({**LATENT, **NORMS_BEFORE}, experts=expert_parts.DEEPSEEK),
+    "dots1": FamilyNames(WITH_QUERY_NORMS, experts=expert_parts.DEEPSEEK),
+    "solar_open": FamilyNames(OF_ATTENTION, experts=expert_parts.DEEPSEEK),
+    "hy_v3": FamilyNames(WITH_QUERY_NORMS, experts=expert_parts.HUNYUAN),
+    "minimax_m2": FamilyNames(WITH_QUERY_NORMS, experts=expert_parts.MINIMAX),
+    "seed_oss": LLAMA,
+    "exaone4": OLMO,
+    "exaone_moe": FamilyNames(WITH_QUERY_NORMS, experts=expert_parts.EXAONE),
+    "gpt_oss": FamilyNames({**OF_ATTENTION, **SINKS}, experts=expert_parts.GPT_OSS),
+    "mixtral": FamilyNames(OF_ATTENTION, experts=expert_parts.MIXTRAL),
+    "qwen3_moe": FamilyNames(WITH_QUERY_NORMS, experts=expert_parts.QWEN),
+    "olmoe": FamilyNames(WITH_QUERY_NORMS, experts=expert_parts.QWEN),
+    "flex_olmo": OLMO._replace(experts=expert_parts.QWEN),
 }

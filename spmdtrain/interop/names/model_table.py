@@ -1,5 +1,7 @@
 """Makes the table of names of one model, of as many layers and experts as it has."""
 
+from collections.abc import Collection
+
 from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.interop import mxfp4
 from spmdtrain.interop.names.entry import (
@@ -13,13 +15,19 @@ from spmdtrain.interop.names.entry import (
 )
 from spmdtrain.interop.names.family_names import NAMES
 from spmdtrain.interop.names.layer_parts import FURTHER_TOKEN, PLAIN_QUERIES
+from spmdtrain.interop.names.spellings import spelled, spelling_of
+
+SHARED = "mlp.shared."  # which a model may lack
 
 
-def table_of(family: str, model: TransformerConfig) -> Table:
-    """Returns the table of a family, for a model with as many experts and layers."""
+def table_of(family: str, model: TransformerConfig, layout: int = 0) -> Table:
+    """Returns the table of a family, for a model with as many experts and layers.
+
+    `layout` is that of its experts: see `layout_of`.
+    """
     names = NAMES[family]
     first = model.layers - model.stack_layers
-    table = {**stack_table(family, model), **_further(family, model)}
+    table = {**stack_table(family, model, layout), **_further(family, model, layout)}
     dense = {**_layer(family, model), **names.mlp} if first else {}
     for path, entry in in_layers(names.prefix, dense).items():
         table[path.replace(OURS, FIRST)] = entry.of_all(range(first))
@@ -30,10 +38,25 @@ def table_of(family: str, model: TransformerConfig) -> Table:
     return {path: entry.of_experts(count) for path, entry in table.items()}
 
 
-def stack_table(family: str, model: TransformerConfig) -> Table:
+def layout_of(family: str, model: TransformerConfig, names: Collection[str]) -> int:
+    """Returns the number of the layout of experts that tensors with these names have; the first if
+    none has all of its tensors.
+    """
+    spelling = spelling_of(family, names)
+    # The last layer has experts if any layer has.
+    prefix = NAMES[family].prefix.replace(LAYER, str(model.layers - 1))
+    for number, part in enumerate(NAMES[family].experts if model.experts else ()):
+        own = (entry for path, entry in part.items() if not path.startswith(SHARED))
+        wanted = (name for entry in own for name in entry.of_experts(1).names)
+        if all(spelled(prefix + name, spelling) in names for name in wanted):
+            return number
+    return 0
+
+
+def stack_table(family: str, model: TransformerConfig, layout: int = 0) -> Table:
     """Returns the table of a family without first dense layers, for experts one by one."""
     names = NAMES[family]
-    of_mlp = names.experts if model.experts else names.mlp
+    of_mlp = names.experts[layout] if model.experts and names.experts else names.mlp
     of_layer = {**_layer(family, model), **of_mlp}
     return {**names.whole, **in_layers(names.prefix, of_layer)}
 
@@ -44,14 +67,14 @@ def _layer(family: str, model: TransformerConfig) -> dict[str, Entry]:
     return {**NAMES[family].layer, **(PLAIN_QUERIES if has_plain_queries else {})}
 
 
-def _further(family: str, model: TransformerConfig) -> Table:
+def _further(family: str, model: TransformerConfig, layout: int) -> Table:
     """Returns the entries of model.multi_token, whose blocks are layers after the last one."""
     prefix = NAMES[family].prefix
     count = model.experts.count if model.experts else 0
     entries = {}
     for number in numbers_of_further(model):
         ours = f"{FURTHER}{number - model.layers}."
-        for path, entry in stack_table(family, model).items():
+        for path, entry in stack_table(family, model, layout).items():
             if path.startswith(OURS):
                 of_block = entry.of_experts(count).of_all(range(number, number + 1))
                 entries[ours + path.replace(OURS, "block.layer.")] = of_block

@@ -1,7 +1,10 @@
 """Other spellings of names in files, and the tensors that nothing needs."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+
+from spmdtrain.interop.names.entry import EMBED, NORM
+from spmdtrain.interop.names.family_names import NAMES
 
 # Tensors that no parameter needs: masks and frequencies of older versions, and vision towers.
 SAY_NOTHING = re.compile(
@@ -22,3 +25,15 @@ def spelled(name: str, spelling: tuple[str, str]) -> str:
     """Returns a name of a table as a file spells it."""
     written, instead = spelling
     return instead + name.removeprefix(written) if name.startswith(written) else name
+
+
+def spelling_of(family: str, names: Collection[str]) -> tuple[str, str]:
+    """Returns the spelling that files with these names use, judged by that of the embedding, or of
+    the last norm if the files lack it.
+    """
+    table = NAMES[family].whole
+    for path in (EMBED, NORM):
+        for spelling in SPELLINGS:
+            if spelled(table[path].names[0], spelling) in names:
+                return spelling
+    return SPELLINGS[0]

@@ -3,16 +3,21 @@
 from collections.abc import Mapping
 
 from spmdtrain.config.published.families.deepseek import DEEPSEEK
+from spmdtrain.config.published.families.exaone import EXAONE
 from spmdtrain.config.published.families.family import Family
 from spmdtrain.config.published.families.gemma import GEMMA
+from spmdtrain.config.published.families.glm import GLM
 from spmdtrain.config.published.families.gpt2 import GPT2
 from spmdtrain.config.published.families.gpt_oss import GPT_OSS
 from spmdtrain.config.published.families.granite import GRANITE
+from spmdtrain.config.published.families.hunyuan import HUNYUAN
 from spmdtrain.config.published.families.llama import LLAMA
+from spmdtrain.config.published.families.minimax import MINIMAX
 from spmdtrain.config.published.families.mistral import MISTRAL
 from spmdtrain.config.published.families.olmo import OLMO
 from spmdtrain.config.published.families.phi import PHI
 from spmdtrain.config.published.families.qwen import QWEN
+from spmdtrain.config.published.families.seed_oss import SEED_OSS
 from spmdtrain.config.published.families.smollm import SMOLLM
 
 FAMILIES: Mapping[str, Family] = {
@@ -27,4 +32,9 @@ FAMILIES: Mapping[str, Family] = {
     **GRANITE,
     **GPT_OSS,
     **DEEPSEEK,
+    **GLM,
+    **HUNYUAN,
+    **MINIMAX,
+    **SEED_OSS,
+    **EXAONE,
 }

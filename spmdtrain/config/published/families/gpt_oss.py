@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from spmdtrain.config.published.families.expert_keys import read_experts
+from spmdtrain.config.published.families.expert_keys import read_experts, write_experts
 from spmdtrain.config.published.families.family import USUAL, Family, ModelSettings
 from spmdtrain.config.published.families.layer_windows import (
     all_but_each,
@@ -30,9 +30,8 @@ def _write_gpt_oss(model: TransformerConfig) -> dict[str, Any]:
     if model.experts is None:
         return {}
     return {
+        **write_experts(model.experts, "num_local_experts"),
         "intermediate_size": model.experts.ffn,
-        "num_local_experts": model.experts.count,
-        "num_experts_per_tok": model.experts.chosen,
         "sliding_window": window_of(model) or 128,
         "layer_types": layer_types_of(model),
         "attention_bias": True,

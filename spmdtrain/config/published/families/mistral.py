@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from spmdtrain.config.published.families.expert_keys import read_experts
+from spmdtrain.config.published.families.expert_keys import read_experts, write_experts
 from spmdtrain.config.published.families.family import WITH_SILU, Family, ModelSettings
 from spmdtrain.config.published.families.layer_windows import all_layers, read_windows, window_of
 from spmdtrain.config.published.keys import Keys
@@ -27,10 +27,10 @@ def _mixtral(keys: Keys) -> ModelSettings:
 def _write_mixtral(model: TransformerConfig) -> dict[str, Any]:
     if model.experts is None:
         return {}
-    return _write_mistral(model) | {
+    return {
+        **_write_mistral(model),
+        **write_experts(model.experts, "num_local_experts"),
         "intermediate_size": model.experts.ffn,
-        "num_local_experts": model.experts.count,
-        "num_experts_per_tok": model.experts.chosen,
         "router_jitter_noise": model.experts.jitter,
     }
 

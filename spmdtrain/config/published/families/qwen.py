@@ -3,7 +3,7 @@
 from typing import Any
 
 from spmdtrain.config.published.families.biases import read_biases, write_biases
-from spmdtrain.config.published.families.expert_keys import read_experts
+from spmdtrain.config.published.families.expert_keys import read_experts, write_experts
 from spmdtrain.config.published.families.family import WITH_SILU, Family, ModelSettings
 from spmdtrain.config.published.families.layer_windows import (
     all_layers,
@@ -71,9 +71,9 @@ def _qwen3_moe(keys: Keys) -> ModelSettings:
 def _write_qwen3_moe(model: TransformerConfig) -> dict[str, Any]:
     if model.experts is None:
         return {}
-    return _write_qwen3(model) | {
-        "num_experts": model.experts.count,
-        "num_experts_per_tok": model.experts.chosen,
+    return {
+        **_write_qwen3(model),
+        **write_experts(model.experts, "num_experts"),
         "moe_intermediate_size": model.experts.ffn,
         "norm_topk_prob": model.experts.normalise,
         "decoder_sparse_step": 1,

@@ -2,7 +2,7 @@
 
 from pydantic import Field, model_validator
 
-from spmdtrain.config.settings import Count, Settings
+from spmdtrain.config.settings import Count, Positive, Settings
 
 
 class LatentConfig(Settings):
@@ -26,6 +26,9 @@ class LatentConfig(Settings):
         "position; even"
     )
     value_dim: Count = Field(description="channels of a head's values")
+    epsilon: Positive | None = Field(
+        default=None, description="epsilon of the latents' norms; default: model.norm_epsilon"
+    )
 
     @model_validator(mode="after")
     def _check(self):

@@ -42,7 +42,8 @@ class LatentAttention(nnx.Module):
         self.rotation = make_rotation(config)
         self.temperature = make_temperature(config)
         self.attend = make_attend(config)
-        self.epsilon, self.offset = config.norm_epsilon, config.norm_offset
+        self.epsilon = latent.epsilon or config.norm_epsilon
+        self.offset = config.norm_offset
         self.plain_dim, self.rope_dim = latent.plain_dim, latent.rope_dim
         self.rank, self.query_rank = latent.rank, latent.query_rank or 0
         heads, width = config.heads, config.head_dim

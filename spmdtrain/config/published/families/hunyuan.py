@@ -1,0 +1,81 @@
+"""Hunyuan V3."""
+
+from typing import Any
+
+from spmdtrain.config.published.families.biases import read_biases
+from spmdtrain.config.published.families.expert_keys import (
+    BY_SIGMOID,
+    mlp_layer_types_of,
+    read_experts,
+    read_first_dense,
+    read_further,
+    write_experts,
+    write_further,
+)
+from spmdtrain.config.published.families.family import WITH_SILU, Family, ModelSettings
+from spmdtrain.config.published.families.llama import write_llama
+from spmdtrain.config.published.keys import Keys
+from spmdtrain.config.schema import TransformerConfig
+
+
+def _hy_v3(keys: Keys) -> ModelSettings:
+    keys.pass_over("enable_moe_fp32_combine")  # how the shared experts' output is rounded
+    experts = (
+        read_experts(keys, "num_experts")
+        | BY_SIGMOID
+        | {
+            "ffn": keys.count("moe_intermediate_size"),
+            "shared": keys.whole("num_shared_experts") or 0,
+            "scale": float(keys.positive("router_scaling_factor") or 1),
+            "first_dense": read_first_dense(keys),
+        }
+    )
+    keys.agrees("first_k_dense_replace", experts["first_dense"])
+    return read_biases(keys) | {"experts": experts} | read_further(keys)
+
+
+def _write_hy_v3(model: TransformerConfig) -> dict[str, Any]:
+    experts = model.experts
+    if experts is None:
+        return {}
+    return {
+        **write_llama(model),
+        **write_experts(experts, "num_experts"),
+        **write_further(model),
+        "moe_intermediate_size": experts.ffn,
+        "num_shared_experts": experts.shared,
+        "router_scaling_factor": experts.scale,
+        "mlp_layer_types": mlp_layer_types_of(model),
+    }
+
+
+HUNYUAN = {
+    "hy_v3": Family(
+        "HYV3ForCausalLM",
+        reads=(
+            *WITH_SILU,
+            "attention_bias",
+            "mlp_bias",
+            "mlp_layer_types",
+            "moe_intermediate_size",
+            "num_experts",
+            "num_experts_per_tok",
+            "num_shared_experts",
+            "router_scaling_factor",
+        ),
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 11_158_840.0,
+            "head_dim": 128,
+            "num_experts": 192,
+            "num_experts_per_tok": 8,
+            "num_shared_experts": 1,
+            "moe_intermediate_size": 1536,
+            "router_scaling_factor": 2.826,
+            "first_k_dense_replace": 1,
+        },
+        settings={"query_norm": "head"},
+        read=_hy_v3,
+        write=_write_hy_v3,
+    ),
+}
