@@ -11,6 +11,7 @@ from spmdtrain.config.published.class_keys import unread_by_class
 from spmdtrain.config.published.families.activations import GATED, PLAIN
 from spmdtrain.config.published.families.all_families import FAMILIES
 from spmdtrain.config.published.families.family import Family, ModelSettings
+from spmdtrain.config.published.families.further_layers import without_missing
 from spmdtrain.config.published.keys import Keys
 from spmdtrain.config.published.rope_keys import FULL, read_rope
 from spmdtrain.config.published.tensor_names import names_in
@@ -63,19 +64,11 @@ def read_published(folder: Path) -> Published:
     computes something that has no settings here. Raises CheckpointError if it is quantised in a way
     that cannot be read.
     """
-    return _without_missing_layers(as_published(folder, _read(folder)))
-
-
-def _without_missing_layers(published: Published) -> Published:
-    """Leaves out the layers that predict further tokens if config.json announces them, and the
-    files have none: as transformers saves every model whose class has the key.
-    """
-    layers, names = published.settings["layers"], names_in(published.folder)
-    is_there = any(f".layers.{layers}." in name for name in names)
-    if not published.settings.get("multi_token") or not names or is_there:
+    published = as_published(folder, _read(folder))
+    settings = without_missing(published.settings, names_in(folder))
+    if settings == published.settings:
         return published
-    remark = f"{published.folder}: its files lack the layers that predict further tokens"
-    settings = {name: x for name, x in published.settings.items() if name != "multi_token"}
+    remark = f"{folder}: its files lack the layers that predict further tokens"
     return replace(published, settings=settings, remarks=(*published.remarks, remark))
 
 

@@ -5,12 +5,11 @@ from typing import Any
 
 from spmdtrain.config.published.families.expert_keys import (
     READ_BY_ROUTERS,
-    read_further,
     read_grouped,
-    write_further,
     write_grouped,
 )
 from spmdtrain.config.published.families.family import WITH_SILU, Family, ModelSettings
+from spmdtrain.config.published.families.further_layers import read_further, write_further
 from spmdtrain.config.published.keys import Keys
 from spmdtrain.config.published.rope_keys import write_rope, yarn_scale
 from spmdtrain.config.schema import LatentConfig, TransformerConfig

@@ -5,12 +5,11 @@ from typing import Any
 from spmdtrain.config.published.families.expert_keys import (
     mlp_layer_types_of,
     read_first_dense,
-    read_further,
     read_grouped,
-    write_further,
     write_grouped,
 )
 from spmdtrain.config.published.families.family import WITH_SILU, Family, ModelSettings
+from spmdtrain.config.published.families.further_layers import read_further, write_further
 from spmdtrain.config.published.families.layer_windows import (
     all_but_each,
     layer_types_of,

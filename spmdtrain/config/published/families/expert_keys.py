@@ -1,9 +1,7 @@
 """Reads and writes the keys of experts that several families share."""
 
-from collections.abc import Mapping
 from typing import Any
 
-from spmdtrain.config.published.families.family import ModelSettings
 from spmdtrain.config.published.keys import Keys
 from spmdtrain.config.schema import ExpertsConfig, TransformerConfig
 
@@ -92,14 +90,3 @@ def read_first_dense(keys: Keys) -> int:
 def mlp_layer_types_of(model: TransformerConfig) -> list[str]:
     """Returns the key `mlp_layer_types` of a model."""
     return [SPARSE if has_experts else DENSE for has_experts in model.has_experts]
-
-
-def read_further(keys: Keys) -> ModelSettings:
-    """Returns the settings of the layers after the last, which predict further tokens."""
-    further = keys.whole("num_nextn_predict_layers")
-    return {"multi_token": {"depth": further} if further else None}
-
-
-def write_further(model: TransformerConfig) -> Mapping[str, Any]:
-    """Returns the key that `read_further` reads."""
-    return {"num_nextn_predict_layers": model.multi_token.depth if model.multi_token else 0}

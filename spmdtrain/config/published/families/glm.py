@@ -8,12 +8,11 @@ from spmdtrain.config.published.families.expert_keys import (
     READ_BY_ROUTERS,
     mlp_layer_types_of,
     read_first_dense,
-    read_further,
     read_grouped,
-    write_further,
     write_grouped,
 )
 from spmdtrain.config.published.families.family import WITH_SILU, Family, ModelSettings
+from spmdtrain.config.published.families.further_layers import read_further, write_further
 from spmdtrain.config.published.families.layer_windows import read_windows
 from spmdtrain.config.published.families.qwen import write_qwen2
 from spmdtrain.config.published.keys import Keys

@@ -8,11 +8,10 @@ from spmdtrain.config.published.families.expert_keys import (
     mlp_layer_types_of,
     read_experts,
     read_first_dense,
-    read_further,
     write_experts,
-    write_further,
 )
 from spmdtrain.config.published.families.family import WITH_SILU, Family, ModelSettings
+from spmdtrain.config.published.families.further_layers import read_further, write_further
 from spmdtrain.config.published.families.llama import write_llama
 from spmdtrain.config.published.keys import Keys
 from spmdtrain.config.schema import TransformerConfig
