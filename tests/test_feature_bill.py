@@ -66,7 +66,7 @@ FEATURES = {
             "running/distillation",
             "train/distillation",
         ),
-        9,
+        7,
     ),
     "ema": Feature(r"\bema\b", ("train/items/ema.py",), 20),
     "experts": Feature(

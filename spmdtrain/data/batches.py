@@ -21,7 +21,7 @@ and with packing="documents" or "best_fit" (packing.py), also:
     segment_ids [n, T] int32    the document of each token within the window, from 0
     positions   [n, T] int32    from 0 at the start of the window and of each document
 
-With saved logits there are also the arrays of saved_logits/reader.py.
+Arrays beside the tokens of a corpus (token_arrays.py) have names of their own.
 """
 
 import threading

@@ -25,6 +25,11 @@ class Joined:
         """Returns a new value of the part's item that is never saved."""
         raise NotImplementedError
 
+    def check_without_items(self) -> None:
+        """Raises ConfigError if no loss can be computed without the part's items: it is then no
+        function of weights and batch alone.
+        """
+
     def learns_from(self) -> Mapping[str, LearnedFrom]:
         """Returns what a run learns from besides its data, by its kind."""
         return {}

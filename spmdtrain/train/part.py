@@ -34,25 +34,12 @@ def measured(item: str) -> str:
     return MEASURED + item
 
 
-class Reading(NamedTuple):
-    """The arrays that a part brings into the manual region, where gradients are computed.
-
-    `arrays(params, inputs)` returns them, outside the region; None: there are none. `specs` are
-    those at its border. `in_use(arrays)`, once a step, is what hooks find as `ctx.read[NAME]`; if
-    it is None, they do not read it.
-    """
-
-    arrays: Callable[[Params, StepInputs], Arrays | None]
-    specs: Any
-    in_use: Callable[[Arrays], Arrays] | None = lambda arrays: arrays
-
-
 class SumOverData(NamedTuple):
     """A sum of gradients over `data` in place of the plain one.
 
     `paths(arrays)` are those of the parameters for which it stands in. `sums(own, arrays, step)`
     returns the sums of what each shard has, and the new values of items, by name; `arrays` are
-    those of the part's reading.
+    those of the reading.
     """
 
     paths: Callable[[Arrays], Any]
@@ -63,7 +50,7 @@ class Slots(NamedTuple):
     """The arrays by which a loss is differentiated too: in place of their gradients, the backward
     pass returns what it saw. Microbatches are joined by the maximum.
 
-    `zeros(arrays)` makes them, inside the region, given the arrays of the part's reading.
+    `zeros(arrays)` makes them, inside the region, given the arrays of the reading.
     `scaling(arrays, slots)` is what the model is bound to, as in `AbstractModel.bind`.
     `seen(slots, cotangent)` returns the new values of items, by name, the same on all devices.
     """
@@ -71,6 +58,23 @@ class Slots(NamedTuple):
     zeros: Callable[[Arrays], Arrays]
     scaling: Callable[[Arrays, Arrays], Scaling]
     seen: Callable[[Arrays, jax.Array | None], dict[str, Value]]
+
+
+class Reading(NamedTuple):
+    """The arrays that a part brings into the manual region, where gradients are computed, and their
+    use there.
+
+    `arrays(params, inputs)` returns them, outside the region; None: there are none. `specs` are
+    those at its border. `in_use(arrays)`, once a step, is what hooks find as `ctx.read[NAME]`; if
+    it is None, they do not read it. `data_sum`: at most one part of a run has it. `slots`: without
+    a pipeline only.
+    """
+
+    arrays: Callable[[Params, StepInputs], Arrays | None]
+    specs: Any
+    in_use: Callable[[Arrays], Arrays] | None = lambda arrays: arrays
+    data_sum: SumOverData | None = None
+    slots: Slots | None = None
 
 
 class Graded(NamedTuple):
@@ -99,8 +103,6 @@ class Part:
     are sums over tokens: what is not linear in them would depend on how a batch is cut.
     `make_layer(setup)`: `around(run, x, ctx)`, called in place of each layer's `run(x)`. Its losses
     and what it measures are scalars.
-    `make_data_sum(setup)`: a `SumOverData`.
-    `make_slots(setup)`: `Slots`, for what only the backward pass knows. A pipeline has none.
     `make_gradients(setup)`: a function of `Graded`, which returns other gradients. Those of a
     router's bias are its load, not a slope: `optimizers.learned` are the paths of the others.
     `shown`: the names of losses that are reported and not minimised.
@@ -114,8 +116,6 @@ class Part:
     make_head_losses: Callable[..., HeadLosses | None] | None = None
     make_side_losses: Callable[..., HeadLosses | None] | None = None
     make_layer: Callable[[Setup], AroundLayer | None] | None = None
-    make_data_sum: Callable[[Setup], SumOverData | None] | None = None
-    make_slots: Callable[[Setup], Slots | None] | None = None
     make_gradients: Callable[[Setup], Callable[[Graded], Params] | None] | None = None
     shown: tuple[str, ...] = ()
 

@@ -35,11 +35,16 @@ def _join(setup: Setup) -> Setup:
 
 def _make_reading(setup: Setup) -> Reading | None:
     """Makes the reading of both items, by name: what earlier steps have not sent."""
-    abstract = _of_items(setup.state.items)
-    if abstract is None:
+    joined, abstract = setup.own.get(NAME), _of_items(setup.state.items)
+    if not isinstance(joined, CodecsOfRun) or abstract is None:
         return None
     specs = jax.tree.map(lambda x: keep_axes(MANUAL_AXES, x.sharding.spec), abstract)
-    return Reading(lambda _, inputs: _of_items(inputs.items), specs, in_use=None)
+    return Reading(
+        lambda _, inputs: _of_items(inputs.items),
+        specs,
+        in_use=None,
+        data_sum=_make_data_sum(setup, joined.codecs),
+    )
 
 
 def _of_items(items: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -49,12 +54,9 @@ def _of_items(items: Mapping[str, Any]) -> dict[str, Any] | None:
     return {ERRORS.name: items[ERRORS.name], FACTORS.name: items.get(FACTORS.name, {})}
 
 
-def _make_data_sum(setup: Setup) -> SumOverData | None:
+def _make_data_sum(setup: Setup, codecs: Codecs) -> SumOverData:
     """Makes the compressed sum; the first `compression.after` steps sum uncompressed."""
-    joined = setup.own.get(NAME)
-    if not isinstance(joined, CodecsOfRun):
-        return None
-    codecs, after = joined.codecs, setup.config.compression.after
+    after = setup.config.compression.after
 
     def coded(own: Arrays, unsent: Feedback) -> tuple[Arrays, Feedback]:
         return feedback_sums(
@@ -78,10 +80,4 @@ def _make_data_sum(setup: Setup) -> SumOverData | None:
     return SumOverData(lambda arrays: arrays[ERRORS.name], sums)
 
 
-COMPRESSION = Part(
-    NAME,
-    items=(ERRORS, FACTORS),
-    join=_join,
-    make_reading=_make_reading,
-    make_data_sum=_make_data_sum,
-)
+COMPRESSION = Part(NAME, items=(ERRORS, FACTORS), join=_join, make_reading=_make_reading)

@@ -55,6 +55,13 @@ class Teacher(Joined):
         """Returns the weights at rest, by path. Raises ConfigError if nobody has opened them."""
         return self.opened.read()
 
+    def check_without_items(self) -> None:
+        raise ConfigError(
+            "a loss against a teacher is no function of params and batch alone",
+            asked=f"distill.teacher={self.settings.teacher!r}",
+            fix="st.make_step, whose state holds the teacher",
+        )
+
     def learns_from(self) -> dict[str, LearnedFrom]:
         if self.on_disk is None:
             return {}

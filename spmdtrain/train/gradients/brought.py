@@ -20,12 +20,14 @@ class Brought:
         self._sums: dict[str, SumOverData] = {}
         self._slots: dict[str, Slots] = {}
         for part in parts:
-            if part.make_reading and (reading := part.make_reading(setup)):
-                self._readings[part.name] = reading
-            if part.make_data_sum and (data_sum := part.make_data_sum(setup)):
-                self._sums[part.name] = data_sum
-            if part.make_slots and (slots := part.make_slots(setup)):
-                self._slots[part.name] = slots
+            reading = part.make_reading(setup) if part.make_reading else None
+            if reading is None:
+                continue
+            self._readings[part.name] = reading
+            if reading.data_sum:
+                self._sums[part.name] = reading.data_sum
+            if reading.slots:
+                self._slots[part.name] = reading.slots
 
     def arrays(self, params: dict[str, jax.Array], inputs: StepInputs) -> dict[str, Any]:
         """Returns the arrays of the parts that have any, but for `of_slots`; outside the region."""

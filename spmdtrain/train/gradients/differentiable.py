@@ -10,12 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmdtrain.config.errors import ConfigError
 from spmdtrain.models.abstract import matmuls
 from spmdtrain.train import step
 from spmdtrain.train.all_parts import parts_of
 from spmdtrain.train.batch import Batch
-from spmdtrain.train.distillation.run_teacher import teacher_of
 from spmdtrain.train.external_arrays.check_arrays import Checked, check_batch, check_params
 from spmdtrain.train.gradients.sums import COUNTS, number_of, objective, total_of
 from spmdtrain.train.setup import Setup, check_setup
@@ -31,12 +29,8 @@ def make_loss(setup: Setup) -> Checked:
     Jitted; differentiable in `params`. Raises ConfigError if either does not fit this setup.
     """
     check_setup(setup)
-    if teacher_of(setup) is not None:
-        raise ConfigError(
-            "a loss against a teacher is no function of params and batch alone",
-            asked=f"distill.teacher={setup.config.distill.teacher!r}",
-            fix="st.make_step, whose state holds the teacher",
-        )
+    for joined in setup.own.values():
+        joined.check_without_items()
     find = step.make_gradients(setup)
     compute = setup.config.precision.compute
 

@@ -96,19 +96,15 @@ def largest_of(
 
 def _make_reading(setup: Setup) -> Reading:
     """Makes the reading of a step's scales, which only its matmuls see."""
-    del setup
 
     def arrays(params: Params, inputs: StepInputs) -> Arrays | None:
         return scales_of(params, inputs.items.get(NAME), inputs.cotangent) or None
 
-    return Reading(arrays, P(), in_use=None)
-
-
-def _make_slots(setup: Setup) -> Slots:
     def seen(slots: Arrays, cotangent: jax.Array | None) -> dict[str, Arrays]:
         return {NAME: largest_of(setup, slots, cotangent)}
 
-    return Slots(partial(slots_of, setup), scaling_of, seen)
+    slots = Slots(partial(slots_of, setup), scaling_of, seen)
+    return Reading(arrays, P(), in_use=None, slots=slots)
 
 
-MAGNITUDES = Part(NAME, items=(ITEM,), make_reading=_make_reading, make_slots=_make_slots)
+MAGNITUDES = Part(NAME, items=(ITEM,), make_reading=_make_reading)
