@@ -55,6 +55,11 @@ class Manifest:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
+    def token_numbers(self) -> int:
+        """The numbers of a token in a batch: ids, their log-probabilities, that of the rest."""
+        return 2 * self.top + 1
+
+    @property
     def described(self) -> str:
         """The description in the first lines of a run."""
         return f"the {self.top} likeliest by {self.teacher} ({self.fingerprint})"

@@ -552,10 +552,7 @@ def _memory(
     logits: float = 0,
 ) -> Memory:
     """Makes a `Memory`. `peak` is the most bytes on top of the state; the rest is `buffers`."""
-    numbers = 3  # tokens, targets, mask: 4 bytes each
-    if workload.likeliest:
-        numbers += 2 * workload.likeliest + 1  # ids, their log-probabilities, that of the rest
-    batch = 4 * numbers * workload.tokens * workload.accumulation
+    batch = 4 * workload.token_numbers * workload.tokens * workload.accumulation
     named = int(gradients) + int(activations) + int(logits)
     return Memory(
         parameters=parameters,
@@ -588,14 +585,14 @@ def _logit_bytes(workload: Workload, ways: int) -> float:
 
     They are kept in their own dtype, and in compute precision for the matmuls of the gradients,
     which takes the place of logits of the same dtype where a kernel computes it.
-    With more than one chunk, a float32 gradient of the table accumulates over them. Saved
-    log-probabilities are spread over the rows of a chunk as well.
+    With more than one chunk, a float32 gradient of the table accumulates over them. What logits are
+    compared with is spread over the rows of a chunk as well.
     """
     rows = shape.vocab(workload.model) / ways
-    arrays = 2 if workload.likeliest else 1
-    size = FLOAT32 if workload.likeliest else bytes_of(workload.config.precision.logits)
+    arrays = 2 if workload.compares_logits else 1
+    size = FLOAT32 if workload.compares_logits else bytes_of(workload.config.precision.logits)
     implementation, chunks = loss_of(workload, ways)
-    if workload.likeliest:
+    if workload.compares_logits:
         chunks = max(1, math.ceil(arrays * workload.tokens * rows / CHUNK_LOGITS))
     in_place = implementation == KERNEL and size == workload.compute_bytes
     of_gradient = 0 if in_place else workload.compute_bytes

@@ -74,6 +74,7 @@ SECOND_MODELS: Mapping[str, Callable[[RunConfig], RunConfig | None]] = {"teacher
 # By optimizer.moment_dtype; 8 bits have a float32 scale for each 256.
 MOMENT_BYTES = {"params": None, "bfloat16": 2.0, "8bit": 1 + 4 / 256}
 FEEDBACK_BYTES = 4
+TOKEN_NUMBERS = 3  # the token, its target and its mask
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,8 @@ class Workload:
     sent_gradient_bytes: float | None = None  # as it crosses `data`; None: as the software sends it
     item_bytes: int = 0  # per weight, of other items of the state, such as its average
     second_models: tuple[SecondModel, ...] = ()
-    likeliest: int = 0  # saved log-probabilities of each token, from which it learns
+    token_numbers: int = TOKEN_NUMBERS  # of 4 bytes, for each token of a batch
+    compares_logits: bool = False  # with other probabilities of each token, in float32
 
     @property
     def model(self) -> TransformerConfig:
@@ -380,7 +382,8 @@ def workload_of(
         sent_gradient_bytes=_sent_gradient_bytes(config),
         item_bytes=_item_bytes(config),
         second_models=_second_models(config),
-        likeliest=0 if logits is None else logits.top,
+        token_numbers=TOKEN_NUMBERS + (0 if logits is None else logits.token_numbers),
+        compares_logits=logits is not None,
     )
 
 
