@@ -164,8 +164,8 @@ def json_schema() -> dict[str, Any]:
     """
     schema = _schema_for_toml(RunConfig.model_json_schema())
     # Another file may add to a table, so no table has to be complete.
-    for table in ("DeltaConfig", "ExpertsConfig", "LatentConfig", "RopeScaling", "SsdConfig"):
-        del schema["$defs"][table]["required"]
+    for table in _tables(RunConfig):
+        schema["$defs"][table.__name__].pop("required", None)
     extends = {
         "type": "string",
         "description": "a TOML file, relative to this one, whose settings come first",
@@ -178,6 +178,15 @@ def json_schema() -> dict[str, Any]:
         of_model = schema["$defs"][name]
         of_model["properties"] = {FROM: model} | of_model["properties"]
     return schema | {"properties": {"extends": extends} | schema["properties"]}
+
+
+def _tables(section: type[Settings]) -> Iterator[type[Settings]]:
+    """Yields the classes of the tables in a section, and in those; not of entries of lists."""
+    for field in section.model_fields.values():
+        for choice in _alternatives(field.annotation):
+            if isinstance(choice, type) and issubclass(choice, Settings):
+                yield choice
+                yield from _tables(choice)
 
 
 def _derived(settings: Settings, prefix: str = "") -> Iterator[str]:
