@@ -6,6 +6,7 @@ from pathlib import Path
 
 from spmdtrain.config.run_files import ORIGINAL as ORIGINAL
 from spmdtrain.config.writing import replacing, writing
+from spmdtrain.interop.imported_tensors import LIST, list_tensors
 
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
@@ -32,11 +33,16 @@ def files_to_keep(folder: Path) -> list[Path]:
 
 
 def keep_files(source: Path, run: Path) -> None:
-    """Copies config.json and its companions into a run.
+    """Copies config.json and its companions into a run, with a list of the tensors.
 
-    Raises StorageError if it cannot write.
+    `source`: a published model, or what was kept of one. Raises StorageError if it cannot write.
     """
-    copy_files([source / CONFIG, *files_to_keep(source)], run / ORIGINAL)
+    target = run / ORIGINAL
+    is_kept = (source / LIST).is_file()
+    copy_files([source / CONFIG, *files_to_keep(source), *[source / LIST] * is_kept], target)
+    if not is_kept and any(source.glob("*.safetensors")):
+        with replacing(target / LIST, target / f"{LIST}.tmp") as spare:
+            spare.write_text(list_tensors(source), encoding="utf-8")
 
 
 def copy_files(files: Sequence[Path], target: Path) -> None:

@@ -1,15 +1,20 @@
 """Maps the parameters of a run to the published tensors of an export."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import FinetuneConfig, TransformerConfig
-from spmdtrain.interop.names.entry import Entry
-from spmdtrain.interop.names.model_table import table_of
+from spmdtrain.interop.imported_tensors import ImportedTensors
+from spmdtrain.interop.names.entry import Entry, Table
+from spmdtrain.interop.names.model_table import layout_of, table_of
+from spmdtrain.interop.names.spellings import spelled, spelling_of
 from spmdtrain.interop.pieces import AnyMapped, Shape
 from spmdtrain.interop.published_weights import sizes_of
+
+CHOOSES = "router.load_bias_x"  # the ending of our paths of such a bias
 
 
 @dataclass(frozen=True)
@@ -21,11 +26,42 @@ class Target:
     keys: Mapping[str, Any]
     dtype: str
     finetune: FinetuneConfig  # says how adapters are merged
+    imported: ImportedTensors = ImportedTensors()
+
+    @cached_property
+    def table(self) -> Table:
+        """The names of tensors, in the layout that was imported."""
+        layout = layout_of(self.family, self.model, self.imported.types)
+        return table_of(self.family, self.model, layout)
+
+    def dtypes(self, ours: Mapping[str, Shape]) -> dict[str, str]:
+        """Returns the dtype of each tensor that parameters of these shapes become.
+
+        It is that of the export, but for those that were in float32 among others, and for the
+        biases by which routers choose: rounded to 16 bits, they would choose otherwise.
+        """
+        spelling = spelling_of(self.family, self.imported.types)
+        dtypes = {}
+        for path, shape in ours.items():
+            entry, _, layers = self.mapped(path, shape)
+            for name in (name for layer in layers for name in entry.of_layer(layer)):
+                spelled_name = spelled(name, spelling)
+                is_narrow = self.imported.types.get(spelled_name, "float32") != "float32"
+                chooses = path.endswith(CHOOSES) and not is_narrow
+                is_wide = chooses or self.imported.is_wide(spelled_name)
+                dtypes[name] = "float32" if is_wide else self.dtype
+        return dtypes
+
+    def files(self, names: Collection[str]) -> list[list[str]] | None:
+        """Returns the tensors of each file, as they were imported; None if they were others."""
+        if self.imported.types.keys() != set(names):
+            return None
+        return [sorted(self.imported.files[file]) for file in sorted(self.imported.files)]
 
     def mapped(self, path: str, shape: Shape) -> tuple[Entry, AnyMapped, Sequence[int | None]]:
         """Returns the tensors of a parameter of this shape, and the numbers of its layers."""
         stacked = path.startswith("blocks.")
-        entry = table_of(self.family, self.model).get(path)
+        entry = self.table.get(path)
         if entry is None:
             raise ConfigError(
                 f"no tensor of {self.family} holds {path}", fix="spmdtrain.weights(RUN) in Python"

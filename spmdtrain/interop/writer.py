@@ -10,7 +10,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,8 @@ class InFile:
 
 
 class TensorWriter:
-    """A writer of files for tensors of these shapes, in one dtype and in parts of at most `part`
-    bytes.
+    """A writer of files for tensors of these shapes and dtypes: those of `files`, or else parts of
+    at most `part` bytes.
 
     Of several processes, one creates all files, and then each writes the tensors of its share of
     them.
@@ -55,22 +55,27 @@ class TensorWriter:
         self,
         folder: Path,
         shapes: Mapping[str, Shape],
-        dtype: str,
-        part: int = PART,
+        dtypes: Mapping[str, str],
         *,
+        files: Sequence[Sequence[str]] | None = None,
+        part: int = PART,
         process: int = 0,
         processes: int = 1,
     ):
         self._folder = folder
         self._shapes = shapes
-        self._dtype = numpy_dtype(dtype)
-        groups = _groups(shapes, self._dtype.itemsize, part)
+        self._dtypes = dtypes
+        self._sizes = {
+            name: math.prod(shape) * numpy_dtype(dtypes[name]).itemsize
+            for name, shape in shapes.items()
+        }
+        groups = files or _groups(self._sizes, part)
         self.files = _file_names(len(groups))
-        self.bytes = sum(self._size(shape) for shape in shapes.values())
+        self.bytes = sum(self._sizes.values())
         self._headers: dict[str, bytes] = {}
         self._places: dict[str, InFile] = {}
         for file, names in zip(self.files, groups, strict=True):
-            self._plan(file, {name: shapes[name] for name in names}, NAMES[dtype])
+            self._plan(file, {name: shapes[name] for name in names})
         self._left = self.names_of(process, processes)
         self._mine = self.files[process::processes]
         self._unflushed = 0
@@ -83,8 +88,8 @@ class TensorWriter:
     def begin(self) -> None:
         """Creates the files at their final size, and their index. One process calls it."""
         sizes = dict.fromkeys(self.files, 0)
-        for place in self._places.values():
-            sizes[place.file] = max(sizes[place.file], place.offset + self._size(place.shape))
+        for name, place in self._places.items():
+            sizes[place.file] = max(sizes[place.file], place.offset + self._sizes[name])
         with writing(self._folder):
             for file, header in self._headers.items():
                 with (self._folder / file).open("wb") as opened:
@@ -93,15 +98,13 @@ class TensorWriter:
             if len(self.files) > 1:
                 self._write_index(sum(map(math.prod, self._shapes.values())))
 
-    def _size(self, shape: Shape) -> int:
-        return math.prod(shape) * self._dtype.itemsize
-
-    def _plan(self, file: str, shapes: Mapping[str, Shape], dtype: str) -> None:
+    def _plan(self, file: str, shapes: Mapping[str, Shape]) -> None:
         """Decides where each tensor of a file goes."""
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name, shape in shapes.items():
-            start, end = end, end + self._size(shape)
+            start, end = end, end + self._sizes[name]
+            dtype = NAMES[self._dtypes[name]]
             entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
         header = json.dumps(entries, separators=(",", ":")).encode()
         header += b" " * (-len(header) % 8)
@@ -117,10 +120,10 @@ class TensorWriter:
         (self._folder / INDEX).write_text(text + "\n", encoding="utf-8")
 
     def write(self, name: str, tensor: np.ndarray) -> None:
-        """Writes one tensor at its place, rounded to the dtype of the files."""
+        """Writes one tensor at its place, rounded to its dtype."""
         place = self._places[name]
         assert tensor.shape == place.shape, (name, tensor.shape, place.shape)
-        content = np.ascontiguousarray(tensor, self._dtype)
+        content = np.ascontiguousarray(tensor, numpy_dtype(self._dtypes[name]))
         with writing(self._folder), (self._folder / place.file).open("r+b") as file:
             file.seek(place.offset)
             file.write(content.view(np.uint8).data)
@@ -143,12 +146,11 @@ class TensorWriter:
                     os.fsync(opened.fileno())
 
 
-def _groups(shapes: Mapping[str, Shape], width: int, part: int) -> list[list[str]]:
+def _groups(sizes: Mapping[str, int], part: int) -> list[list[str]]:
     """Returns the names of each file's tensors, which are never split."""
     groups: list[list[str]] = [[]]
     full = 0
-    for name, shape in shapes.items():
-        size = math.prod(shape) * width
+    for name, size in sizes.items():
         if groups[-1] and full + size > part:
             groups.append([])
             full = 0

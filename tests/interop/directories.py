@@ -211,13 +211,13 @@ CONFIGS |= {
     | {
         "model_type": "glm4_moe",
         "num_hidden_layers": 5,
-        "first_k_dense_replace": 2,
-        "partial_rotary_factor": 0.5,
+        "first_k_dense_replace": 1,
+        "partial_rotary_factor": 0.75,
         "use_qk_norm": True,
         "attention_bias": True,
         "num_nextn_predict_layers": 0,
     },
-    "glm4_moe_lite": CONFIGS["deepseek_v3"]
+    "glm4_moe_lite": {name: x for name, x in CONFIGS["deepseek_v3"].items() if name != "head_dim"}
     | {
         "model_type": "glm4_moe_lite",
         "rms_norm_eps": 1e-3,

@@ -160,6 +160,10 @@ def contexts(family: str) -> list[dict]:
         used = window | {"use_sliding_window": True, "max_window_layers": 1}
         drawn += [window, used, used | {"layer_types": kinds}]
         drawn.append({name: value for name, value in base.items() if name != "no_rope_layers"})
+        if "sliding_window_pattern" in READ[family] and "layer_types" in base:
+            listed = ("layer_types", "mlp_layer_types")
+            by_period = {name: value for name, value in base.items() if name not in listed}
+            drawn.append(by_period | {"sliding_window_pattern": 3})
         if "mlp_only_layers" in base:
             drawn.append(base | {"mlp_only_layers": [0]})
     return [context for at, context in enumerate(drawn) if context not in drawn[:at]]

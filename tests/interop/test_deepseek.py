@@ -81,6 +81,20 @@ def test_layers_of_further_tokens_come_in_and_go_out(tmp_path):
         import_model(tmp_path / "other", tmp_path / "refused")
 
 
+@pytest.mark.seconds
+def test_what_is_left_out_takes_nothing_of_its_files_with_it(tmp_path):
+    """Each of three files has tensors of the layers that are left out."""
+    tensors = directories.write(tmp_path / "model", FURTHER, parts=3)
+    left_out = ("model.layers.3.*", "model.layers.4.*")
+    alone = ("model.multi_token=none",)
+    import_model(tmp_path / "model", tmp_path / "run", overrides=alone, ignored=left_out)
+    export_run(tmp_path / "run", tmp_path / "out")
+    after = open_tensors(tmp_path / "out")
+    wanted = {name: x for name, x in tensors.items() if not re.search(r"layers\.[34]\.", name)}
+    assert after.keys() == wanted.keys()
+    assert all(np.array_equal(after[name].map(), x) for name, x in wanted.items())
+
+
 def in_8_bits(tensors: dict[str, np.ndarray]) -> tuple[dict, dict]:
     """(Tensors as DeepSeek publishes them, the numbers that they stand for.)"""
     random = np.random.default_rng(5)

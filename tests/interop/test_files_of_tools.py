@@ -87,19 +87,6 @@ def test_a_shared_matrix_may_have_the_name_of_the_head(untied, tmp_path):
         assert np.array_equal(params[path], tensors["model.embed_tokens.weight"])
 
 
-def test_experts_in_one_tensor_are_refused_with_what_writes_them_apart(tmp_path):
-    def fused(tensors):
-        for name in [name for name in tensors if ".experts." in name]:
-            shape = tensors.pop(name).shape
-            kind = "down_proj" if "down_proj" in name else "gate_up_proj"
-            joined = name.partition(".experts.")[0] + f".experts.{kind}"
-            tensors[joined] = np.zeros((4, *shape), np.float32)
-
-    written(tmp_path, "qwen3_moe", fused)
-    with pytest.raises(CheckpointError, match="in one tensor.*save_original_format=True"):
-        read(tmp_path)
-
-
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_no_place_of_a_number_that_is_not_finite_escapes(dtype, value, monkeypatch):

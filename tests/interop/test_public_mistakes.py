@@ -14,6 +14,8 @@ HF = "interop/test_against_transformers.py"
 EXPORT = "interop/test_import_and_export.py"
 REFUSED = "interop/test_refused_models.py"
 FAMILIES = "models/test_families.py"
+LAYOUTS = "interop/test_expert_layouts.py"
+ROUTER = "models/test_router.py"
 CHAT = "data/test_chat_templates.py"
 LOGITS = f"{HF}::test_logits_are_those_of_transformers_and_the_export_loads"
 SETTING = f"{FAMILIES}::test_a_mistake_in_one_setting_shows_in_the_logits"
@@ -119,6 +121,25 @@ SEEN_BY = {
         f"{REFUSED}::test_integers_are_no_weights",
     ),
     "router's gates are not normalised, or hold the bias that chooses": (SETTING, FORMULA),
+    "experts in one tensor for a layer are not recognised, and drawn at random": (
+        f"{LAYOUTS}::test_three_layouts_of_one_model_are_one_model_and_go_out_as_they_came",
+        f"{LAYOUTS}::test_experts_of_two_layouts_in_one_folder_are_refused",
+    ),
+    "layers of further tokens are announced, and lost on the way out": (
+        f"{LAYOUTS}::test_three_layouts_of_one_model_are_one_model_and_go_out_as_they_came",
+        "interop/test_deepseek.py::test_layers_of_further_tokens_come_in_and_go_out",
+    ),
+    "files that share a left-out tensor are left out with it": (
+        "interop/test_deepseek.py::test_what_is_left_out_takes_nothing_of_its_files_with_it",
+    ),
+    "a bias that chooses experts is rounded to 16 bits": (
+        f"{LAYOUTS}::test_a_bias_that_chooses_is_never_rounded",
+        f"{LAYOUTS}::test_what_was_wide_in_narrow_files_stays_wide_and_files_stay_apart",
+        f"{ROUTER}::test_a_bias_chooses_and_is_in_no_gate_however_large_it_is",
+    ),
+    "a router multiplies in 16 bits, or its gradient does": (
+        f"{ROUTER}::test_a_router_multiplies_in_float32_in_both_directions",
+    ),
     "a policy is compared with itself": (
         "data/test_pairs.py::test_a_run_learns_pairs_from_its_reference",
     ),

@@ -3,13 +3,17 @@
 from functools import cache, partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from family_oracle import logits
+from families import family_config
+from family_oracle import gates, logits
+from flax import nnx
 from helpers import batches_of, initial_weights, prepared
 
 from spmdtrain.config.schema import ExpertsConfig
-from spmdtrain.models.layers.router import best_experts
+from spmdtrain.models.context import ForwardContext
+from spmdtrain.models.layers.router import Router, best_experts
 from spmdtrain.train.compared.in_order import placed_arrays
 from spmdtrain.train.fresh import init_state
 from spmdtrain.train.setup import Setup
@@ -162,3 +166,61 @@ def test_loads_that_rounding_alone_tells_apart_are_equal():
     assert not np.any(deviation_sign(even))
     one_token = even + np.eye(48, dtype=np.float32)[0] * 1e-3
     assert np.array_equal(deviation_sign(one_token), np.where(np.arange(48) == 0, 1, -1))
+
+
+def small_router(dtype: str):
+    """(Router with a bias of 7 and a little, parameters, a stream [2, 9, e] of this dtype)."""
+    config = family_config("minimax_m2").model
+    with nnx.use_eager_sharding(False):
+        router = Router(config, nnx.Rngs(0))
+    random = np.random.default_rng(3)
+    router.load_bias_x[...] = jnp.asarray(7 + 0.03 * random.standard_normal(8), jnp.float32)
+    router.weight_ex[...] = jnp.asarray(0.01 * random.standard_normal(router.weight_ex.shape))
+    x_bte = jnp.asarray(random.standard_normal((2, 9, config.embed)), dtype)
+    return config, router, x_bte
+
+
+def routed(router, x_bte):
+    return router(x_bte, ForwardContext(jnp.zeros(x_bte.shape[:2], jnp.int32)))
+
+
+@pytest.mark.parametrize("bias", [0.0, 5.0, -5.0])
+def test_a_bias_chooses_and_is_in_no_gate_however_large_it_is(bias):
+    config, router, x_bte = small_router("bfloat16")
+    router.load_bias_x[...] = router.load_bias_x[...] + bias * (jnp.arange(8) % 3 == 0)
+    found = routed(router, x_bte)
+    p = {f"mlp.router.{name}": router_part for name, router_part in arrays_of(router).items()}
+    _, _, wanted = gates(config, p, np.asarray(x_bte, np.float64))
+    dense = np.zeros_like(wanted)
+    np.put_along_axis(dense, np.asarray(found.ids_btk), np.asarray(found.gates_btk), -1)
+    assert np.array_equal(dense > 0, wanted > 0)  # the same experts, from a stream in 16 bits
+    np.testing.assert_allclose(dense, wanted, rtol=2e-6)
+
+
+def arrays_of(router) -> dict[str, np.ndarray]:
+    names = ("weight_ex", "load_bias_x")
+    return {name: np.asarray(getattr(router, name)[...], np.float64) for name in names}
+
+
+def test_a_router_multiplies_in_float32_in_both_directions():
+    """Whatever the stream's type: in bfloat16 near scores change places."""
+    _, router, x_bte = small_router("bfloat16")
+    graph, state = nnx.split(router)
+
+    def summed(state, x_bte):
+        return routed(nnx.merge(graph, state), x_bte).gates_btk[..., 0].sum()
+
+    traced = jax.make_jaxpr(jax.grad(summed, (0, 1)))(state, x_bte)
+    products = [each for each in equations(traced.jaxpr) if each.primitive.name == "dot_general"]
+    assert len(products) == 3  # forward, of the weight, of the stream
+    for product in products:
+        assert {str(operand.aval.dtype) for operand in product.invars} == {"float32"}
+
+
+def equations(jaxpr):
+    """The equations of a jaxpr, and of those inside of it."""
+    for each in jaxpr.eqns:
+        yield each
+        for value in each.params.values():
+            if inner := getattr(value, "jaxpr", None):
+                yield from equations(inner)

@@ -62,7 +62,7 @@ def add_export(commands) -> None:
         "--part",
         type=_bytes,
         metavar="SIZE",
-        help="largest file, e.g. 5GB or 500MB (default: 5GB)",
+        help="largest file, e.g. 5GB or 500MB (default: the files of the import, or 5GB)",
     )
     add_processes(parser)
     parser.set_defaults(command=run_export)
@@ -83,7 +83,6 @@ def run_export(parsed: argparse.Namespace) -> int:
         print(*_export_adapters(parsed), sep="\n")
         return DONE
     join_without_devices(parsed)
-    from spmdtrain.interop.writer import PART
     from spmdtrain.running.published.export_run import export_run
 
     lines = export_run(
@@ -92,7 +91,7 @@ def run_export(parsed: argparse.Namespace) -> int:
         step=parsed.step,
         ema=parsed.ema,
         dtype=parsed.dtype,
-        part=parsed.part or PART,
+        part=parsed.part,
         base=parsed.base,
         also=parsed.also,
         average=parsed.average,

@@ -74,8 +74,8 @@ class Keys:
         self._taken.update(names)
 
     def agrees(self, name: str, *values: Any) -> None:
-        """Refuses a key that the family's class does not read, unless it says what the class does:
-        one of `values`.
+        """Refuses a key that says again what others say, or what the family's class does anyway,
+        unless it is one of `values`.
         """
         if self.values.get(name) not in (None, *values):
             raise self.unknown(name, self.values[name])

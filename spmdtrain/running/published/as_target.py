@@ -9,6 +9,7 @@ from spmdtrain.config.load import from_resolved
 from spmdtrain.config.published.read_config import read_published
 from spmdtrain.config.published.write_config import write_config
 from spmdtrain.interop.companion_files import original_folder
+from spmdtrain.interop.imported_tensors import imported_tensors
 from spmdtrain.interop.target import Target
 from spmdtrain.interop.writer import NAMES
 
@@ -33,4 +34,6 @@ def target_of(run: Path, dtype: str | None) -> tuple[Target, dict[str, Any]]:
     # Null for tokens that do not exist: otherwise transformers would fill in its own ids.
     tokens = {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": None}
     family, keys = write_config(model, base, dtype=chosen, tokens=tokens, run=run)
-    return Target(model, family, keys, chosen, config.finetune), saved
+    is_same_family = base is not None and base.family == family
+    imported = imported_tensors(original if is_same_family else None)
+    return Target(model, family, keys, chosen, config.finetune, imported), saved

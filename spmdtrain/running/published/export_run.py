@@ -52,7 +52,7 @@ class ExportOfRun:
     saved: Mapping[str, Any]
     others: Mapping[Path, FinetuneConfig]
     ema: bool
-    part: int
+    part: int | None
     base: str | Path | None
     average: Sequence[int]
 
@@ -64,7 +64,7 @@ def export_run(  # noqa: PLR0913 - all that a directory is made of
     step: int | None = None,
     ema: bool = False,
     dtype: str | None = None,
-    part: int = PART,
+    part: int | None = None,
     base: str | Path | None = None,
     also: Sequence[str | Path] = (),
     average: Sequence[int] = (),
@@ -72,10 +72,12 @@ def export_run(  # noqa: PLR0913 - all that a directory is made of
     """Writes the weights of `run` after `step` steps (default: the newest) as the directory `out`.
 
     With `ema` they are the averages that a run with `optimizer.ema` keeps. `dtype` is float32,
-    bfloat16 or float16; by default that of the import, or else bfloat16. A file has at most `part`
-    bytes. Adapters are merged with the frozen weights of the published folder `base` (default:
-    those that the run holds), and so are the adapters of the runs `also`, which must have the same
-    base. With `average` the weights are the mean of those after each of these steps.
+    bfloat16 or float16; by default that of the import, or else bfloat16. Tensors that were imported
+    in float32 among others stay so. A file has at most `part` bytes; by default the files are those
+    of the import, or have 5 GB. Adapters are merged with the frozen weights of the published folder
+    `base` (default: those that the run holds), and so are the adapters of the runs `also`, which
+    must have the same base. With `average` the weights are the mean of those after each of these
+    steps.
 
     All processes call it. Returns lines that say what was written. Raises ConfigError if no family
     computes what the model does, CheckpointError if there is no such checkpoint or the base
@@ -85,7 +87,7 @@ def export_run(  # noqa: PLR0913 - all that a directory is made of
     step, ema = as_step(step), as_flag(ema, "ema")
     average = [as_whole(item, "average", 0) for item in average]
     check_average(run, step, average)
-    part = as_whole(part, "part", 1)
+    part = None if part is None else as_whole(part, "part", 1)
     refuse_full(out)
     target, saved = target_of(run, dtype)
     others = {as_path(item, "also"): run_config(item).finetune for item in also}
@@ -110,7 +112,13 @@ def _write(checkpoints: SavedSteps, step: int, export: ExportOfRun) -> list[str]
         process, processes = this_process()
         folder = held.enter_context(new_folder(export.out, process=process))
         writer = TensorWriter(
-            folder, shapes, target.dtype, export.part, process=process, processes=processes
+            folder,
+            shapes,
+            target.dtypes(source.shapes),
+            files=None if export.part else target.files(shapes),
+            part=export.part or PART,
+            process=process,
+            processes=processes,
         )
         with together():
             if process == 0:
@@ -141,10 +149,13 @@ def _write_mine(
 ) -> None:
     """Writes the tensors of this process's files, a layer while the next one is read."""
     mine = writer.names_of(process, processes)
-    wanted = numpy_dtype(target.dtype)
+    dtypes = target.dtypes(source.shapes)
 
     def write(value: np.ndarray, split: Split, names: Sequence[str]) -> None:
-        tensors = split(value.astype(wanted, copy=False))
+        of_names = {dtypes[name] for name in names}
+        if len(of_names) == 1:  # rounded before it is split, which is then faster
+            value = value.astype(numpy_dtype(of_names.pop()), copy=False)
+        tensors = split(value)
         for name, tensor in zip(names, tensors, strict=True):
             if name in mine:
                 writer.write(name, tensor)

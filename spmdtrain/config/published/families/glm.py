@@ -57,6 +57,8 @@ def _glm4_moe_lite(keys: Keys) -> ModelSettings:
     for table in (keys.values, keys.table("rope_parameters") or {}):
         if table.get(SHARE) not in (None, 1):  # of the rotated channels, of which some would turn
             raise keys.unknown(SHARE, table[SHARE])
+    # Another name of qk_rope_head_dim, and the one that counts for its class.
+    keys.agrees("head_dim", keys.values.get("qk_rope_head_dim"))
     experts = read_grouped(keys) | {"first_dense": read_first_dense(keys)}
     keys.agrees("first_k_dense_replace", experts["first_dense"])
     return read_latent(keys) | {"experts": experts} | read_further(keys)

@@ -26,7 +26,8 @@ def _minimax_m2(keys: Keys) -> ModelSettings:
     # Of layers that its files do not have, or that predict further tokens and are not read.
     keys.pass_over("mlp_intermediate_size", "shared_moe_mode")
     keys.pass_over("use_mtp", "num_mtp_modules", "mtp_transformer_layers")
-    return {"experts": read_experts(keys, "num_local_experts") | BY_SIGMOID} | _share(keys)
+    renamed = "num_experts" if "num_experts" in keys else "num_local_experts"
+    return {"experts": read_experts(keys, renamed) | BY_SIGMOID} | _share(keys)
 
 
 def _share(keys: Keys) -> ModelSettings:
@@ -73,6 +74,7 @@ MINIMAX = {
         settings={"query_norm": "all"},
         read=_minimax_m2,
         write=_write_minimax_m2,
+        renamed=("num_experts",),
         packing="fp8",
     ),
 }
