@@ -196,7 +196,7 @@ TOUR = {
     "train/shard.py": set(),
     "train/step.py": {"spikes"},
     "train/gradients/grad_accumulation.py": set(),
-    "parallel/reduce.py": {"compression", "experts"},
+    "parallel/reduce.py": {"compression"},
     "train/updates/optimizers.py": {"experts"},
     "running/watch.py": {"guards", "snapshots", "stages"},
     "checkpoints/checkpoints.py": {"ema", "record"},

@@ -34,7 +34,7 @@ from spmdtrain.checkpoints.store import Store, leaves_of, read_json, read_plain,
 from spmdtrain.config.errors import CheckpointError, DamagedError, UserError
 from spmdtrain.pipeline.stage_layout import StageLayout
 from spmdtrain.processes.processes import any_process
-from spmdtrain.train.items import ema
+from spmdtrain.train.all_parts import items_named
 
 
 class SavedSteps:
@@ -137,10 +137,12 @@ class SavedSteps:
         Raises CheckpointError if there are none.
         """
         meta, _ = self._meta(step)
-        if not is_in(meta, ema.ITEM):
-            raise ema.none_saved(self._store.at(step))
-        item = ema.ITEM.name
-        return {name.removeprefix(prefix(item)) for name in of_items(meta["leaves"], [item])}
+        (item,) = items_named(["ema"]).table
+        if not is_in(meta, item):
+            assert item.lacking is not None, "nothing stands in for an average"
+            raise item.lacking(self._store.at(step))
+        names = of_items(meta["leaves"], [item.name])
+        return {name.removeprefix(prefix(item.name)) for name in names}
 
     def meta(self, step: int) -> Meta:
         """Returns the meta of a step, see meta.py. Raises DamagedError if it cannot be read."""

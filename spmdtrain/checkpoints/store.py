@@ -36,7 +36,6 @@ from spmdtrain.config.run_files import CHECKPOINTS, steps_in
 from spmdtrain.pipeline.stage_layout import StageLayout
 from spmdtrain.processes.processes import any_process, this_process
 from spmdtrain.train.all_parts import item_names
-from spmdtrain.train.items import ema
 
 if TYPE_CHECKING:
     from etils import epath  # the paths that Orbax expects
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a step that is being saved
 # The file that marks a complete item: one for arrays, one for JSON.
 WHOLE = ("manifest.ocdbt", "metadata")
-WEIGHTS = ("params", ema.ITEM.name)  # the items that are read a layer at a time
+WEIGHTS = ("params", "ema")  # the items that are read a layer at a time
 LAYERS_AT_ONCE = 2**28  # bytes of an array whose layers are read together
 SETTLE_SECONDS = 1.0  # for pending writes to finish after a failure
 MOST_SETTLE_SECONDS = 10.0  # if the disk never settles

@@ -21,7 +21,7 @@ from spmdtrain.data.tokenizers.tokenizer import tokenizer_fingerprint
 from spmdtrain.inference.trained_run import OpenedRun, open_run
 from spmdtrain.models.abstract import matmuls
 from spmdtrain.models.choose import MakeModel
-from spmdtrain.train.gradients.grad_accumulation import make_segment_sums
+from spmdtrain.train.gradients.pair_head import make_segment_sums
 
 
 def write_reference(

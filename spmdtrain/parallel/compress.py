@@ -19,6 +19,8 @@ If a number is not finite, its block's scale is infinite and its block NaN, whic
 n: devices along the axis, in h groups of w neighbours; c: numbers in a row, b: numbers in a block.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
@@ -26,6 +28,8 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from spmdtrain.config.schema import CompressionConfig
 
 Format = Literal["int8", "float8"]
 
@@ -68,37 +72,48 @@ class Codec:
         blocks = numbers.astype(jnp.float32).reshape(*encoded.scales_nb.shape, self.block)
         return (blocks * encoded.scales_nb[..., None]).reshape(encoded.bits_nc.shape)
 
+    def sum(self, x: jax.Array, axis: str, within: int = 1) -> jax.Array:
+        """Returns the sum of x over a manual mesh axis, bit for bit the same on all its devices.
 
-def compressed_sum(x: jax.Array, axis: str, codec: Codec, within: int = 1) -> jax.Array:
-    """Returns the sum of x over a manual mesh axis, bit for bit the same on all its devices.
+        `within`: neighbours along the axis whose sum is not encoded.
+        """
+        ways = jax.lax.axis_size(axis)
+        padded = jnp.pad(x.reshape(-1), (0, -x.size % (ways * self.block)))
+        parts_whc = padded.reshape(within, ways // within, -1)
+        own = self.encode(_own_sum(parts_whc, axis, self)[None])
+        # The device that computed a sum also uses the encoded one, or its weights would diverge.
+        whole = self.decode(_gathered(own, axis, within))
+        return whole.reshape(-1)[: x.size].reshape(x.shape).astype(x.dtype)
 
-    `within`: neighbours along the axis whose sum is not encoded.
+    def scatter_sum(self, x: jax.Array, axis: str, dim: int, within: int = 1) -> jax.Array:
+        """Returns this device's slice, of dim `dim`, of the sum of x over a manual mesh axis.
+
+        `within`: neighbours along the axis whose sum is not encoded.
+        """
+        ways = jax.lax.axis_size(axis)
+        first = jnp.moveaxis(x, dim, 0)
+        slices = first.reshape(ways, -1)
+        length = slices.shape[1]
+        padded = jnp.pad(slices, ((0, 0), (0, -length % self.block)))
+        parts_whc = jnp.swapaxes(padded.reshape(ways // within, within, -1), 0, 1)
+        summed = _own_sum(parts_whc, axis, self)
+        shape = (first.shape[0] // ways, *first.shape[1:])
+        return jnp.moveaxis(summed[:length].reshape(shape), 0, dim).astype(x.dtype)
+
+
+def codec_of(settings: CompressionConfig, shape: Sequence[int], ways: int) -> Codec | None:
+    """Returns the 8-bit codec of a gradient that is summed over `ways` devices; None: it has none.
+
+    `shape` is that of one layer, or of one of its experts. Vectors are not compressed, because they
+    are few bytes, nor are gradients with less than a block for each device. Nothing is compressed
+    if all devices are neighbours, which sum in float32.
     """
-    ways = jax.lax.axis_size(axis)
-    padded = jnp.pad(x.reshape(-1), (0, -x.size % (ways * codec.block)))
-    parts_whc = padded.reshape(within, ways // within, -1)
-    own = codec.encode(_own_sum(parts_whc, axis, codec)[None])
-    # The device that computed a sum also uses the encoded one; otherwise its weights would diverge.
-    whole = codec.decode(_gathered(own, axis, within))
-    return whole.reshape(-1)[: x.size].reshape(x.shape).astype(x.dtype)
-
-
-def compressed_scatter(
-    x: jax.Array, axis: str, dim: int, codec: Codec, within: int = 1
-) -> jax.Array:
-    """Returns this device's slice, of dim `dim`, of the sum of x over a manual mesh axis.
-
-    `within`: neighbours along the axis whose sum is not encoded.
-    """
-    ways = jax.lax.axis_size(axis)
-    first = jnp.moveaxis(x, dim, 0)
-    slices = first.reshape(ways, -1)
-    length = slices.shape[1]
-    padded = jnp.pad(slices, ((0, 0), (0, -length % codec.block)))
-    parts_whc = jnp.swapaxes(padded.reshape(ways // within, within, -1), 0, 1)
-    summed = _own_sum(parts_whc, axis, codec)
-    shape = (first.shape[0] // ways, *first.shape[1:])
-    return jnp.moveaxis(summed[:length].reshape(shape), 0, dim).astype(x.dtype)
+    size = math.prod(shape)
+    if settings.eight_bits is None or settings.within == ways:
+        return None
+    if len(shape) < 2 or size < ways * settings.block:
+        return None
+    return Codec(settings.eight_bits, settings.block)
 
 
 def _own_sum(parts_whc: jax.Array, axis: str, codec: Codec) -> jax.Array:

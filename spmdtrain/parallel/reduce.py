@@ -10,15 +10,16 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from spmdtrain.config.schema import CompressionConfig
 from spmdtrain.parallel.axes import BATCH_AXES, axes_of_dim
-from spmdtrain.parallel.compress import Codec, compressed_scatter, compressed_sum
+
+if TYPE_CHECKING:
+    from spmdtrain.parallel.compress import Codec
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Reduction:
 
     sum: tuple[str, ...] = ()
     scatter: tuple[tuple[str, int], ...] = ()
-    codec: Codec | None = None
+    codec: "Codec | None" = None
     within: int = 1
 
 
@@ -75,7 +76,7 @@ def reduction(
     spec: P,
     axes: Sequence[str],
     owning: Collection[str] = (),
-    codec: Codec | None = None,
+    codec: "Codec | None" = None,
     within: int = 1,
 ) -> Reduction:
     """Returns how a gradient whose spec at rest is `spec` is reduced over `axes`.
@@ -95,21 +96,6 @@ def reduction(
         codec=codec if "data" in axes else None,
         within=within if codec else 1,
     )
-
-
-def codec_of(settings: CompressionConfig, shape: Sequence[int], ways: int) -> Codec | None:
-    """Returns the 8-bit codec of a gradient that is summed over `ways` devices; None: it has none.
-
-    `shape` is that of one layer, or of one of its experts. Vectors are not compressed, because they
-    are few bytes, nor are gradients with less than a block for each device. Nothing is compressed
-    if all devices are neighbours, which sum in float32.
-    """
-    size = math.prod(shape)
-    if settings.eight_bits is None or settings.within == ways:
-        return None
-    if len(shape) < 2 or size < ways * settings.block:
-        return None
-    return Codec(settings.eight_bits, settings.block)
 
 
 def psum_tree(tree, axes: Sequence[str]):
@@ -217,7 +203,7 @@ def _reduce(
         how = reductions[path]
         for axis, dim in how.scatter:
             if how.codec and axis == "data":
-                slices[path] = compressed_scatter(slices[path], axis, dim, how.codec, how.within)
+                slices[path] = how.codec.scatter_sum(slices[path], axis, dim, how.within)
             else:
                 slices[path] = scatter_sum(slices[path], (axis,), dim)
         wide = how.sum
@@ -231,5 +217,5 @@ def _reduce(
     for path in compressed:
         how = reductions[path]
         assert how.codec is not None, "it was chosen for its codec"
-        reduced[path] = compressed_sum(reduced[path], "data", how.codec, how.within)
+        reduced[path] = how.codec.sum(reduced[path], "data", how.within)
     return reduced

@@ -5,7 +5,8 @@ pipeline. Layers that gather also scatter the gradients, in each microbatch.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from jax.sharding import Mesh
 
@@ -15,9 +16,12 @@ from spmdtrain.models.abstract import AbstractModel
 from spmdtrain.parallel.axes import Rules, owning_axes
 from spmdtrain.parallel.copies import Copies, copies_of
 from spmdtrain.parallel.gather import gathered_axes
-from spmdtrain.parallel.reduce import Reduction, codec_of, reduction
+from spmdtrain.parallel.reduce import Reduction, reduction
 from spmdtrain.parallel.regions import MANUAL_AXES
 from spmdtrain.train.items.item import Specs
+
+if TYPE_CHECKING:
+    from spmdtrain.parallel.compress import Codec
 
 Gathered = Mapping[str, tuple[str, ...]]  # mesh axes, by dotted parameter path
 
@@ -43,11 +47,19 @@ def reductions_of(
         axes = [axis for axis in reduced if axis not in scattered]
         parameter = model.parameters[path]
         shape = parameter.shape[parameter.apart :]
-        codec = codec_of(settings, shape, shards)
+        codec = _codec_of(settings, shape, shards)
         owning = owning_axes(parameter.axes)
         return reduction(specs[path], axes, owning, codec, settings.within or 1)
 
     return {path: reduction_of(path) for path in specs}
+
+
+def _codec_of(settings: CompressionConfig, shape: Sequence[int], shards: int) -> "Codec | None":
+    if settings.codec == "none":
+        return None
+    from spmdtrain.parallel.compress import codec_of
+
+    return codec_of(settings, shape, shards)
 
 
 def _check_within(settings: CompressionConfig, shards: int) -> None:

@@ -7,6 +7,7 @@ global arrays: a layer-wise rule on local shards would be silently wrong.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,8 +27,6 @@ from spmdtrain.train.gradients.inputs import FindGradients, StepInputs
 from spmdtrain.train.gradients.sums import means, number_of
 from spmdtrain.train.items.item import Metrics, Moved, Taken
 from spmdtrain.train.items.items import unless_skipped
-from spmdtrain.train.items.spikes import ITEM as JUDGED
-from spmdtrain.train.items.spikes import judge
 from spmdtrain.train.part import Graded
 from spmdtrain.train.setup import Setup, check_setup
 from spmdtrain.train.state import TrainState
@@ -65,6 +64,7 @@ def traced_step(setup: Setup, see: See | None = None) -> Callable[..., Any]:
     config = setup.config
     find_gradients = find_gradients_of(setup)
     change_gradients = _make_gradient_changes(setup)
+    judge = _make_judge(setup)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         points = optimizers.gradient_points(setup.update_rules, state.params, state.opt_state)
@@ -79,8 +79,9 @@ def traced_step(setup: Setup, see: See | None = None) -> Callable[..., Any]:
         number = number_of(figures)
         loss = figures["loss"]
         made, good = dict(result.made), None
-        if config.judges_steps:
-            made[JUDGED.name], good = judge(config, state.items, loss, norm)
+        if judge:
+            limits, good = judge(state.items, loss, norm)
+            made |= limits
         updates, opt_state = update_parameters(setup, gradients, state, rate, good)
         if see:
             see(unclipped, updates)
@@ -100,6 +101,15 @@ def traced_step(setup: Setup, see: See | None = None) -> Callable[..., Any]:
         return after, figures | of_items
 
     return step
+
+
+def _make_judge(setup: Setup) -> Callable[..., tuple[dict[str, jax.Array], jax.Array]] | None:
+    """Returns `judge(items, loss, norm) -> (limits, good)`; None: no step is judged."""
+    if not setup.config.judges_steps:
+        return None
+    from spmdtrain.train.items.spikes import judge
+
+    return partial(judge, setup.config)
 
 
 def out_shardings(setup: Setup) -> tuple[TrainState, None]:

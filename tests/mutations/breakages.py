@@ -583,8 +583,8 @@ BREAKAGES = [
     Breakage(
         "a step that overflowed changes the weights",
         "train/step.py",
-        "if config.judges_steps:\n    made[JUDGED.name], good = judge(",
-        "if config.guard.in_step:\n    made[JUDGED.name], good = judge(",
+        "if not setup.config.judges_steps:\n    return None",
+        "if not setup.config.guard.in_step:\n    return None",
         f"{LOSS_SCALE} -k 'changes_no_weight and one'",
     ),
     Breakage(

@@ -14,8 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmdtrain.compiled import hlo
 from spmdtrain.config import CompressionConfig
-from spmdtrain.parallel.compress import Codec, compressed_scatter, compressed_sum
-from spmdtrain.parallel.reduce import codec_of
+from spmdtrain.parallel.compress import Codec, codec_of
 
 WAYS = 4
 BLOCK = 32
@@ -47,7 +46,7 @@ def on_devices(function, x):
 
 def summed(x, format, block=BLOCK, within=1):
     codec = Codec(format, block)
-    return on_devices(partial(compressed_sum, axis="data", codec=codec, within=within), x)
+    return on_devices(partial(codec.sum, axis="data", within=within), x)
 
 
 def drawn(*shape):
@@ -88,7 +87,7 @@ def test_a_sum_is_off_by_the_rounding_of_its_blocks_and_the_same_everywhere(form
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_a_scattered_sum_is_rounded_once(format, dim):
     x = drawn(WAYS, 8, 12, 4)
-    scatter = partial(compressed_scatter, axis="data", dim=dim, codec=Codec(format, BLOCK))
+    scatter = partial(Codec(format, BLOCK).scatter_sum, axis="data", dim=dim)
     got = np.concatenate(list(on_devices(scatter, x)), axis=dim)
     assert got.shape == x.shape[1:]
 
@@ -137,9 +136,9 @@ def test_the_compiled_text_sends_a_byte_and_a_scale_for_each_number():
     whole = bytes_sent(lambda x: jax.lax.psum(x, "data"), x)
     codec = Codec("int8", 256)
     share = (1 + 4 / codec.block) / 4
-    got = bytes_sent(partial(compressed_sum, axis="data", codec=codec), x)
+    got = bytes_sent(partial(codec.sum, axis="data"), x)
     assert got == pytest.approx(share * whole, rel=1e-3)
-    half = bytes_sent(partial(compressed_scatter, axis="data", dim=0, codec=codec), x)
+    half = bytes_sent(partial(codec.scatter_sum, axis="data", dim=0), x)
     assert half == pytest.approx(share * whole / 2, rel=1e-3)
 
 
@@ -153,7 +152,7 @@ def test_vectors_and_what_is_less_than_a_block_for_each_device_stay_wide():
 
 def test_bfloat16_comes_back_as_bfloat16():
     x = jnp.ones((WAYS, 8, BLOCK), jnp.bfloat16)
-    sum_of = partial(compressed_sum, axis="data", codec=Codec("int8", BLOCK))
+    sum_of = partial(Codec("int8", BLOCK).sum, axis="data")
     jitted, placed = region(sum_of, x)
     got = jitted(placed)
     assert got.dtype == jnp.bfloat16 and np.array_equal(got, np.full(x.shape, WAYS, "f4"))
@@ -187,7 +186,7 @@ def test_neighbours_sum_in_full_and_only_their_sums_are_rounded(shape, within):
 @pytest.mark.parametrize(("dim", "within"), [(0, 4), (1, 2), (2, 4)])
 def test_a_scattered_sum_over_neighbours_is_rounded_once_for_each_group(dim, within):
     x, codec = powers(DEVICES, 8, 16, 32), Codec("float8", BLOCK)
-    scatter = partial(compressed_scatter, axis="data", dim=dim, codec=codec)
+    scatter = partial(codec.scatter_sum, axis="data", dim=dim)
     got = np.concatenate(list(on_devices(partial(scatter, within=within), x)), axis=dim)
     want = np.concatenate(list(on_devices(scatter, of_neighbours(x, within))), axis=dim)
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6 * np.abs(want).max())
@@ -206,7 +205,7 @@ def test_only_eight_bits_of_the_sums_of_neighbours_leave_their_group(within):
     """In the compiled text; a device of a group sends others its share of the group's sum."""
     groups, codec, size = DEVICES // within, Codec("int8", 256), 512 * 512
     x = np.zeros((DEVICES, 512, 512), "f4")
-    text = compiled_text(partial(compressed_sum, axis="data", codec=codec, within=within), x)
+    text = compiled_text(partial(codec.sum, axis="data", within=within), x)
     sent = Counter()
     for each in hlo.instructions(text, {"data": DEVICES}):
         for dtype, count in each.bytes_by_dtype.items():

@@ -25,15 +25,10 @@ ON = {"guards", "page", "record", "stages"}
 # Files of features that are off, which something still imports. The list may only shrink.
 STILL_IMPORTED = {
     "adapters": ("models.adapters",),  # every model is asked whether it has some
-    "compression": ("parallel.compress",),
     "delayed scaling": ("parallel.matmuls.delayed", "train.scaling"),
-    "ema": ("train.items.ema",),
     "experts": ("parallel.experts",),
     "float8": ("parallel.matmuls",),
-    "preference": ("train.gradients.pair_loss", "train.gradients.pair_head"),
     "ring attention": ("parallel.context",),
-    "snapshots": ("processes.snapshots",),
-    "spikes": ("train.items.spikes",),
 }
 # What is no feature of the bill, and no quickstart run needs either.
 ROOMS_OFF = (

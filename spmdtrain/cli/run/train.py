@@ -10,7 +10,6 @@ from spmdtrain.cli.shared_arguments import add_config, add_devices, positive_int
 from spmdtrain.config import DONE, UserError, load, to_toml
 from spmdtrain.processes import pulse
 from spmdtrain.processes.scheduler import is_first
-from spmdtrain.processes.snapshots import handed_slots
 from spmdtrain.running.report import stages
 
 if TYPE_CHECKING:
@@ -53,7 +52,10 @@ def add_train(commands) -> None:
 def run_train(parsed: argparse.Namespace) -> int:
     """Trains or resumes a run. Returns PREEMPTED if a signal made it stop and save."""
     pulse.begin()
-    handed_slots.take()
+    if pulse.is_watched():
+        from spmdtrain.processes.snapshots import handed_slots
+
+        handed_slots.take()
     config = load(parsed.config, parsed.set)
     if parsed.print_config:
         from spmdtrain.processes import xla_flags

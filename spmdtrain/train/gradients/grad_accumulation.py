@@ -23,7 +23,6 @@ from spmdtrain.train.batch import Batch
 from spmdtrain.train.gradients.brought import Brought
 from spmdtrain.train.gradients.forward import make_context, make_head_losses, make_side_losses
 from spmdtrain.train.gradients.inputs import FindGradients, FoundGradients, StepInputs
-from spmdtrain.train.gradients.pair_head import make_segment_sums as segment_sums_of_head
 from spmdtrain.train.gradients.reduction import (
     mean_gradients,
     zero_gradients,
@@ -158,28 +157,6 @@ def make_losses(setup: Setup, parts: Parts) -> Callable[..., Any]:
         return sum_over_shards(jax.tree.map(jnp.sum, sums), setup.rules)
 
     return manual_region(local, setup.mesh, MANUAL_AXES, (resting_specs_in(setup), BATCH), P())
-
-
-def make_segment_sums(setup: Setup) -> Callable[..., jax.Array]:
-    """Returns `(params, batch) -> float32 [accumulation, sequences, segments]`, without dropout.
-
-    The result has the log-probabilities of segments: see `forward.make_segment_sums`.
-    """
-    context = make_context(setup)
-    stream = make_stream(setup)
-    of_head = segment_sums_of_head(setup)
-
-    def local(params, batch: Batch):
-        weights = in_use(setup, params)
-
-        def one(_, microbatch):
-            ctx = context(microbatch)
-            module, x_bte, _ = stream(weights, microbatch, ctx)
-            return None, of_head(module, x_bte, ctx, microbatch)
-
-        return jax.lax.scan(one, None, batch)[1]
-
-    return manual_region(local, setup.mesh, MANUAL_AXES, (resting_specs_in(setup), BATCH), BATCH)
 
 
 def _make_forward(setup: Setup, parts: Parts, *, training: bool) -> Callable[..., Losses]:

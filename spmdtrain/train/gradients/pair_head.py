@@ -1,4 +1,4 @@
-"""Computes the losses of pairs of answers from the output of a head, `train.preference`.
+"""Computes the losses of pairs of answers, `train.preference`, and what a reference model needs.
 
 B: sequences of a microbatch, S: segments of a sequence.
 """
@@ -6,12 +6,15 @@ B: sequences of a microbatch, S: segments of a sequence.
 from collections.abc import Callable
 
 import jax
+from jax.sharding import PartitionSpec as P
 
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.logits import logit_shape
 from spmdtrain.models.model import LanguageModel
+from spmdtrain.parallel.axes import BATCH_AXES
+from spmdtrain.parallel.regions import MANUAL_AXES, manual_region
 from spmdtrain.train.batch import Batch
-from spmdtrain.train.gradients.forward import TOKEN, head_arrays, split_axes
+from spmdtrain.train.gradients.forward import TOKEN, head_arrays, make_context, split_axes
 from spmdtrain.train.gradients.pair_loss import (
     FIGURES,
     Answers,
@@ -20,12 +23,13 @@ from spmdtrain.train.gradients.pair_loss import (
     sum_pairs,
     sum_segments,
 )
+from spmdtrain.train.gradients.stream import in_use, make_stream, resting_specs_in
 from spmdtrain.train.part import HeadLosses, Part
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.token_loss import Losses
 
 
-def make_segment_sums(setup: Setup, table_axes: tuple[str, ...] = ()) -> Callable[..., jax.Array]:
+def _make_head_sums(setup: Setup, table_axes: tuple[str, ...] = ()) -> Callable[..., jax.Array]:
     """Returns `segment_sums(module, x_bte, ctx, microbatch)`, which gives log-probabilities,
     float32 [B, S].
 
@@ -52,6 +56,30 @@ def make_segment_sums(setup: Setup, table_axes: tuple[str, ...] = ()) -> Callabl
     return segment_sums
 
 
+def make_segment_sums(setup: Setup) -> Callable[..., jax.Array]:
+    """Returns `(params, batch) -> float32 [accumulation, sequences, segments]`, without dropout.
+
+    The result has the log-probabilities of segments, as a reference model gives them.
+    """
+    context = make_context(setup)
+    stream = make_stream(setup)
+    of_head = _make_head_sums(setup)
+
+    def local(params, batch: Batch):
+        weights = in_use(setup, params)
+
+        def one(_, microbatch):
+            ctx = context(microbatch)
+            module, x_bte, _ = stream(weights, microbatch, ctx)
+            return None, of_head(module, x_bte, ctx, microbatch)
+
+        return jax.lax.scan(one, None, batch)[1]
+
+    of_batch = P(None, BATCH_AXES)
+    in_specs = (resting_specs_in(setup), of_batch)
+    return manual_region(local, setup.mesh, MANUAL_AXES, in_specs, of_batch)
+
+
 def _make_pair_losses(
     setup: Setup,
     *,
@@ -61,7 +89,7 @@ def _make_pair_losses(
     """Returns the `head_losses` of pairs of answers: sums over pairs. None if a run learns none."""
     if not setup.config.train.learns_pairs:
         return None
-    segment_sums = make_segment_sums(setup, table_axes)
+    segment_sums = _make_head_sums(setup, table_axes)
     segments = segment_count(setup.config.train.sequence_length)
     train = setup.config.train
 

@@ -15,7 +15,6 @@ from spmdtrain.models.layers.router import ENTROPY
 from spmdtrain.parallel.axes import BATCH_AXES, Rules
 from spmdtrain.parallel.reduce import psum_tree
 from spmdtrain.train.batch import Batch
-from spmdtrain.train.gradients.pair_loss import count_pairs
 from spmdtrain.train.part import MEASURED, Parts
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.token_loss import Losses, of_the_step
@@ -83,6 +82,8 @@ def count_tokens(setup: Setup, batch: Batch, *, training: bool) -> dict[str, jax
     """
     mask = batch["mask"].astype(jnp.float32)
     if setup.config.train.learns_pairs:
+        from spmdtrain.train.gradients.pair_loss import count_pairs
+
         length = mask.shape[-1]
         segments = batch["segment_ids"].reshape(-1, length)
         return {"tokens": mask.sum(), "pairs": count_pairs(mask.reshape(-1, length), segments)}

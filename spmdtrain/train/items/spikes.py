@@ -60,13 +60,14 @@ def remember(recent: jax.Array, figures: jax.Array, good: jax.Array) -> jax.Arra
 
 def judge(
     config: RunConfig, items: Mapping[str, Value], loss: jax.Array, grad_norm: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the largest loss and gradient norm of a good step, [2], and whether this is one.
+) -> tuple[dict[str, jax.Array], jax.Array]:
+    """Returns the largest loss and gradient norm of a good step, [2], by the name of the item, and
+    whether this is one.
 
     `items`: of the state before the step.
     """
     largest = limits(config.guard, items.get(ITEM.name))
-    return largest, is_good(jnp.stack([loss, grad_norm]), largest)
+    return {ITEM.name: largest}, is_good(jnp.stack([loss, grad_norm]), largest)
 
 
 def _begin(start: Start) -> jax.Array | None:
