@@ -32,7 +32,7 @@ class Feature:
 
 FEATURES = {
     "adapters": Feature(
-        r"adapter|\blora|\bdora", ("models/adapters", "config/schema/finetune.py"), 24
+        r"adapter|\blora|\bdora", ("models/adapters", "config/schema/finetune.py"), 23
     ),
     "certify": Feature(r"certif", ("lab/certify", "cli/run/certify.py"), 7),
     "chats": Feature(r"\bchat", ("data/chats",), 21),
@@ -51,10 +51,11 @@ FEATURES = {
         r"delayed|scaling_history|train\.scaling",
         (
             "config/schema/precision.py",
+            "models/layers/delayed_weight.py",
             "parallel/matmuls/delayed.py",
             "train/scaling",
         ),
-        4,
+        2,
     ),
     "distillation": Feature(
         r"distil|teach|taught|saved_logits",

@@ -36,13 +36,13 @@ from spmdtrain.models.stack import Round
 from spmdtrain.models.transformer import Block
 from spmdtrain.parallel.axes import Rules
 from spmdtrain.parallel.experts import make_experts
-from spmdtrain.parallel.matmuls.tensor_matmul import (
+from spmdtrain.parallel.regions import make_constrain, make_local_map
+from spmdtrain.parallel.tensor_matmul import (
     make_column_parallel,
     make_find_parts,
     make_row_parallel,
     no_ring,
 )
-from spmdtrain.parallel.regions import make_constrain, make_local_map
 from spmdtrain.parallel.vocabulary import make_lookup
 from spmdtrain.train.external_arrays.check_arrays import check_params
 from spmdtrain.train.setup import Setup, check_setup

@@ -19,15 +19,17 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from spmdtrain.compiled.step_parts import part
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import Narrow, PrecisionConfig, RunConfig
-from spmdtrain.models.adapters.adapt import adapt, check_also_train, is_trained
-from spmdtrain.models.adapters.adapted import is_of_adapter, plain
-from spmdtrain.models.adapters.by_path import with_magnitudes
 from spmdtrain.models.buffer import Buffer, refusing_writes
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.models.context import ForwardContext
-from spmdtrain.models.layers.narrow import attach_scaling, check_blocks, narrow
 from spmdtrain.models.model import LanguageModel
-from spmdtrain.models.projection import FullPrecision, LoadBias, MatmulWeight
+from spmdtrain.models.projection import (
+    FullPrecision,
+    LoadBias,
+    MatmulWeight,
+    is_added,
+    plain,
+)
 from spmdtrain.models.stack import Stack, frozen_rounds
 from spmdtrain.models.transformer import Transformer
 from spmdtrain.parallel.axes import (
@@ -100,6 +102,11 @@ class AbstractModel:
         """Returns True if this parameter belongs to the layers that a pipeline distributes."""
         axes = self.stage_layout.axes
         return path.startswith("blocks.") and self.parameters[path].axes[: len(axes)] == axes
+
+    @property
+    def has_experts(self) -> bool:
+        """True if a weight belongs to experts."""
+        return any("experts" in parameter.axes for parameter in self.parameters.values())
 
     @property
     def size(self) -> int:
@@ -177,6 +184,10 @@ class AbstractModel:
 
         `sequences`: of a microbatch on all devices; `tokens`: of a sequence.
         """
+        if not any(parameter.narrow for parameter in self.parameters.values()):
+            return
+        from spmdtrain.models.layers.narrow import check_blocks
+
         model: Any = self.bind({})
         check_blocks(model, rules, sequences, tokens)
 
@@ -187,8 +198,11 @@ class AbstractModel:
         """
         with nnx.use_eager_sharding(False):
             state = nnx.state(self.make(key))
-        made = {_dotted(path): variable[...] for path, variable in nnx.to_flat_state(state)}
-        values = with_magnitudes(made)
+        values = {_dotted(path): variable[...] for path, variable in nnx.to_flat_state(state)}
+        if any(parameter.is_of_adapter for parameter in self.parameters.values()):
+            from spmdtrain.models.adapters.by_path import with_magnitudes
+
+            values = with_magnitudes(values)
         for path, x in values.items():
             if self.in_stack(path):
                 values[path] = self.stage_layout.staged(x)
@@ -213,6 +227,8 @@ class AbstractModel:
         state = nnx.from_flat_state(held)
         model = nnx.merge(self.graphdef, gather(state) if gather else state)
         if scaling:
+            from spmdtrain.models.layers.delayed_weight import attach_scaling
+
             attach_scaling(model, scaling)
         return model
 
@@ -262,8 +278,7 @@ def build_model(
 
     def build(key: jax.Array) -> LanguageModel:
         model = make(config, nnx.Rngs(params=key))
-        adapt(model, config.finetune, key)
-        narrow(model, config.precision)
+        _replace_weights(model, config, key)
         return model
 
     with nnx.use_eager_sharding(False):
@@ -273,19 +288,30 @@ def build_model(
     graphdef, state = nnx.split(model)
     layout = lay_out(model.blocks.rounds, stages, chunks)
     variables = tuple(nnx.to_flat_state(state))
-    parameters = {
-        _dotted(path): _parameter(path, variable, layout, config) for path, variable in variables
-    }
-    check_also_train(config.finetune, parameters)
+    parameters = {_dotted(path): _parameter(path, variable, layout) for path, variable in variables}
+    if config.finetune.has_adapters:
+        from spmdtrain.models.adapters.adapt import with_frozen
+
+        parameters = with_frozen(parameters, config.finetune)
     names = {name for parameter in parameters.values() for name in parameter.axes if name}
     check_names(config.rules, names, lambda: _activation_axes(config, graphdef, state))
     rows = _table_rows(config, graphdef, state)
     return AbstractModel(parameters, graphdef, variables, build, layout, rows)
 
 
-def _parameter(
-    path: tuple, variable: nnx.Variable, layout: StageLayout, config: RunConfig
-) -> Parameter:
+def _replace_weights(model: nnx.Module, config: RunConfig, key: jax.Array) -> None:
+    """Replaces weights of a model that is being built by weights that multiply otherwise."""
+    if config.finetune.has_adapters:
+        from spmdtrain.models.adapters.adapt import adapt
+
+        adapt(model, config.finetune, key)
+    if config.precision.matmul != "compute":
+        from spmdtrain.models.layers.narrow import narrow
+
+        narrow(model, config.precision)
+
+
+def _parameter(path: tuple, variable: nnx.Variable, layout: StageLayout) -> Parameter:
     """Returns the shape and axes of a variable; those of the layers in `layout`."""
     is_floating = jnp.issubdtype(variable.dtype, jnp.floating)
     is_buffer = isinstance(variable, Buffer)
@@ -302,11 +328,11 @@ def _parameter(
     return Parameter(
         shape,
         axes,
-        is_trained=not is_buffer and is_trained(_dotted(path), variable, config.finetune),
+        is_trained=not is_buffer,
         is_of_matmuls=isinstance(variable, MatmulWeight),
         narrow=variable.narrow if isinstance(variable, MatmulWeight) else None,
         is_buffer=is_buffer,
-        is_of_adapter=is_of_adapter(variable),
+        is_of_adapter=is_added(variable),
         is_full_precision=isinstance(variable, FullPrecision),
         is_load_bias=isinstance(variable, LoadBias),
     )

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,7 @@ from flax import nnx
 
 from spmdtrain.models.projection import Product, Weight, multiply
 from spmdtrain.parallel.context.context_method import ContextMethod, zigzag_order
-from spmdtrain.parallel.experts import Experts, make_experts
-from spmdtrain.parallel.matmuls.tensor_matmul import (
+from spmdtrain.parallel.tensor_matmul import (
     Names,
     TensorMatmul,
     make_column_parallel,
@@ -28,9 +27,26 @@ from spmdtrain.parallel.matmuls.tensor_matmul import (
     no_ring,
 )
 
+if TYPE_CHECKING:
+    from spmdtrain.parallel.experts import Experts
+    from spmdtrain.parallel.experts.expert_weights import Activation, ExpertWeights
+
 
 def _unsplit(x: jax.Array, *_: str | None) -> jax.Array:
     return x
+
+
+def _experts_of_one_device(
+    x_bte: jax.Array,
+    gates_btk: jax.Array,
+    ids_btk: jax.Array,
+    weights: "ExpertWeights",
+    *,
+    activation: "Activation",
+) -> jax.Array:
+    from spmdtrain.parallel.experts import make_experts
+
+    return make_experts()(x_bte, gates_btk, ids_btk, weights, activation=activation)
 
 
 @partial(
@@ -81,7 +97,7 @@ class ForwardContext:
     row_matmul: TensorMatmul = make_row_parallel(_unsplit, no_ring)
     # (x [b, t, e], gates [b, t, k], ids [b, t, k], weights, activation=) -> [b, t, e]: the experts
     # that each token has chosen, times their gates; see parallel.experts.
-    experts: Experts = make_experts()
+    experts: "Experts" = _experts_of_one_device
     # The sums of arrays over all devices among which the batch is split; without a gradient.
     sum_over_batch: Callable[[Any], Any] = lambda tree: tree
     dropout_rate: float = 0.0

@@ -17,8 +17,7 @@ import jax
 from flax import nnx
 
 from spmdtrain.config.schema import Narrow
-from spmdtrain.parallel.matmuls.delayed import Operand
-from spmdtrain.parallel.matmuls.tensor_matmul import Names, TensorMatmul
+from spmdtrain.parallel.tensor_matmul import Factor, Names, TensorMatmul
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Product:
     dropout: Callable[[jax.Array, int, float], jax.Array] = lambda x, _site, _rate: x
 
     def __call__(
-        self, x: jax.Array, array: jax.Array | Operand, *, narrow: Narrow | None = None
+        self, x: jax.Array, array: jax.Array | Factor, *, narrow: Narrow | None = None
     ) -> jax.Array:
         """Returns the product of x and the array: [b, t, *f], or [b, t, e] back to the stream.
 
@@ -90,6 +89,20 @@ class LoadBias(FullPrecision):
     Its gradient is not a slope of the loss but the number of tokens that each expert had, divided
     by that of all tokens; see `router.py`.
     """
+
+
+# The attribute with which a weight holds the weight that it stands for. Dotted paths leave it out.
+WEIGHT = "adapted_weight"
+
+
+def plain(path: tuple) -> tuple:
+    """Returns the path of a variable without the steps from a weight to the one it stands for."""
+    return tuple(step for step in path if step != WEIGHT)
+
+
+def is_added(variable: nnx.Variable) -> bool:
+    """Returns True for a variable that was added to a weight of the model (`is_added=True`)."""
+    return variable.get_metadata().get("is_added", False)
 
 
 def matmul_weights(model: nnx.Module) -> Iterator[tuple[str, nnx.Module, str]]:

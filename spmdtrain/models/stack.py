@@ -16,8 +16,8 @@ from pallas_kernels.attention import saveable as attention_saveable
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.models.buffer import refusing_writes
 from spmdtrain.models.context import ForwardContext
+from spmdtrain.parallel import tensor_matmul
 from spmdtrain.parallel.gather import LAYER_AXES
-from spmdtrain.parallel.matmuls import tensor_matmul
 
 
 def _all_but_gathered_weights(primitive: jax.extend.core.Primitive, *_, **parameters) -> bool:

@@ -8,7 +8,7 @@ from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import AbstractModel, build_model
 from spmdtrain.models.choose import MakeModel, choose_model
 from spmdtrain.parallel.axes import make_rules
-from spmdtrain.parallel.matmuls.tensor_matmul import check_matmuls
+from spmdtrain.parallel.tensor_matmul import check_matmuls
 from spmdtrain.pipeline.find_table import pipeline_schedule
 from spmdtrain.train import token_loss
 from spmdtrain.train.batch import choose_context_method, cut_batch

@@ -366,7 +366,7 @@ BREAKAGES = [
     ),
     Breakage(
         "remat 'dots' multiplies the copies of a weight again",
-        "parallel/matmuls/tensor_matmul.py",
+        "parallel/tensor_matmul.py",
         "return checkpoint_name(multiply_copied(x, weight, dot), SAVED)",
         "return multiply_copied(x, weight, dot)",
         f"{LAYOUTS} -k products_of_copies",

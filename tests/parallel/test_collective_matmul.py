@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from spmdtrain.compiled import hlo
 from spmdtrain.config import ConfigError
-from spmdtrain.parallel.matmuls.collective_matmul import Ring, gather_matmul, matmul_scatter
-from spmdtrain.parallel.matmuls.tensor_matmul import make_find_ring
+from spmdtrain.parallel.matmuls.collective_matmul import Ring
+from spmdtrain.parallel.tensor_matmul import make_find_ring
 from spmdtrain.planner.cost.workload import workload_of
 from spmdtrain.planner.traffic import needed_traffic
 
@@ -43,11 +43,11 @@ def test_values_and_gradients_are_those_of_the_plain_matmul(way, tensor, context
     stream = (3, 2 * context * tensor, 5)  # [b, t, e]
     wide = (*stream[:2], 2 * tensor, 3)  # [b, t, *f]
     if way == "gather":
-        multiply, equation = gather_matmul, "bte,efg->btfg"
+        multiply, equation = ring.gather_matmul, "bte,efg->btfg"
         shapes = (stream, (5, *wide[2:]), wide)
         specs = (ring.stream, ring.column, ring.wide)
     else:
-        multiply, equation = matmul_scatter, "btfg,fge->bte"
+        multiply, equation = ring.matmul_scatter, "btfg,fge->bte"
         shapes = (wide, (*wide[2:], 5), stream)
         specs = (ring.wide, ring.row, ring.stream)
     x, weight, dy = map(jax.random.normal, keys, shapes)
@@ -62,7 +62,7 @@ def test_values_and_gradients_are_those_of_the_plain_matmul(way, tensor, context
             jax.device_put(each, NamedSharding(mesh, spec))
             for each, spec in zip((x, ring.copy(weight), dy), specs, strict=True)
         ]
-        y, dx, dweights = jax.jit(partial(with_gradients, partial(multiply, ring=ring)))(*placed)
+        y, dx, dweights = jax.jit(partial(with_gradients, multiply))(*placed)
     assert len(dweights) == context  # of each part of the tokens
     for ours, theirs in zip((y, dx, dweights.sum(0)), want, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)

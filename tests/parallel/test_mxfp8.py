@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmdtrain.config import ConfigError
 from spmdtrain.parallel.matmuls import mxfp8
-from spmdtrain.parallel.matmuls.collective_matmul import Ring, gather_matmul, matmul_scatter
+from spmdtrain.parallel.matmuls.collective_matmul import Ring
 from spmdtrain.planner.cost.hardware import DEVICES
 from spmdtrain.planner.deviceless import described_devices
 
@@ -126,8 +126,7 @@ def ring_of(way: str) -> tuple[Ring, Callable[..., jax.Array]]:
         narrow="mxfp8",
     )
     if way in ("gathered in pieces", "scattered in pieces"):
-        multiply = gather_matmul if way == "gathered in pieces" else matmul_scatter
-        return ring, lambda x, w: multiply(x, w, ring)
+        return ring, ring.gather_matmul if way == "gathered in pieces" else ring.matmul_scatter
     on_parts = ring.from_stream if way == "from the stream" else ring.to_stream
     return ring, lambda x, w: on_parts(mxfp8.tensordot)(x, w, 1)
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmdtrain.parallel.matmuls.tensor_matmul import local_tensordot
+from spmdtrain.parallel.tensor_matmul import local_tensordot
 
 SHAPES = [((3, 8, 5), (5, 2, 7), 1), ((3, 8, 2, 7), (2, 7, 5), 2)]
 

@@ -24,10 +24,6 @@ print("imported", *(name for name in sys.modules if name.split(".")[0] == "spmdt
 ON = {"guards", "page", "record", "stages"}
 # Files of features that are off, which something still imports. The list may only shrink.
 STILL_IMPORTED = {
-    "adapters": ("models.adapters",),  # every model is asked whether it has some
-    "delayed scaling": ("parallel.matmuls.delayed", "train.scaling"),
-    "experts": ("parallel.experts",),
-    "float8": ("parallel.matmuls",),
     "ring attention": ("parallel.context",),
 }
 # What is no feature of the bill, and no quickstart run needs either.

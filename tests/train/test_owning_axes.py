@@ -18,11 +18,11 @@ from spmdtrain.inference.sample import make_logits
 from spmdtrain.models.layers import weight
 from spmdtrain.models.layers.mlp import swiglu
 from spmdtrain.models.layers.weights import matmul_weight
+from spmdtrain.parallel import experts
 from spmdtrain.parallel.experts import make_experts
 from spmdtrain.parallel.experts.expert_weights import ExpertWeights
 from spmdtrain.parallel.reduce import Reduction
 from spmdtrain.train.compared.in_order import placed_arrays, plain_arrays
-from spmdtrain.train.gradients import forward
 from spmdtrain.train.step import make_gradients
 
 EXPERTS, CHOICES = 24, 2  # 24 divide over 2, 3, 4 and 8 devices
@@ -88,7 +88,7 @@ def initial() -> dict[str, np.ndarray]:
 def first_batch(*settings: str, factor: float = 1.25) -> tuple[float, dict[str, np.ndarray]]:
     """(mean loss, gradients of the initial weights)"""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forward, "make_experts", partial(make_experts, factor=factor))
+        patch.setattr(experts, "make_experts", partial(make_experts, factor=factor))
         setup = setup_of(*settings)
         find = jax.jit(make_gradients(setup))
         step = jax.device_put(np.int32(0), setup.state.step.sharding)

@@ -4,6 +4,7 @@ import difflib
 import math
 import zlib
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -19,7 +20,6 @@ from spmdtrain.models.adapters.adapted import (
     AdaptedWeight,
     Adapter,
     LinearPart,
-    is_of_adapter,
     parts_of,
 )
 from spmdtrain.models.adapters.quantised import as_buffers
@@ -35,8 +35,6 @@ def adapt(model: nnx.Module, config: FinetuneConfig, key: jax.Array) -> None:
 
     Raises ConfigError if a target names no weight.
     """
-    if not config.has_adapters:
-        return
     weights = {path: (module, name) for path, module, name in matmul_weights(model)}
     _check_targets(config, weights)
     for path, (module, name) in weights.items():
@@ -123,10 +121,10 @@ def _adapter(
     magnitude = None
     if config.kind == "dora":
         ones = jnp.ones((*stack, math.prod(outs)))
-        magnitude = nnx.Param(ones, out_sharding=(*axes[:stacked], whole[cut]), of_adapter=True)
+        magnitude = nnx.Param(ones, out_sharding=(*axes[:stacked], whole[cut]), is_added=True)
     return Adapter(
-        MatmulWeight(a, out_sharding=(*whole[:cut], "rank"), of_adapter=True),
-        nnx.Param(b, out_sharding=(*axes[:stacked], "rank", *whole[cut:]), of_adapter=True),
+        MatmulWeight(a, out_sharding=(*whole[:cut], "rank"), is_added=True),
+        nnx.Param(b, out_sharding=(*axes[:stacked], "rank", *whole[cut:]), is_added=True),
         magnitude,
     )
 
@@ -134,18 +132,21 @@ def _adapter(
 # What is trained
 
 
-def is_trained(path: str, variable: nnx.Variable, config: FinetuneConfig) -> bool:
-    """Returns True if a parameter is trained, by [finetune]."""
-    if not config.has_adapters or is_of_adapter(variable):
-        return True
-    return _matches(path, config.also_train)
+def with_frozen(parameters: Mapping[str, Any], config: FinetuneConfig) -> dict[str, Any]:
+    """Returns the `Parameter`s of a model with adapters, by path, of which [finetune] trains some.
 
-
-def check_also_train(config: FinetuneConfig, parameters: Mapping[str, Any]) -> None:
-    """Refuses a pattern of `also_train` that matches no weight, or one that has an adapter.
-
-    `parameters`: `Parameter`s by dotted path.
+    Raises ConfigError if a pattern of `also_train` matches no weight, or one that has an adapter.
     """
+    _check_also_train(config, parameters)
+
+    def of_run(path: str, parameter: Any) -> Any:
+        is_chosen = parameter.is_of_adapter or _matches(path, config.also_train)
+        return replace(parameter, is_trained=parameter.is_trained and is_chosen)
+
+    return {path: of_run(path, parameter) for path, parameter in parameters.items()}
+
+
+def _check_also_train(config: FinetuneConfig, parameters: Mapping[str, Any]) -> None:
     own = [path for path, parameter in parameters.items() if not parameter.is_of_adapter]
     adapted = {path.rsplit(".", 2)[0] for path in parameters.keys() - own}
     for pattern in config.also_train:

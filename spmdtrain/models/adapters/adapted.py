@@ -19,7 +19,6 @@ from spmdtrain.config.schema import FinetuneConfig
 from spmdtrain.models.adapters.quantised import QuantisedWeight, dequantised
 from spmdtrain.models.projection import Product
 
-WEIGHT = "adapted_weight"  # the attribute of an `AdaptedWeight` that dotted paths leave out
 SIDE = -2  # the dim along which parts are concatenated: the last but one of o
 
 
@@ -83,7 +82,7 @@ class AdaptedWeight(nnx.Module):
     def __init__(
         self, weight: Any, parts: tuple[LinearPart, ...], config: FinetuneConfig, site: int
     ):
-        self.adapted_weight = weight
+        self.adapted_weight = weight  # see projection.WEIGHT
         self.parts = parts
         self.scale = config.scale
         self.dropout = config.dropout
@@ -170,12 +169,3 @@ def _contracted(a: jax.Array, w: jax.Array, over: tuple[int, ...]) -> jax.Array:
         return dot(a, w, (over, over))
 
     return jax.lax.platform_dependent(a, w, cpu=as_matrices, default=as_they_are)
-
-
-def plain(path: tuple) -> tuple:
-    """Returns the path of a variable without the step from an `AdaptedWeight` to its weight."""
-    return tuple(step for step in path if step != WEIGHT)
-
-
-def is_of_adapter(variable: nnx.Variable) -> bool:
-    return variable.get_metadata().get("of_adapter", False)

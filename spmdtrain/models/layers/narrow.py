@@ -2,19 +2,14 @@
 
 import difflib
 import math
-from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any
 
-import jax
 from flax import nnx
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import PrecisionConfig
-from spmdtrain.models.adapters.adapted import is_of_adapter, plain
-from spmdtrain.models.projection import MatmulWeight, Product, matmul_weights
+from spmdtrain.models.projection import MatmulWeight, is_added, matmul_weights
 from spmdtrain.parallel.axes import Rules, axes_of_dim
-from spmdtrain.parallel.matmuls.delayed import Operand
 from spmdtrain.parallel.matmuls.mxfp8 import BLOCK
 
 
@@ -30,64 +25,28 @@ class BlockWeight(MatmulWeight):
     narrow = "mxfp8"
 
 
-class DelayedWeight(nnx.Module):
-    """A `Float8Weight` whose scales come from earlier steps (parallel/matmuls/delayed.py).
-
-    `scales` and `slots` are those of an `Operand`, stacked like the weight.
-    """
-
-    any_order = True
-
-    def __init__(self, weight: Float8Weight, scales: jax.Array, slots: jax.Array):
-        stack = weight.out_sharding[:1] if weight.out_sharding[:1] == ("layer",) else ()
-        self.weight = weight
-        self.scales = nnx.Variable(scales, out_sharding=(*stack, None))
-        self.slots = nnx.Variable(slots, out_sharding=(*stack, None, None, None))
-
-    def multiply(self, product: Product, x: jax.Array) -> jax.Array:
-        operand = Operand(self.weight[...], self.scales[...], self.slots[...])
-        return product(x, operand, narrow=self.weight.narrow)
-
-    def __getitem__(self, key: Any) -> jax.Array:
-        return self.weight[key]
-
-
 KINDS = {"float8": Float8Weight, "mxfp8": BlockWeight}
 
 
 def narrow(model: nnx.Module, precision: PrecisionConfig) -> None:
     """Replaces each `MatmulWeight` that `precision.wide` does not name by a narrow weight.
 
-    Adapters are not narrowed: they are small, and learn from small differences.
+    What was added to a weight is not narrowed: it is small, and learns from small differences.
 
     Raises ConfigError if a pattern of `precision.wide` names no weight, or if none is narrowed.
     """
-    if precision.matmul == "compute":
-        return
+    assert precision.matmul != "compute", "the settings name a format"
     kind = KINDS[precision.matmul]
     weights = {
         path: (module, name)
         for path, module, name in matmul_weights(model)
-        if not is_of_adapter(getattr(module, name))
+        if not is_added(getattr(module, name))
     }
     _check(precision, weights)
     for path, (module, name) in weights.items():
         if not any(fnmatchcase(path, pattern) for pattern in precision.wide):
             weight = getattr(module, name)
             setattr(module, name, kind(weight[...], **weight.get_metadata()))
-
-
-def attach_scaling(model: nnx.Module, scaling: Mapping[str, tuple[jax.Array, jax.Array]]) -> None:
-    """Replaces each `Float8Weight` that has (scales, slots), by dotted path, by a `DelayedWeight`.
-
-    The model is one that a step has just bound to its values.
-    """
-    for path, module, name in matmul_weights(model):
-        of_weight = scaling.get(".".join(plain(tuple(path.split(".")))))
-        if of_weight is not None:
-            with nnx.use_eager_sharding(False):
-                made = DelayedWeight(getattr(module, name), *of_weight)
-            setattr(module, name, made)
 
 
 def _check(precision: PrecisionConfig, paths: dict) -> None:

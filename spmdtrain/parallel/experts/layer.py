@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_kernels.counting import is_counted, marked
 from pallas_kernels.partition import locally
 from spmdtrain.parallel.axes import Rules
-from spmdtrain.parallel.matmuls.tensor_matmul import SAVED
+from spmdtrain.parallel.tensor_matmul import SAVED
 
 if TYPE_CHECKING:
     from spmdtrain.parallel.experts.expert_weights import Activation, ExpertWeights

@@ -1,1 +1,1 @@
-"""Multiplies in layers: split over `tensor`, overlapped with transfers, and in 8 bits."""
+"""Multiplies in layers otherwise than by a plain dot: overlapped with transfers, or in 8 bits."""

@@ -46,17 +46,21 @@ class Ring(Parts):
     def size(self) -> int:
         return jax.sharding.get_abstract_mesh().shape[self.axis]
 
+    def gather_matmul(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+        """Returns `x @ weight` [b, t, *f], gathering the tokens of x [b, t, e].
 
-def gather_matmul(x: jax.Array, weight: jax.Array, ring: Ring) -> jax.Array:
-    """Returns `x @ weight` [b, t, *f], gathering the tokens of x [b, t, e]; weight [c, e, *f]."""
-    product: Any = _gather_and_multiply(x, weight, ring)
-    return product
+        weight: [c, e, *f].
+        """
+        product: Any = _gather_and_multiply(x, weight, self)
+        return product
 
+    def matmul_scatter(self, h: jax.Array, weight: jax.Array) -> jax.Array:
+        """Returns `h @ weight` [b, t, e], summed over the ring, tokens scattered.
 
-def matmul_scatter(h: jax.Array, weight: jax.Array, ring: Ring) -> jax.Array:
-    """Returns `h @ weight` [b, t, e], summed over the ring, tokens scattered; weight [c, *f, e]."""
-    product: Any = _multiply_and_scatter(h, weight, ring)
-    return product
+        weight: [c, *f, e].
+        """
+        product: Any = _multiply_and_scatter(h, weight, self)
+        return product
 
 
 # Column-parallel: from the stream to f

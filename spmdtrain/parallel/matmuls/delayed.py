@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from spmdtrain.parallel.axes import axes_of_dim
+from spmdtrain.parallel.copies import Dot
 from spmdtrain.parallel.matmuls import float8
 from spmdtrain.parallel.matmuls.float8 import GRADIENTS, VALUES, by_scale
 from spmdtrain.parallel.matmuls.local_matmul import Parts
@@ -48,6 +49,16 @@ class Operand(NamedTuple):
         count = self.weight.shape[0]
         scales = jnp.broadcast_to(self.scales, (count, *self.scales.shape))
         return Operand(self.weight, scales, jnp.expand_dims(self.slots, 1))
+
+    def from_stream(self, parts: Parts) -> Dot:
+        """Returns the dot of x [b, t, e], which gives h [b, t, *f]."""
+        of_stream, of_wide = counts(parts)
+        return partial(tensordot, cut=Cut(x=of_stream, y=of_wide))
+
+    def to_stream(self, parts: Parts) -> Dot:
+        """Returns the dot of h [b, t, *f], which gives [b, t, e]."""
+        of_stream, of_wide = counts(parts)
+        return partial(tensordot, cut=Cut(x=of_wide, y=of_stream))
 
 
 Counts = tuple[int, ...]  # the parts into which devices split each dim; further dims: 1

@@ -17,15 +17,6 @@ from spmdtrain.models.context import AroundLayer, ForwardContext, sample_noise
 from spmdtrain.models.model import LanguageModel
 from spmdtrain.models.stack import sum_losses
 from spmdtrain.parallel.axes import Rules, axes_of_dim
-from spmdtrain.parallel.experts import make_experts
-from spmdtrain.parallel.matmuls.tensor_matmul import (
-    make_column_parallel,
-    make_find_parts,
-    make_find_ring,
-    make_row_parallel,
-    no_ring,
-    stream_is_split,
-)
 from spmdtrain.parallel.regions import (
     MANUAL_AXES,
     Name,
@@ -33,6 +24,14 @@ from spmdtrain.parallel.regions import (
     make_constrain,
     make_local_map,
     make_sum_over_batch,
+)
+from spmdtrain.parallel.tensor_matmul import (
+    make_column_parallel,
+    make_find_parts,
+    make_find_ring,
+    make_row_parallel,
+    no_ring,
+    stream_is_split,
 )
 from spmdtrain.parallel.vocabulary import make_lookup
 from spmdtrain.train.batch import Batch
@@ -78,8 +77,7 @@ def make_context(setup: Setup, parts: Parts = ()) -> Callable[..., ForwardContex
     }
     column_parallel = make_column_parallel(constrain, find_ring, gathers_again=gathers_again, **how)
     row_parallel = make_row_parallel(constrain, find_ring, **how)
-    factor = {"factor": experts.bucket_factor} if experts else {}
-    through_experts = make_experts(rules, MANUAL_AXES, **factor)
+    own_experts = _make_experts(setup)
 
     def context(
         microbatch: Batch, step: jax.Array | None = None, read: Mapping[str, Any] | None = None
@@ -104,7 +102,6 @@ def make_context(setup: Setup, parts: Parts = ()) -> Callable[..., ForwardContex
             scan_layers=setup.scans_layers,
             column_matmul=column_parallel,
             row_matmul=row_parallel,
-            experts=through_experts,
             sum_over_batch=make_sum_over_batch(rules),
             dropout_rate=dropout,
             noise_b=noise_b,
@@ -112,9 +109,21 @@ def make_context(setup: Setup, parts: Parts = ()) -> Callable[..., ForwardContex
             frozen_layers=setup.config.frozen_in_stack,
             read=read or {},
             around_layer=None if step is None else around_layer,
+            **own_experts,
         )
 
     return context
+
+
+def _make_experts(setup: Setup) -> dict[str, Any]:
+    """Returns {"experts": those on the devices of the mesh}, for a model with such weights."""
+    if not setup.model.has_experts:
+        return {}
+    from spmdtrain.parallel.experts import make_experts
+
+    config = setup.config.model.experts
+    factor = {"factor": config.bucket_factor} if config else {}
+    return {"experts": make_experts(setup.rules, MANUAL_AXES, **factor)}
 
 
 def make_around_layer(setup: Setup, parts: Parts) -> AroundLayer | None:

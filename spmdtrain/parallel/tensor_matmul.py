@@ -14,8 +14,7 @@ b: sequences, t: tokens, e: width of the stream, f: the dims of heads or ffn.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -28,33 +27,38 @@ from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import Narrow, RunConfig
 from spmdtrain.parallel.axes import STREAM, Rules, axes_of_dim
 from spmdtrain.parallel.copies import Dot, multiply_copies
-from spmdtrain.parallel.matmuls import delayed, float8, mxfp8
-from spmdtrain.parallel.matmuls.collective_matmul import Ring, gather_matmul, matmul_scatter
-from spmdtrain.parallel.matmuls.delayed import Cut, Operand, counts
-from spmdtrain.parallel.matmuls.local_matmul import Parts
+
+if TYPE_CHECKING:
+    from spmdtrain.parallel.matmuls.collective_matmul import Ring
+    from spmdtrain.parallel.matmuls.eight_bit_formats import Format
+    from spmdtrain.parallel.matmuls.local_matmul import Parts
 
 SAVED = "tensor_matmul"  # the checkpoint_name of a product, for remat "dots"
 
 Names = Sequence[str | None]  # the logical axes of f
-FindRing = Callable[[tuple[int, ...], tuple[int, ...], Names], Ring | None]
-FindParts = Callable[[tuple[int, ...], Names], Parts]
+FindRing = Callable[[tuple[int, ...], tuple[int, ...], Names], "Ring | None"]
+FindParts = Callable[[tuple[int, ...], Names], "Parts"]
 
 
-def unsplit_parts(*_: Any) -> Parts:
-    """Returns the parts of arrays that nothing splits: the default of `find_parts`."""
-    return Parts(wide=P(None, None))
+@runtime_checkable
+class Factor(Protocol):
+    """A weight that brings its own dot: in its place, where arrays are in these `parts`."""
+
+    @property
+    def weight(self) -> jax.Array: ...
+
+    def of_copies(self) -> "Factor": ...
+    def from_stream(self, parts: "Parts") -> Dot: ...
+    def to_stream(self, parts: "Parts") -> Dot: ...
 
 
 class TensorMatmul(Protocol):
-    """A matmul between the residual stream and f. `narrow`: its 8-bit format, if it has one.
-
-    An `Operand` comes with the scales of delayed scaling.
-    """
+    """A matmul between the residual stream and f. `narrow`: its 8-bit format, if it has one."""
 
     def __call__(
         self,
         x: jax.Array,
-        weight: jax.Array | Operand,
+        weight: jax.Array | Factor,
         names: Names,
         /,
         *,
@@ -66,20 +70,22 @@ def make_column_parallel(
     constrain: Callable[..., jax.Array],
     find_ring: FindRing,
     *,
-    find_parts: FindParts = unsplit_parts,
+    find_parts: FindParts | None = None,
     gathers_again: bool = False,
     copies: int = 1,
     local: bool = False,
 ) -> TensorMatmul:
     """Returns `column_parallel(x [b, t, e], weight [e, *f], names of f) -> [b, t, *f]`.
 
-    `find_parts(shape of h [b, t, *f], names of f)`: see `Parts`; called only for MXFP8 and for
-    delayed scales.
+    `find_parts(shape of h [b, t, *f], names of f)`: see `Parts`; called only for dots that XLA does
+    not partition. None: nothing splits the arrays.
     `gathers_again`: when tokens are gathered, a device keeps only its own for the backward pass,
     and gathers again there (arXiv:2205.05198, section 4.2.2).
     `copies`: the weight may also have that many copies, [copies, e, *f].
     `local`: no automatic mesh axis splits an array of the matmul.
     """
+
+    find = find_parts or make_find_parts()
 
     def multiply(x: jax.Array, weight: Any, dot: Dot) -> jax.Array:
         return dot(constrain(x, "batch", "time", "embed"), weight, 1)
@@ -92,29 +98,27 @@ def make_column_parallel(
         multiply_copied = jax.checkpoint(multiply_copied, prevent_cse=False, static_argnums=2)
 
     def column_parallel(
-        x: jax.Array, factor: jax.Array | Operand, names: Names, *, narrow: Narrow | None = None
+        x: jax.Array, factor: jax.Array | Factor, names: Names, *, narrow: Narrow | None = None
     ) -> jax.Array:
-        weight = factor.weight if isinstance(factor, Operand) else factor
+        weight = factor.weight if isinstance(factor, Factor) else factor
         has_copies = _has_copies(weight, names, copies)
         width = weight.shape[2:] if has_copies else weight.shape[1:]
         wide_shape = (*x.shape[:2], *width)
-        if isinstance(factor, Operand):
-            of_stream, of_wide = counts(find_parts(wide_shape, names))
-            dot = partial(delayed.tensordot, cut=Cut(x=of_stream, y=of_wide))
+        if isinstance(factor, Factor):
+            dot = factor.from_stream(find(wide_shape, names))
             if has_copies:
                 return checkpoint_name(multiply_copied(x, factor.of_copies(), dot), SAVED)
             return checkpoint_name(multiply(x, factor, dot), SAVED)
         ring = find_ring(x.shape, wide_shape, names)
         if ring is not None:
             weights = weight if has_copies else ring.copy(weight)
-            y = gather_matmul(x, weights, replace(ring, narrow=narrow))
+            y = replace(ring, narrow=narrow).gather_matmul(x, weights)
             return checkpoint_name(y, SAVED)
-        if narrow == "mxfp8":
-            parts = find_parts(wide_shape, names)
+        dot, in_parts = _dot(narrow, local)
+        if in_parts:
+            parts = find(wide_shape, names)
             weights = weight if has_copies else parts.copy(weight)
-            y = multiply(x, weights, parts.from_stream(mxfp8.tensordot))
-            return checkpoint_name(y, SAVED)
-        dot = _dot(narrow, local)
+            return checkpoint_name(multiply(x, weights, parts.from_stream(dot)), SAVED)
         if has_copies:
             return checkpoint_name(multiply_copied(x, weight, dot), SAVED)
         return _saved(multiply(x, weight, dot), narrow)
@@ -126,26 +130,26 @@ def make_row_parallel(
     constrain: Callable[..., jax.Array],
     find_ring: FindRing,
     *,
-    find_parts: FindParts = unsplit_parts,
+    find_parts: FindParts | None = None,
     copies: int = 1,
     local: bool = False,
 ) -> TensorMatmul:
     """Returns `row_parallel(h [b, t, *f], weight [*f, e], names of f) -> [b, t, e]`.
 
-    `find_parts(shape of h [b, t, *f], names of f)`: see `Parts`; called only for MXFP8 and for
-    delayed scales.
+    `find_parts`: as in `make_column_parallel`.
     `copies`: the weight may also have that many copies, [copies, *f, e].
     `local`: no automatic mesh axis splits an array of the matmul.
     """
 
+    find = find_parts or make_find_parts()
+
     def row_parallel(
-        h: jax.Array, factor: jax.Array | Operand, names: Names, *, narrow: Narrow | None = None
+        h: jax.Array, factor: jax.Array | Factor, names: Names, *, narrow: Narrow | None = None
     ) -> jax.Array:
-        weight = factor.weight if isinstance(factor, Operand) else factor
+        weight = factor.weight if isinstance(factor, Factor) else factor
         has_copies = _has_copies(weight, names, copies)
-        if isinstance(factor, Operand):
-            of_stream, of_wide = counts(find_parts(h.shape, names))
-            dot = partial(delayed.tensordot, cut=Cut(x=of_wide, y=of_stream))
+        if isinstance(factor, Factor):
+            dot = factor.to_stream(find(h.shape, names))
             if has_copies:
                 y = multiply_copies(h, factor.of_copies(), weight.ndim - 2, dot)
             else:
@@ -154,14 +158,14 @@ def make_row_parallel(
         ring = find_ring((*h.shape[:2], weight.shape[-1]), h.shape, names)
         if ring is not None:
             weights = weight if has_copies else ring.copy(weight)
-            y = matmul_scatter(h, weights, replace(ring, narrow=narrow))
+            y = replace(ring, narrow=narrow).matmul_scatter(h, weights)
             return checkpoint_name(y, SAVED)
-        if narrow == "mxfp8":
-            parts = find_parts(h.shape, names)
+        dot, in_parts = _dot(narrow, local)
+        if in_parts:
+            parts = find(h.shape, names)
             weights = weight if has_copies else parts.copy(weight)
-            y = parts.to_stream(mxfp8.tensordot)(h, weights, len(names))
+            y = parts.to_stream(dot)(h, weights, len(names))
             return checkpoint_name(constrain(y, *STREAM), SAVED)
-        dot = _dot(narrow, local)
         if has_copies:
             y = constrain(multiply_copies(h, weight, weight.ndim - 2, dot), *STREAM)
             return checkpoint_name(y, SAVED)
@@ -171,11 +175,18 @@ def make_row_parallel(
     return row_parallel
 
 
-def _dot(narrow: Narrow | None, local: bool) -> Dot:
-    if narrow == "float8":
-        dot: Any = float8.tensordot
-        return dot
-    return local_tensordot if local else jnp.tensordot
+def _dot(narrow: Narrow | None, local: bool) -> tuple[Dot, bool]:
+    """Returns the dot of a matmul, and whether each device has to call it on its own parts."""
+    if narrow is None:
+        return (local_tensordot if local else jnp.tensordot), False
+    of_format = _format_of(narrow)
+    return of_format.dot, of_format.in_parts
+
+
+def _format_of(narrow: Narrow) -> "Format":
+    from spmdtrain.parallel.matmuls.eight_bit_formats import format_of
+
+    return format_of(narrow)
 
 
 def local_tensordot(x: jax.Array, weight: jax.Array, contracted: int) -> jax.Array:
@@ -212,12 +223,9 @@ def check_matmuls(config: RunConfig, rules: Rules, mesh: Mesh | AbstractMesh) ->
     """Refuses kinds of matmul that the devices or the rules do not allow."""
     if config.mesh.collective_matmul:
         _check_collective_matmul(rules)
-    if isinstance(mesh, Mesh):
-        device_kind = mesh.devices.flat[0].device_kind
-        if config.precision.matmul == "float8":
-            float8.check_float8(device_kind)
-        if config.precision.matmul == "mxfp8":
-            mxfp8.check_mxfp8(device_kind)
+    narrow = config.precision.matmul
+    if isinstance(mesh, Mesh) and narrow != "compute":
+        _format_of(narrow).check(mesh.devices.flat[0].device_kind)
 
 
 def _check_collective_matmul(rules: Rules) -> None:
@@ -246,7 +254,9 @@ def make_find_ring(rules: Rules, manual: Sequence[str] = ()) -> FindRing:
 
     def find_ring(
         stream_shape: tuple[int, ...], wide_shape: tuple[int, ...], names: Names
-    ) -> Ring | None:
+    ) -> "Ring | None":
+        from spmdtrain.parallel.matmuls.collective_matmul import Ring
+
         stream = rules.activation_spec(STREAM, stream_shape, drop=manual)
         wide = rules.activation_spec(("batch", "time", *names), wide_shape, drop=manual)
         gathered = axes_of_dim(stream[1]) == (*axes_of_dim(wide[1]), "tensor")
@@ -258,13 +268,17 @@ def make_find_ring(rules: Rules, manual: Sequence[str] = ()) -> FindRing:
     return find_ring
 
 
-def make_find_parts(rules: Rules, manual: Sequence[str] = ()) -> FindParts:
+def make_find_parts(rules: Rules | None = None, manual: Sequence[str] = ()) -> FindParts:
     """Returns `find_parts(shape of h [b, t, *f], names of f)`, by the rules of activations.
 
-    `manual`: the manual axes of the surrounding region.
+    `rules`: None if nothing splits the arrays. `manual`: the manual axes of the surrounding region.
     """
 
-    def find_parts(wide_shape: tuple[int, ...], names: Names) -> Parts:
+    def find_parts(wide_shape: tuple[int, ...], names: Names) -> "Parts":
+        from spmdtrain.parallel.matmuls.local_matmul import Parts
+
+        if rules is None:
+            return Parts(wide=P(None, None))
         return Parts(wide=rules.activation_spec(("batch", "time", *names), wide_shape, drop=manual))
 
     return find_parts
