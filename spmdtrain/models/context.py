@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spmdtrain.models.projection import Product, Weight, multiply
-from spmdtrain.parallel.context.context_method import ContextMethod, zigzag_order
 from spmdtrain.parallel.tensor_matmul import (
     Names,
     TensorMatmul,
@@ -28,6 +27,7 @@ from spmdtrain.parallel.tensor_matmul import (
 )
 
 if TYPE_CHECKING:
+    from spmdtrain.parallel.context.context_method import ContextMethod
     from spmdtrain.parallel.experts import Experts
     from spmdtrain.parallel.experts.expert_weights import Activation, ExpertWeights
 
@@ -103,8 +103,9 @@ class ForwardContext:
     dropout_rate: float = 0.0
     # A random key per sequence; None: no dropout (evaluation).
     noise_b: jax.Array | None = None
-    # How attention reaches the keys of other devices, and whether tokens are in zigzag order.
-    context_method: ContextMethod = ContextMethod()
+    # How attention reaches the keys of other devices, and the order of tokens that this needs.
+    # None: a device has whole sequences.
+    context_method: "ContextMethod | None" = None
     # Layers of the stack, from the first on, whose weights and input have no gradient.
     frozen_layers: int = 0
     # The number of the layer in the model, 0 for the first; traced in scans. None: outside them.
@@ -150,11 +151,17 @@ class ForwardContext:
         keep = jax.vmap(lambda key: jax.random.bernoulli(key, keep_rate, x.shape[1:]))(keys)
         return jnp.where(self.as_tokens(keep), x / keep_rate, 0).astype(x.dtype)
 
+    @property
+    def zigzag(self) -> int:
+        """The number of devices for which tokens are in zigzag order; 1: they keep theirs."""
+        return self.context_method.zigzag if self.context_method else 1
+
     def as_tokens(self, x_bt: jax.Array) -> jax.Array:
         """Returns x [b, t, ...], given in the order of the sequence, in the order of the tokens."""
-        if self.context_method.zigzag == 1:
+        if self.context_method is None:
             return x_bt
-        return x_bt[:, zigzag_order(x_bt.shape[1], self.context_method.zigzag)]
+        order = self.context_method.token_order(x_bt.shape[1])
+        return x_bt if order is None else x_bt[:, order]
 
     def jitter(self, x: jax.Array, site: int, share: float) -> jax.Array:
         """Multiplies x [b, t, ...] by uniform noise between 1 - share and 1 + share.

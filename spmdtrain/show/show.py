@@ -102,7 +102,7 @@ def show(config: RunConfig) -> str:
         shape += f", {frozen} layers frozen" if stage.frozen_layers is not None else ""
         batch += f"\nsteps {stage.first + 1} to {stage.last}: {shape}"
     pipeline = [f"pipeline: {values['pipeline']}"] if values["pipeline"] else []
-    attention = [setup.context_method.line] if setup.context_method.line else []
+    attention = [setup.context_line] if setup.context_line else []
     model = setup.config.model
     layers = [describe_layers(model), describe_experts(model)] if not config.model.make else []
     settings = to_toml(setup.config).strip()

@@ -10,7 +10,7 @@ One microbatch of it, [sequences, time], is what a model processes at once.
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
@@ -19,12 +19,10 @@ from jax.sharding import PartitionSpec as P
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig, TrainConfig
-from spmdtrain.parallel.axes import BATCH_AXES, Rules, batch_shards, partition_spec
-from spmdtrain.parallel.context.context_method import (
-    ContextMethod,
-    find_context_method,
-    zigzag_order,
-)
+from spmdtrain.parallel.axes import BATCH_AXES, Rules, axes_of_dim, batch_shards, partition_spec
+
+if TYPE_CHECKING:
+    from spmdtrain.parallel.context.context_method import ContextMethod
 
 Batch = dict[str, jax.Array]
 # Further arrays of a batch by name: the dtype (int32: ids of the vocabulary), and the dims that
@@ -81,12 +79,19 @@ def _does_not_divide(
     )
 
 
-def choose_context_method(config: RunConfig, rules: Rules, order_reason: str) -> ContextMethod:
+def choose_context_method(
+    config: RunConfig, rules: Rules, order_reason: str
+) -> "ContextMethod | None":
     """Returns how attention reaches the keys of other devices, which decides the order of tokens.
 
-    `order_reason`: why the model needs the order of the data, or "". Raises ConfigError if the
-    requested method cannot run.
+    None: no mesh axis splits a sequence. `order_reason`: why the model needs the order of the data,
+    or "". Raises ConfigError if the requested method cannot run.
     """
+    (over_time,) = rules.activation_spec(("time",), (0,))
+    if all(rules.sizes[axis] == 1 for axis in axes_of_dim(over_time)):
+        return None
+    from spmdtrain.parallel.context.context_method import find_context_method
+
     model = config.model
     length = config.train.sequence_length
     heads = model.exchangeable_heads
@@ -133,11 +138,14 @@ def abstract_batch(
     return arrays | {name: one(name, *array) for name, array in further.items()}
 
 
-def in_zigzag(rows: Mapping[str, np.ndarray], ways: int) -> dict[str, np.ndarray]:
-    """Returns rows of the data [..., time] in zigzag order, with their positions."""
+def _in_order(rows: Mapping[str, np.ndarray], method: "ContextMethod") -> Mapping[str, np.ndarray]:
+    """Returns rows of the data [..., time] in the order of a method, with their positions."""
     length = rows["tokens"].shape[-1]
+    order = method.token_order(length)
+    if order is None:
+        return rows
     from_zero = np.broadcast_to(np.arange(length, dtype=np.int32), rows["tokens"].shape)
-    return reordered({"positions": from_zero} | dict(rows), zigzag_order(length, ways))
+    return reordered({"positions": from_zero} | dict(rows), order)
 
 
 def reordered(rows: Mapping[str, np.ndarray], order: np.ndarray) -> dict[str, np.ndarray]:
@@ -154,12 +162,12 @@ def to_devices(  # noqa: PLR0913 - what a batch consists of, and where it goes
     shape: BatchShape,
     mesh: Mesh,
     rules: Rules,
-    zigzag: int = 1,
+    method: "ContextMethod | None" = None,
 ) -> Batch:
     """Returns the samples `ids` [global_batch] as a batch of global arrays.
 
     `samples(ids)` makes rows on the host. A process asks only for the rows that its own devices
-    hold, each once. `zigzag` comes from the setup's `context_method`.
+    hold, each once. `method`: the setup's `context_method`.
     """
     ids = ids.reshape(shape)
     made: dict[tuple[int, int], dict[str, np.ndarray]] = {}
@@ -169,8 +177,8 @@ def to_devices(  # noqa: PLR0913 - what a batch consists of, and where it goes
         if (start, stop) not in made:
             mine = ids[:, start:stop]
             sampled = samples(mine.ravel())
-            if zigzag > 1:
-                sampled = in_zigzag(sampled, zigzag)
+            if method:
+                sampled = _in_order(sampled, method)
             made[start, stop] = {
                 name: x.reshape(*mine.shape, *x.shape[1:]) for name, x in sampled.items()
             }

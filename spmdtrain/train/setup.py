@@ -7,7 +7,7 @@ the planner take it; no other code derives a spec.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -26,7 +26,6 @@ from spmdtrain.train.batch import (
     Batch,
     BatchArrays,
     BatchShape,
-    ContextMethod,
     Samples,
     abstract_batch,
     to_devices,
@@ -39,6 +38,9 @@ from spmdtrain.train.state import TrainState
 from spmdtrain.train.token_loss import TokenLoss
 from spmdtrain.train.updates import optimizers
 from spmdtrain.train.updates.learning_rates import LearningRate
+
+if TYPE_CHECKING:
+    from spmdtrain.parallel.context.context_method import ContextMethod
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,8 @@ class Setup:
     rules: Rules
     model: AbstractModel
     batch_shape: BatchShape
-    context_method: ContextMethod  # how attention reaches the keys of other devices
+    # How attention reaches the keys of other devices; None if each has whole sequences.
+    context_method: "ContextMethod | None"
     update_rules: optimizers.UpdateRules  # the rule of each parameter that is not frozen
     learning_rate: LearningRate  # of a 0-based step, a float32 scalar
     loss: TokenLoss | None  # None: cross-entropy, as the settings shape it
@@ -93,17 +96,26 @@ class Setup:
         return scans_layers(self.config, self.rules.sizes, self.mesh.devices.flat[0].device_kind)
 
     @property
+    def context_line(self) -> str:
+        """The line that a run prints about `context_method`; "" if there is none."""
+        return self.context_method.line if self.context_method else ""
+
+    @property
+    def zigzag(self) -> int:
+        """The number of devices for which tokens are in zigzag order; 1: they keep theirs."""
+        return self.context_method.zigzag if self.context_method else 1
+
+    @property
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """An abstract training batch."""
-        zigzag = self.context_method.zigzag
         return abstract_batch(
-            self.batch_shape, self.config, self.mesh, self.rules, zigzag, self.batch_arrays
+            self.batch_shape, self.config, self.mesh, self.rules, self.zigzag, self.batch_arrays
         )
 
     def to_devices(self, samples: Samples, ids: np.ndarray) -> Batch:
         """Returns the samples `ids` [global_batch] as a batch of this run: see `to_devices`."""
-        zigzag = self.context_method.zigzag
-        return to_devices(samples, ids, self.batch_shape, self.mesh, self.rules, zigzag)
+        method = self.context_method
+        return to_devices(samples, ids, self.batch_shape, self.mesh, self.rules, method)
 
 
 def check_setup(setup: Any) -> None:

@@ -1259,7 +1259,7 @@ BREAKAGES = [
     Breakage(
         "draws noise by the place of a token on its device",
         "models/context.py",
-        "return x_bt[:, zigzag_order(x_bt.shape[1], self.context_method.zigzag)]",
+        "return x_bt if order is None else x_bt[:, order]",
         "return x_bt",
         "tests/train/test_context_attention.py -k noise",
     ),

@@ -22,10 +22,6 @@ print("imported", *(name for name in sys.modules if name.split(".")[0] == "spmdt
 """
 # Of a quickstart run: it is guarded and recorded, and writes its page.
 ON = {"guards", "page", "record", "stages"}
-# Files of features that are off, which something still imports. The list may only shrink.
-STILL_IMPORTED = {
-    "ring attention": ("parallel.context",),
-}
 # What is no feature of the bill, and no quickstart run needs either.
 ROOMS_OFF = (
     *("spmdtrain.lab.certify", "spmdtrain.inference", "spmdtrain.interop", "spmdtrain.launch"),
@@ -90,15 +86,8 @@ def of_a_quickstart(tmp_path_factory) -> set[str]:
 
 
 def test_a_quickstart_run_imports_no_file_of_a_feature_that_is_off(of_a_quickstart):
-    files = {}
-    for name in FEATURES.keys() - ON:
-        places = tuple(f"spmdtrain.{place}" for place in STILL_IMPORTED.get(name, ()))
-        excused = inside(of_a_quickstart, places)
-        files[name] = set(inside(of_a_quickstart, homes_of(name))) - {*excused}
-        assert excused or name not in STILL_IMPORTED, (
-            f"no longer imported: take {name} off the list"
-        )
-    assert {name: found for name, found in files.items() if found} == {}
+    files = {name: inside(of_a_quickstart, homes_of(name)) for name in sorted(FEATURES.keys() - ON)}
+    assert {name: modules for name, modules in files.items() if modules} == {}
 
 
 def test_a_quickstart_run_imports_no_room_that_it_has_no_use_for(of_a_quickstart):

@@ -91,7 +91,7 @@ class Stepper:
 
 def in_data_order(setup: Setup, batch: HostBatch) -> HostBatch:
     """Returns a batch with its tokens in their original order, as on one device."""
-    ways = setup.context_method.zigzag
+    ways = setup.zigzag
     if ways == 1:
         return batch
     back = np.argsort(zigzag_order(batch["tokens"].shape[-1], ways))

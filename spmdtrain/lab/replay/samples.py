@@ -61,8 +61,8 @@ def text_of_samples(setup: Setup, data: Data, batch: Batch, samples: Sequence[in
     """Returns the beginning of each of these samples, as text or, without a tokenizer, as ids."""
     tokens = np.asarray(batch["tokens"])
     tokens = tokens.reshape(-1, tokens.shape[-1])
-    if setup.context_method.zigzag > 1:
-        tokens = tokens[:, np.argsort(zigzag_order(tokens.shape[-1], setup.context_method.zigzag))]
+    if setup.zigzag > 1:
+        tokens = tokens[:, np.argsort(zigzag_order(tokens.shape[-1], setup.zigzag))]
     sample = np.asarray(batch["sample"]).ravel()
     decode = from_spec(data.tokenizer).decode if data.tokenizer else None
     texts = []

@@ -24,18 +24,16 @@ SETTING = "model.context_attention"
 
 @dataclass(frozen=True)
 class ContextMethod:
-    """The method of one run. The default is for a sequence that no mesh axis splits."""
+    """The method of a run in which mesh axes split the tokens of a sequence."""
 
-    name: MethodName = "gather"
-    axes: tuple[str, ...] = ()  # the mesh axes that split the tokens, major first
-    ways: int = 1  # devices along them
+    name: MethodName
+    axes: tuple[str, ...]  # the mesh axes that split the tokens, major first
+    ways: int  # devices along them
     reason: str = ""  # why it is not the ring, unless the settings name this method
 
     @property
     def line(self) -> str:
-        """The line that a run prints about its method; "" if there is one device."""
-        if self.ways == 1:
-            return ""
+        """The line that a run prints about its method."""
         over = f"over {' x '.join(self.axes)} {self.ways}"
         if self.name == "ring":
             return f"attention: keys go round {over}, tokens are in zigzag order"
@@ -48,6 +46,10 @@ class ContextMethod:
     def zigzag(self) -> int:
         """The number of devices for which tokens are in zigzag order; 1: they keep theirs."""
         return self.ways if self.name == "ring" else 1
+
+    def token_order(self, tokens: int) -> np.ndarray | None:
+        """Returns the token at each place, int [tokens]; None if tokens keep their places."""
+        return zigzag_order(tokens, self.zigzag) if self.zigzag > 1 else None
 
 
 def zigzag_order(tokens: int, ways: int) -> np.ndarray:
@@ -67,6 +69,8 @@ def find_context_method(
 ) -> ContextMethod:
     """Returns the method of a run: `requested`, or the best that can run if that is "auto".
 
+    Mesh axes split the tokens of a sequence.
+
     Args:
       tokens: the tokens of a sequence.
       heads: the numbers of heads that Ulysses divides, by setting.
@@ -78,8 +82,6 @@ def find_context_method(
     (over_time,) = rules.activation_spec(("time",), (0,))
     axes = axes_of_dim(over_time)
     ways = int(np.prod([rules.sizes[axis] for axis in axes], dtype=int))
-    if ways == 1:
-        return ContextMethod()
     if requested == "gather":
         return ContextMethod("gather", axes, ways)
     if requested == "ulysses":

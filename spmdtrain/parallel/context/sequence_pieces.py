@@ -95,7 +95,7 @@ def _as_rows(x: jax.Array) -> jax.Array:
 
 
 def on_pieces(
-    method: ContextMethod,
+    method: ContextMethod | None,
     function: Callable[..., Any],
     names: Sequence[Sequence[Any] | None],
     results: Sequence[Sequence[Any]],
@@ -104,11 +104,14 @@ def on_pieces(
     """Returns a function of a device's own arrays, for `local_map`, that calls `function(pieces,
     *arrays)`.
 
-    `names`, `results`: the logical axes of its arrays and results; "time" is their dim 1. `heads`:
-    the logical axis of the dim along which `function` treats everything apart.
+    `method`: None if each device has whole sequences. `names`, `results`: the logical axes of its
+    arrays and results; "time" is their dim 1. `heads`: the logical axis of the dim along which
+    `function` treats everything apart.
     """
+    whole = partial(function, Pieces())
+    if method is None:
+        return whole
     if method.name == "ulysses":
-        whole = partial(function, Pieces())
         return exchanging_heads(whole, method.axes, method.ways, names, results, heads)
     of_device = 2 if method.zigzag > 1 else 1
     return partial(function, Pieces(method.axes, method.ways, of_device))

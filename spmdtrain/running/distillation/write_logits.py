@@ -98,7 +98,7 @@ def _records(
     """Yields (first token, ids [n, top], logs [n, top + 1]) of stretches of tokens."""
     setup = teacher.setup
     length = config.train.sequence_length
-    back = np.argsort(zigzag_order(length, setup.context_method.zigzag))
+    back = np.argsort(zigzag_order(length, setup.zigzag))
     find = _compiled(setup, manifest)
     size = setup.config.train.global_batch
     read = [*passes(data.corpus, data.train, config)]

@@ -8,16 +8,18 @@ changes both sums.
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from spmdtrain.checkpoints.leaves.fingerprint import FACTORS, mixed
-from spmdtrain.parallel.context.context_method import zigzag_order
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.setup import Setup
+
+if TYPE_CHECKING:
+    from spmdtrain.parallel.context.context_method import ContextMethod
 
 Sums = tuple[int, int]
 OF_ROWS = "sample"  # the entry with the index of each row
@@ -35,16 +37,15 @@ def sums_of_batch(setup: Setup, batch: Batch) -> jax.Array:
     They describe the rows as the data gives them, whatever order the mesh wants.
     """
     rows = dict(batch)
-    zigzag = setup.context_method.zigzag
-    if zigzag > 1 and setup.config.data.packing == "stream":
+    if setup.zigzag > 1 and setup.config.data.packing == "stream":
         del rows["positions"]  # the data gave none: they result from the zigzag order
-    return _on_devices(zigzag)(rows)
+    return _on_devices(setup.context_method)(rows)
 
 
 @functools.cache
-def _on_devices(zigzag: int) -> Callable[[Batch], jax.Array]:
+def _on_devices(method: "ContextMethod | None") -> Callable[[Batch], jax.Array]:
     def sums(rows: Batch) -> jax.Array:
-        order = zigzag_order(rows["tokens"].shape[-1], zigzag) if zigzag > 1 else None
+        order = method.token_order(rows["tokens"].shape[-1]) if method else None
         return jnp.stack(_sums(rows, jnp, order))
 
     return jax.jit(sums)

@@ -83,8 +83,8 @@ def _introduction(setup: Setup, data: Data) -> str:
         )
     for joined in setup.own.values():
         lines += joined.lines(quantity)
-    if setup.context_method.line:
-        lines.append(setup.context_method.line)
+    if setup.context_line:
+        lines.append(setup.context_line)
     if setup.pipeline:
         from spmdtrain.pipeline.draw import describe_pipeline
 

@@ -25,11 +25,11 @@ def join_teacher(setup: Setup) -> Setup:
     assert settings is not None, "a teacher is named"
     check_loss(setup)
     of_teacher = setup_alone(settings, setup.mesh, None, _all_frozen, None, None, NO_ITEMS)
-    if of_teacher.context_method.zigzag != setup.context_method.zigzag:
+    if of_teacher.zigzag != setup.zigzag:
         raise ConfigError(
             f"{setup.config.distill.source} reads tokens in another order over mesh.context",
-            asked=setup.context_method.line,
-            found=of_teacher.context_method.line,
+            asked=setup.context_line,
+            found=of_teacher.context_line,
             fix="--set model.context_attention=gather",
         )
     items = setup.state.items | {NAME: of_teacher.state.params}

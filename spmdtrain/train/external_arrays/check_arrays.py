@@ -5,7 +5,7 @@ This happens before anything is traced or donated. A value that is itself traced
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,11 @@ from jax.sharding import Mesh
 
 from spmdtrain.config.arguments import shown
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.parallel.context.context_method import ContextMethod, zigzag_order
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
+
+if TYPE_CHECKING:
+    from spmdtrain.parallel.context.context_method import ContextMethod
 
 BATCHES = "one of st.batches(setup, data, step=0, sample=0)"
 STATES = "dataclasses.replace(state, params=...) of a state of init_state, restore or a step"
@@ -161,7 +163,8 @@ def check_batch(setup: Setup, batch: Any, *, training: bool) -> None:
     _check_devices(batch, setup.mesh, "batch", BATCHES)
     for part in _parts(batch):
         _check_numbers(setup, part)
-        _check_order(setup.context_method, part)
+        if setup.context_method:
+            _check_order(setup.context_method, part)
 
 
 def _check_entry(
@@ -220,15 +223,18 @@ def _check_numbers(setup: Setup, part: dict[str, np.ndarray]) -> None:
         )
 
 
-def _check_order(method: ContextMethod, part: dict[str, np.ndarray]) -> None:
+def _check_order(method: "ContextMethod", part: dict[str, np.ndarray]) -> None:
     """Raises ConfigError if a batch for ring attention is not in zigzag order.
 
     Undoing the zigzag must give consecutive positions, except where a document begins.
     """
     positions = part.get("positions")
-    if method.zigzag == 1 or positions is None or positions.shape[-1] % (2 * method.zigzag):
+    if positions is None or positions.shape[-1] % (2 * method.zigzag):
         return
-    back = np.argsort(zigzag_order(positions.shape[-1], method.zigzag))
+    order = method.token_order(positions.shape[-1])
+    if order is None:
+        return
+    back = np.argsort(order)
     positions = positions[..., back]
     follows = positions[..., 1:] == positions[..., :-1] + 1
     if "segment_ids" in part:

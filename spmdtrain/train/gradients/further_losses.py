@@ -56,7 +56,7 @@ def at_depth(microbatch: Batch, depth: int, ctx: ForwardContext) -> Batch:
     targets_bt = _later(microbatch["targets"], depth, ctx)
     mask_bt = _later(microbatch["mask"].astype(jnp.float32), depth, ctx)
     length = targets_bt.shape[1]
-    order = zigzag_order(length, ctx.context_method.zigzag)
+    order = zigzag_order(length, ctx.zigzag)
     mask_bt = mask_bt * jnp.asarray(order + depth < length, jnp.float32)
     segment_ids_bt = microbatch.get("segment_ids")
     if segment_ids_bt is not None:
@@ -67,7 +67,7 @@ def at_depth(microbatch: Batch, depth: int, ctx: ForwardContext) -> Batch:
 def _later(x_bt: jax.Array, places: int, ctx: ForwardContext) -> jax.Array:
     """Returns x of the token `places` later in the sequence, or of its last token."""
     length = x_bt.shape[1]
-    order_t = zigzag_order(length, ctx.context_method.zigzag)
+    order_t = zigzag_order(length, ctx.zigzag)
     place_of = np.argsort(order_t)
 
     def local(x_bs: jax.Array, order_t: jax.Array) -> jax.Array:

@@ -58,9 +58,10 @@ class Attend:
         if sinks is not None:
             # Their gradient is summed over the devices that share them.
             sinks = sinks.astype(jnp.float32)
-        if cache is None and ctx.context_method.name == "ring":
+        method = ctx.context_method
+        if cache is None and method and method.name == "ring":
             return self._by_ring(q_btkgd, k_bskd, v_bske, sinks, ctx)
-        if cache is None and ctx.context_method.name == "ulysses":
+        if cache is None and method and method.name == "ulysses":
             return self._by_ulysses(q_btkgd, k_bskd, v_bske, sinks, ctx)
         places_bs = jnp.broadcast_to(jnp.arange(k_bskd.shape[1]), k_bskd.shape[:2])
         places_bt = places_bs if cache is None else ctx.positions_bt
@@ -96,6 +97,8 @@ class Attend:
         """Attends to keys that travel round the ring of devices: [b, t, k, g, e]."""
         from spmdtrain.parallel.context.ring import ContextRing, ring_attention
 
+        method = ctx.context_method
+        assert method is not None, "keys go round devices"
         tokens = q_btkgd.shape[1]
         befores = [_before(window, tokens) for window in dict.fromkeys(self.windows)]
         kind = None
@@ -106,8 +109,8 @@ class Attend:
         else:
             kind = kind_of(self.windows, ctx.layer)
         ring = ContextRing(
-            axes=ctx.context_method.axes,
-            ways=ctx.context_method.ways,
+            axes=method.axes,
+            ways=method.ways,
             windows=tuple(befores),
             softcap=self.cap,
             scale=self.scale,
@@ -131,11 +134,13 @@ class Attend:
         """Attends on each device to all tokens with a part of the heads: [b, t, k, g, e]."""
         from spmdtrain.parallel.context.ulysses import heads_for_time, own_heads
 
-        axes = ctx.context_method.axes
+        method = ctx.context_method
+        assert method is not None, "devices exchange heads"
+        axes = method.axes
 
         def local(q, k, v, segments, sinks, layer):  # noqa: PLR0913 - the arrays of attention
             if sinks is not None:
-                sinks = own_heads(sinks, axes, ctx.context_method.ways)
+                sinks = own_heads(sinks, axes, method.ways)
             pair = None if segments is None else (segments, segments)
             options = {"segment_ids": pair, "positions": None}
 
