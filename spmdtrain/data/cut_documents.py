@@ -27,9 +27,7 @@ def count_cut(
 
 
 def cut_note(cut: int, documents: int, packing: str) -> str:
-    """Returns a note about conversations that are cut; empty if none is."""
-    if not cut:
-        return ""
+    """Returns a note about conversations that are cut."""
     noun = "conversation is" if documents == 1 else "conversations are"
     fix = "a longer train.sequence_length or shorter data"
     if packing != "best_fit":

@@ -27,12 +27,10 @@ class Sized(Protocol):
 def counted_in_steps(config: RunConfig, data: Sized) -> RunConfig:
     """Returns the config with enough `train.steps` for `train.epochs` passes, rounded up.
 
-    A config without `train.epochs` is returned unchanged. Raises ConfigError if the data has no
-    epochs, or if other settings do not fit the steps.
+    Raises ConfigError if the data has no epochs, or if other settings do not fit the steps.
     """
     epochs = config.train.epochs
-    if epochs is None:
-        return config
+    assert epochs is not None, "the settings count in epochs"
     setting = f"train.epochs={epochs:g}"
     samples = data.samples_per_epoch(config)
     if isinstance(samples, Endless):

@@ -21,7 +21,7 @@ from spmdtrain.data.batches import EvalWindows, Range, TrainStream, split
 from spmdtrain.data.batches import Windows as Windows
 from spmdtrain.data.corpus import CORPORA, Corpus, check_vocab, common_template, open_corpus
 from spmdtrain.data.cut_documents import count_cut, cut_note
-from spmdtrain.data.epochs import Endless, counted_in_steps
+from spmdtrain.data.epochs import Endless
 from spmdtrain.data.indices import sample_indices
 from spmdtrain.data.shuffle import random_bits
 from spmdtrain.data.targets import check_targets
@@ -138,8 +138,10 @@ class CorpusData:
         parts = [f"{config.data.corpus}, {self.train.size:,} tokens to train"]
         if self.beside is not None:
             parts.append(self.beside.described)
-        parts.append(cut_note(*self.cut_conversations(config), config.data.packing))
-        return ", ".join(filter(None, parts))
+        cut, conversations = self.cut_conversations(config)
+        if cut:
+            parts.append(cut_note(cut, conversations, config.data.packing))
+        return ", ".join(parts)
 
     def cut_conversations(self, config: RunConfig) -> tuple[int, int]:
         """Returns how many training conversations windows cut, and how many there are.
@@ -243,8 +245,8 @@ class MixtureData:
         phases = f", in {len(config.data.phases) + 1} phases" if config.data.phases else ""
         counts = [source.cut_conversations(config) for source in self.sources]
         cut, conversations = (sum(column) for column in zip(*counts, strict=True))
-        note = cut_note(cut, conversations, config.data.packing)
-        return f"{', '.join(described)} of the samples{phases}" + (f", {note}" if note else "")
+        note = f", {cut_note(cut, conversations, config.data.packing)}" if cut else ""
+        return f"{', '.join(described)} of the samples{phases}{note}"
 
 
 def _with_seed(config: RunConfig, seed: int) -> RunConfig:
@@ -326,6 +328,10 @@ def open_data(config: RunConfig, source: Source | Tokens | None = None) -> tuple
         config = config.with_vocab(config.model.vocab or data.vocab)
     else:
         data = _open_source(config, source)
+    if config.train.epochs is None:
+        return config, data
+    from spmdtrain.data.epochs import counted_in_steps
+
     return counted_in_steps(config, data), data
 
 

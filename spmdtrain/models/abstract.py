@@ -89,6 +89,13 @@ class Parameter:
         return math.prod(self.shape)
 
 
+def over_stack(function: Callable, stacked: int) -> Callable:
+    """Returns `function` of one layer's tensor, for all layers of a stack."""
+    for _ in range(stacked):
+        function = jax.vmap(function)
+    return function
+
+
 @dataclass(frozen=True)
 class AbstractModel:
     parameters: Mapping[str, Parameter]
@@ -102,6 +109,11 @@ class AbstractModel:
         """Returns True if this parameter belongs to the layers that a pipeline distributes."""
         axes = self.stage_layout.axes
         return path.startswith("blocks.") and self.parameters[path].axes[: len(axes)] == axes
+
+    @property
+    def has_load_biases(self) -> bool:
+        """True if a bias evens out the load of experts."""
+        return any(parameter.is_load_bias for parameter in self.parameters.values())
 
     @property
     def has_experts(self) -> bool:

@@ -33,14 +33,12 @@ def choose_table(kind: str, stages: int, chunks: int, microbatches: int) -> Tabl
 
 def pipeline_schedule(
     config: RunConfig, layout: StageLayout, accumulation: int, frozen: int
-) -> Table | None:
-    """Returns the schedule that the run asks for, or None with one stage.
+) -> Table:
+    """Returns the schedule that a run with several stages asks for.
 
     `accumulation`: its microbatches. Chunks that lie wholly among the first `frozen` layers have no
     backward.
     """
-    if layout.stages == 1:
-        return None
     settings = config.pipeline
     table = choose_table(settings.schedule, layout.stages, settings.chunks, accumulation)
     if table.split and config.train.remat != "none":

@@ -6,7 +6,6 @@ import numpy as np
 
 from spmdtrain.config.arguments import as_whole
 from spmdtrain.data.batches import ReadAhead
-from spmdtrain.data.cut_samples import in_pieces, sequences_of
 from spmdtrain.data.indices import LAST_SAMPLE
 from spmdtrain.data.source import Data, check_data
 from spmdtrain.train.batch import Samples
@@ -39,10 +38,14 @@ def batches(
         stage = config.train.stage_of(at + 1)
         ids = first + config.train.samples_before(at) + np.arange(stage.samples, dtype=np.int64)
         ids = config.own_samples(ids)
-        sequences = in_pieces(samples, stage.pieces)
+        sequences = samples
+        if stage.pieces > 1:
+            from spmdtrain.data.cut_samples import in_pieces, sequences_of
+
+            sequences, ids = in_pieces(samples, stage.pieces), sequences_of(ids, stage.pieces)
         if saw:
             sequences = shown(at, sequences)
-        return of_stage[stage].to_devices(sequences, sequences_of(ids, stage.pieces))
+        return of_stage[stage].to_devices(sequences, ids)
 
     def shown(at: int, sequences: Samples) -> Samples:
         def make_rows(ids: np.ndarray) -> Mapping[str, np.ndarray]:

@@ -5,14 +5,13 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from spmdtrain.processes import pulse
 from spmdtrain.running.guards.guard import Guard
 from spmdtrain.running.guards.interrupt import Interrupt
-from spmdtrain.running.guards.stragglers import Stragglers
 from spmdtrain.running.outcome import Status
 from spmdtrain.running.report.metrics import OneLate, StepClock, make_figures
 from spmdtrain.running.report.progress import Progress, quantity
@@ -22,6 +21,9 @@ from spmdtrain.running.saves import SaveInterval, Saves
 from spmdtrain.train import evaluation
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
+
+if TYPE_CHECKING:
+    from spmdtrain.running.guards.stragglers import Stragglers
 
 Evaluate = Callable[[TrainState], dict[str, float]]
 # A share of the loss of a uniform guess: above it, weights from elsewhere do not fit the data.
@@ -54,7 +56,7 @@ class Watch:
         self._reporter = reporter
         self._interrupt = interrupt
         self._guard = Guard(config.guard, saves, reporter)
-        self._stragglers = Stragglers(setup.mesh, config.log.every, reporter)
+        self._stragglers = _make_stragglers(setup, reporter)
         self._interval = SaveInterval(config.checkpoint.every, first, setup.mesh.size)
         self._late = OneLate(self._read)
         self._clock = StepClock()
@@ -96,24 +98,29 @@ class Watch:
         self._late.before_dispatch()
         state, metrics = self._dispatch(number, step, state, batch)
         self._late.push(number, metrics)
-        with self._stragglers.waiting():
+        with self._waiting():
             for after_step in called(self._saves.rides, "after_step"):
                 after_step(number, batch, state)
-        self._stragglers.after_step(number)
+        if self._stragglers:
+            self._stragglers.after_step(number)
         self._saves.announce()
         return state
+
+    def _waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context for a wait that is not this process's own work."""
+        return self._stragglers.waiting() if self._stragglers else contextlib.nullcontext()
 
     def _dispatch(self, number: int, step: Callable, state: TrainState, batch: Any) -> Any:
         """Returns the results of the step, traced if the profiler is asked for it."""
         chosen = self._config.log.profile
         if number not in chosen:
-            with self._stragglers.waiting():
+            with self._waiting():
                 return step(state, batch)
         from spmdtrain.running.report.profile import profiled
 
         self._late.flush()  # what still runs would be in the trace, too
         with contextlib.ExitStack() as tracing:
-            with self._stragglers.waiting():
+            with self._waiting():
                 profile = profiled(self._reporter.directory, number, chosen, step)
                 results = tracing.enter_context(profile)(step(state, batch))
             with self._clock.pause():  # a trace takes longer to write than most steps take
@@ -155,7 +162,7 @@ class Watch:
         """Returns why all processes end after step `number`; None if they continue."""
         if number == self._total:
             return "finished"
-        with self._stragglers.waiting():
+        with self._waiting():
             request = self._interrupt.agreed(self._reporter.stop_asked)
         return request or ("stopped_early" if self._saves.early_stop.is_over else None)
 
@@ -203,7 +210,7 @@ class Watch:
             self._say(number, f"a save stops the run for {stopped:.2g} s: {more}")
 
     def _read(self, number: int, metrics: Any, ended: float | None) -> None:
-        with self._stragglers.waiting():
+        with self._waiting():
             metrics = jax.device_get(metrics)
         figures = self._figures_of(number, metrics, self._clock.tick(ended))
         self._seconds.append(figures["step_seconds"])
@@ -224,5 +231,14 @@ class Watch:
     def _pause(self) -> Iterator[None]:
         """Counts the time inside for no step and no straggler. First reads the held figures."""
         self._late.flush()
-        with self._stragglers.waiting(), self._clock.pause():
+        with self._waiting(), self._clock.pause():
             yield
+
+
+def _make_stragglers(setup: Setup, reporter: Reporter) -> "Stragglers | None":
+    """Returns the watch for a slow process; None if there is only one."""
+    if jax.process_count() == 1:
+        return None
+    from spmdtrain.running.guards.stragglers import Stragglers
+
+    return Stragglers(setup.mesh, setup.config.log.every, reporter)

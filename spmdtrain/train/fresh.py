@@ -7,7 +7,7 @@ import jax
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.models.context import random_key
-from spmdtrain.processes.compiler_options import options_of_one_run
+from spmdtrain.processes.xla_flags import options_of_one_run
 from spmdtrain.train.items.item import Start
 from spmdtrain.train.items.items import Values
 from spmdtrain.train.setup import Setup, check_setup

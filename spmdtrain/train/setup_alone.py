@@ -1,6 +1,7 @@
 """Builds the setup of a single model, without the parts of its run."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from jax.sharding import Mesh
 
@@ -9,7 +10,6 @@ from spmdtrain.models.abstract import AbstractModel, build_model
 from spmdtrain.models.choose import MakeModel, choose_model
 from spmdtrain.parallel.axes import make_rules
 from spmdtrain.parallel.tensor_matmul import check_matmuls
-from spmdtrain.pipeline.find_table import pipeline_schedule
 from spmdtrain.train import token_loss
 from spmdtrain.train.batch import choose_context_method, cut_batch
 from spmdtrain.train.exchange import (
@@ -24,6 +24,9 @@ from spmdtrain.train.token_loss import TokenLoss
 from spmdtrain.train.updates import optimizers
 from spmdtrain.train.updates.chosen_rules import check_frozen
 from spmdtrain.train.updates.learning_rates import LearningRate, make_learning_rate
+
+if TYPE_CHECKING:
+    from spmdtrain.pipeline.schedule import Table
 
 Ruled = tuple[AbstractModel, optimizers.UpdateRules]
 
@@ -46,9 +49,7 @@ def setup_alone(
     check_matmuls(config, rules, mesh)
     batch_shape = cut_batch(config.train, rules)
     model = build_model(config, make, mesh.shape["pipeline"], config.pipeline.chunks)
-    table = pipeline_schedule(
-        config, model.stage_layout, batch_shape.accumulation, model.frozen_rounds(config)
-    )
+    table = find_pipeline(config, model, batch_shape.accumulation)
     model, update_rules = with_rules(config, model)
     check_frozen(config, model, items)
     model.check_blocks(rules, batch_shape.sequences, config.train.sequence_length)
@@ -79,3 +80,15 @@ def setup_alone(
         items=items,
         state=state,
     )
+
+
+def find_pipeline(config: RunConfig, model: AbstractModel, accumulation: int) -> "Table | None":
+    """Returns the schedule of a pipeline, or None if the model has one stage.
+
+    `accumulation`: its microbatches.
+    """
+    if model.stage_layout.stages == 1:
+        return None
+    from spmdtrain.pipeline.find_table import pipeline_schedule
+
+    return pipeline_schedule(config, model.stage_layout, accumulation, model.frozen_rounds(config))

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.config.stage_timetable import TimedStage
-from spmdtrain.pipeline.find_table import pipeline_schedule
 from spmdtrain.train.batch import choose_context_method, cut_batch
 from spmdtrain.train.setup import Setup
+from spmdtrain.train.setup_alone import find_pipeline
 
 
 def stages_of(setup: Setup) -> tuple[TimedStage, ...]:
@@ -28,12 +28,7 @@ def setup_of(setup: Setup, stage: TimedStage) -> Setup:
     config = setup.config.in_stage(stage)
     number = stages_of(setup).index(stage)
     batch_shape = cut_batch(config.train, setup.rules, f"train.stages[{number}].global_batch")
-    table = pipeline_schedule(
-        config,
-        setup.model.stage_layout,
-        batch_shape.accumulation,
-        setup.model.frozen_rounds(config),
-    )
+    table = find_pipeline(config, setup.model, batch_shape.accumulation)
 
     def in_stage(config: RunConfig) -> RunConfig:
         return config.in_stage(stage)

@@ -519,7 +519,7 @@ BREAKAGES = [
     ),
     Breakage(
         "a rule sees the layers of a stage's chunk as one tensor",
-        "train/updates/whole_tree.py",
+        "models/abstract.py",
         "for _ in range(stacked):",
         "for _ in range(min(stacked, 1)):",
         OPTIMIZER,
@@ -1378,14 +1378,14 @@ BREAKAGES = [
     Breakage(
         "adds up in 16 bits without a pipeline",
         "train/gradients/grad_accumulation.py",
-        "wide = with_wide_sums(local, setup.config.precision.compute, setup.platform)",
+        "wide = summing_wide(setup, local)",
         "wide = local",
         "tests/certify/test_narrow.py -k 'program and gpt and one'",
     ),
     Breakage(
         "adds up in 16 bits with a pipeline",
         "train/gradients/grad_pipeline.py",
-        "wide = with_wide_sums(local, setup.config.precision.compute, setup.platform)",
+        "wide = summing_wide(setup, local)",
         "wide = local",
         "tests/certify/test_narrow.py -k 'program and gpt and pipeline'",
     ),

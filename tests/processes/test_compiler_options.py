@@ -1,6 +1,6 @@
 """Which programs take little of the compiler."""
 
-from spmdtrain.processes.compiler_options import LLVM_LEVEL, options_of_one_run
+from spmdtrain.processes.xla_flags import LLVM_LEVEL, options_of_one_run
 
 
 def test_a_program_that_runs_once_takes_little_of_the_compiler_unless_a_person_says(monkeypatch):

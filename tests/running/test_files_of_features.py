@@ -34,6 +34,9 @@ ROOMS_OFF = (
     *("spmdtrain.running.guards.other_devices", "spmdtrain.running.guards.replicas"),
     *("spmdtrain.running.report.profile", "spmdtrain.running.report.tensorboard_sink"),
     *("spmdtrain.running.report.wandb_sink", "spmdtrain.running.start.init_from"),
+    *("spmdtrain.running.guards.stragglers", "spmdtrain.data.cut_samples"),
+    *("spmdtrain.pipeline.find_table", "spmdtrain.parallel.wide_sums"),
+    *("spmdtrain.train.updates.host_updates", "spmdtrain.train.updates.router_load"),
 )
 
 

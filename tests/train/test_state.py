@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from helpers import prepared
 
-from spmdtrain.processes.compiler_options import LLVM_LEVEL, options_of_one_run
+from spmdtrain.processes.xla_flags import LLVM_LEVEL, options_of_one_run
 from spmdtrain.train import fresh, state
 
 EXPERTS = ("model.experts.count=4", "model.experts.chosen=2")

@@ -24,7 +24,7 @@ LEAST_SHARE = 0.1  # of a step: a smaller delay would go unnoticed
 
 
 class Stragglers:
-    """A watch for a slow process.
+    """A watch for a slow process among several.
 
     Call `after_step` after each step, and wait for others in `waiting`.
     """
@@ -45,12 +45,10 @@ class Stragglers:
         self._steps = 0
         self._asked: jax.Array | None = None
         self._slow: tuple[int | None, int] = (None, 0)  # process, intervals in a row
-        self._active = jax.process_count() > 1
-        if self._active:
-            everywhere = NamedSharding(mesh, P())
-            # Every device of a process holds that process's row; all have equally many devices.
-            of_each = jax.local_device_count()
-            self._gather = jax.jit(lambda rows: rows.sum(0) / of_each, out_shardings=everywhere)
+        everywhere = NamedSharding(mesh, P())
+        # Every device of a process holds that process's row; all have equally many devices.
+        of_each = jax.local_device_count()
+        self._gather = jax.jit(lambda rows: rows.sum(0) / of_each, out_shardings=everywhere)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -63,8 +61,6 @@ class Stragglers:
 
     def after_step(self, step: int) -> None:
         """Names, once, a process that was slow in the last intervals, if there is one."""
-        if not self._active:
-            return
         self._steps += 1
         if step % self._every:
             return

@@ -18,13 +18,13 @@ from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.stack import sum_losses
 from spmdtrain.parallel.axes import BATCH_AXES
 from spmdtrain.parallel.regions import MANUAL_AXES, manual_region
-from spmdtrain.parallel.wide_sums import with_wide_sums
 from spmdtrain.train.batch import Batch
 from spmdtrain.train.gradients.brought import Brought
 from spmdtrain.train.gradients.forward import make_context, make_head_losses, make_side_losses
 from spmdtrain.train.gradients.inputs import FindGradients, FoundGradients, StepInputs
 from spmdtrain.train.gradients.reduction import (
     mean_gradients,
+    summing_wide,
     zero_gradients,
 )
 from spmdtrain.train.gradients.stream import in_use, make_stream, resting_specs_in
@@ -122,7 +122,7 @@ def make_gradients(setup: Setup, parts: Parts) -> FindGradients:
         means, made = mean_gradients(setup, gradients, number, cotangent, over_data)
         return means, sums, made, brought.seen(slots, cotangent), measured
 
-    wide = with_wide_sums(local, setup.config.precision.compute, setup.platform)
+    wide = summing_wide(setup, local)
     resting = resting_specs_in(setup)
     trained, _ = setup.model.split_trained(resting)
 

@@ -17,7 +17,6 @@ from spmdtrain.models.abstract import AbstractModel
 from spmdtrain.models.stack import sum_losses
 from spmdtrain.parallel.axes import BATCH_AXES, drop_axes, keep_axes, owning_axes
 from spmdtrain.parallel.regions import MANUAL_AXES, manual_region
-from spmdtrain.parallel.wide_sums import with_wide_sums
 from spmdtrain.pipeline.executor import gradients, losses
 from spmdtrain.pipeline.schedule import Table
 from spmdtrain.train.batch import Batch
@@ -26,6 +25,7 @@ from spmdtrain.train.gradients.inputs import FindGradients, FoundGradients, Step
 from spmdtrain.train.gradients.reduction import (
     add_copies,
     mean_gradients,
+    summing_wide,
     zero_gradients,
 )
 from spmdtrain.train.gradients.stage_program import find_table_axes, make_stage_program
@@ -75,7 +75,7 @@ def make_gradients(setup: Setup, parts: Parts) -> FindGradients:
     def out_specs(specs: dict[str, Any]):
         return trained, P(), brought.made_specs(specs), P()
 
-    wide = with_wide_sums(local, setup.config.precision.compute, setup.platform)
+    wide = summing_wide(setup, local)
     run = _whole_over_batch(setup, wide, out_specs)
 
     def find(params: dict[str, jax.Array], inputs: StepInputs) -> FoundGradients:

@@ -25,6 +25,16 @@ class OverData(NamedTuple):
     sums: Callable[[dict[str, jax.Array]], tuple[dict[str, jax.Array], dict[str, Any]]]
 
 
+def summing_wide(setup: Setup, local: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `local` with its long sums of 16-bit floats taken in float32, if it has any."""
+    compute = setup.config.precision.compute
+    if compute == "float32":
+        return local
+    from spmdtrain.parallel.wide_sums import with_wide_sums
+
+    return with_wide_sums(local, compute, setup.platform)
+
+
 def add_copies(setup: Setup, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Returns the parameters inside the manual region, with the weights of matmuls as copies."""
     return {path: setup.copies[path].add(x, setup.specs[path]) for path, x in params.items()}

@@ -18,7 +18,6 @@ from spmdtrain.train.batch import Batch
 from spmdtrain.train.part import MEASURED, Parts
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.token_loss import Losses, of_the_step
-from spmdtrain.train.updates import router_load
 
 COUNTS = ("tokens", "pairs")
 APART = "further "  # before the names of side losses that a pipeline's head gives with its own
@@ -118,7 +117,11 @@ def means(
             figures |= {name + source: mean[at] for at, source in enumerate(sources)}
         else:
             figures[name] = mean
-    return figures | router_load.figures(setup.config.model, setup.model, gradients)
+    if not setup.model.has_load_biases:
+        return figures
+    from spmdtrain.train.updates.router_load import figures as figures_of_loads
+
+    return figures | figures_of_loads(setup.config.model, setup.model, gradients)
 
 
 def total_of(sums: jax.Array) -> jax.Array:

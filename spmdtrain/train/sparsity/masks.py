@@ -18,14 +18,13 @@ import jax.numpy as jnp
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import SparsityConfig
-from spmdtrain.models.abstract import Parameter
+from spmdtrain.models.abstract import Parameter, over_stack
 from spmdtrain.train.items.item import Item, Moved, Projected, Start, Taken, as_parameters, masked
 from spmdtrain.train.part import Part
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.sparsity.chosen import input_dim, sparse_parameters
 from spmdtrain.train.sparsity.elements import largest, largest_of_each
 from spmdtrain.train.sparsity.timetable import has_zeros, is_time, number_kept
-from spmdtrain.train.updates.whole_tree import over_stack
 
 Masks = dict[str, jax.Array]  # by dotted path of the matrices that are sparse
 NAME = "masks"

@@ -5,7 +5,7 @@ from spmdtrain.config.own_parts import own_part
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import AbstractModel
 from spmdtrain.train.items.items import Items
-from spmdtrain.train.updates import optimizers, router_load
+from spmdtrain.train.updates import optimizers
 from spmdtrain.train.updates.shipped_optimizers import shipped_update_rules
 
 
@@ -19,7 +19,11 @@ def with_update_rules(
     """
     parameters = model.parameters.items()
     trained = {path: parameter for path, parameter in parameters if parameter.is_trained}
-    of_loads = router_load.update_rules(config.model.experts, trained)
+    of_loads = {}
+    if model.has_load_biases:
+        from spmdtrain.train.updates.router_load import update_rules as rules_of_loads
+
+        of_loads = rules_of_loads(config.model.experts, trained)
     trained = {path: trained[path] for path in trained if path not in of_loads}
     if optimizer is None:
         optimizer = own_part(config, "optimizer")

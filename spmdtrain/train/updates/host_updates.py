@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain.compiled.step_parts import part
+from spmdtrain.models.abstract import over_stack
 from spmdtrain.parallel.host import on_device, on_host, rests_on_host
 from spmdtrain.parallel.regions import manual_region
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.updates.optimizers import in_float32
-from spmdtrain.train.updates.whole_tree import over_stack
 
 Layers = Callable[[jax.Array, Any, jax.Array], tuple[jax.Array, Any]]
 

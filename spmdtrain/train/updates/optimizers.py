@@ -20,12 +20,12 @@ from spmdtrain.compiled.step_parts import part
 from spmdtrain.config.arguments import as_number, shown
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.models.abstract import Parameter
+from spmdtrain.models.abstract import Parameter, over_stack
 from spmdtrain.models.context import random_key
 from spmdtrain.pipeline.stage_layout import StageLayout
 from spmdtrain.train.updates.stochastic_rounding import key_of, stochastic_bfloat16
 from spmdtrain.train.updates.unfit import refuse_unfit
-from spmdtrain.train.updates.whole_tree import WholeTree, needs_whole_tree, over_stack
+from spmdtrain.train.updates.whole_tree import WholeTree, needs_whole_tree
 
 OptimizerState = dict[str, Any]  # by dotted parameter path; frozen parameters have none
 

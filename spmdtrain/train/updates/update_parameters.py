@@ -7,7 +7,6 @@ from spmdtrain.train.items.items import unless_skipped
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import TrainState
 from spmdtrain.train.updates import optimizers
-from spmdtrain.train.updates.host_updates import streamed_updates
 from spmdtrain.train.updates.optimizers import OptimizerState
 
 
@@ -24,7 +23,13 @@ def update_parameters(
     the state is the old one.
     """
     padding = setup.padding
-    of_host, host_state = streamed_updates(setup, gradients, state.opt_state, state.params, good)
+    of_host, host_state = {}, {}
+    if setup.config.optimizer.memory == "host":
+        from spmdtrain.train.updates.host_updates import streamed_updates
+
+        of_host, host_state = streamed_updates(
+            setup, gradients, state.opt_state, state.params, good
+        )
     rules = {path: rule for path, rule in setup.update_rules.items() if path not in of_host}
     before = {path: state.opt_state[path] for path in rules}
     updates, opt_state = optimizers.updates(

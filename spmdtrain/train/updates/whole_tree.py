@@ -22,7 +22,7 @@ import optax
 
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.named_code import of_own_code
-from spmdtrain.models.abstract import Parameter
+from spmdtrain.models.abstract import Parameter, over_stack
 from spmdtrain.train.updates.crossing import crosses
 
 Tensors = Mapping[str, jax.Array]  # by dotted parameter path, layers stacked
@@ -212,13 +212,6 @@ def _one_by_one(
         return updates, {path: new for path, (_, new) in results.items()}
 
     return init, update
-
-
-def over_stack(function: Callable, stacked: int) -> Callable:
-    """Returns `function` of one layer's tensor, for all layers of a stack."""
-    for _ in range(stacked):
-        function = jax.vmap(function)
-    return function
 
 
 def _trial(parameters: Mapping[str, Parameter], init: Callable, update: Callable) -> list[Any]:

@@ -1,6 +1,7 @@
 """The settings of a decoder-only transformer, and the families that preset them."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -8,7 +9,6 @@ from spmdtrain.config.schema.model.conv import ConvConfig
 from spmdtrain.config.schema.model.delta import DeltaConfig
 from spmdtrain.config.schema.model.experts import ExpertsConfig
 from spmdtrain.config.schema.model.latent import LatentConfig
-from spmdtrain.config.schema.model.layer_kinds import LayerKind, repeated
 from spmdtrain.config.schema.model.multi_token import MultiTokenConfig
 from spmdtrain.config.schema.model.rope_scaling import RopeScaling
 from spmdtrain.config.schema.model.ssd import SsdConfig
@@ -31,6 +31,14 @@ GATED = ("swiglu", "geglu", "swiglu_clamped")
 # Patterns of values that repeat over the layers; TOML has lists only.
 Windows = Annotated[tuple[CountOrZero, ...], Field(strict=False)]
 Switches = Annotated[tuple[bool, ...], Field(strict=False)]
+
+
+class LayerKind(NamedTuple):
+    """The settings in which one layer differs from others. Its weights have the same shapes."""
+
+    window: int  # tokens that attention sees, itself among them; 0: all
+    rope_theta: float | None  # None: queries and keys are not rotated
+    is_scaled: bool  # `rope_scaling` stretches its positions
 
 
 class TransformerConfig(Settings):
@@ -429,8 +437,8 @@ class TransformerConfig(Settings):
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer, in order."""
         turns = self.positions == "rope"
-        windows = repeated(self.windows or (0,), self.layers)
-        has_rope = repeated(self.rope_layers or (True,), self.layers)
+        windows = _repeated(self.windows or (0,), self.layers)
+        has_rope = _repeated(self.rope_layers or (True,), self.layers)
         kinds = []
         for window, rope in zip(windows, has_rope, strict=True):
             own_theta = self.rope_theta_window if window else None
@@ -438,6 +446,11 @@ class TransformerConfig(Settings):
             is_scaled = bool(turns and rope and self.rope_scaling and own_theta is None)
             kinds.append(LayerKind(window, theta if turns and rope else None, is_scaled))
         return tuple(kinds)
+
+
+def _repeated(pattern: Sequence, layers: int) -> list:
+    """Returns the value of each layer: the pattern repeated, and cut at the last layer."""
+    return [pattern[number % len(pattern)] for number in range(layers)]
 
 
 class GPT(TransformerConfig):
