@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from mixer_oracle import Drawn, convolution, drawn_tokens, error, recurrence
 
+from spmdtrain.models.layers.mixers import recurrence as recurrence_by_chunks
 from spmdtrain.models.layers.mixers.recurrence import Tokens, chunks_of, recur
 from spmdtrain.models.layers.mixers.short_convolution import short_convolution
 from spmdtrain.models.layers.mixers.unit_inverse import unit_inverse
@@ -80,14 +81,16 @@ def by_tokens(tokens: Tokens) -> jax.Array:
 @pytest.mark.long
 @pytest.mark.parametrize("per_channel", [True, False])
 @pytest.mark.parametrize("case", ["slow, documents", "keys alike, rates up to 2"])
-def test_gradients_are_those_of_the_definition(case, per_channel):
+def test_gradients_are_those_of_the_definition(case, per_channel, monkeypatch):
+    """Over several blocks of two chunks, and several subchunks if decays are of channels."""
+    monkeypatch.setattr(recurrence_by_chunks, "BLOCK", 2)
     tokens = drawn_tokens(T, per_channel=per_channel, **CASES[case])
     weight = np.random.default_rng(2).normal(size=tokens.v.shape)
 
     def loss(outputs, floats):
         return (outputs(Tokens(*floats, tokens.starts)) * weight).sum()
 
-    chunk = PARTS["channel" if per_channel else "head"][2]
+    chunk = 32 if per_channel else 8
     outputs = partial(recur, state_bhrkv=jnp.zeros(STATE), corrects=True, chunk=chunk)
     found = jax.jit(jax.grad(partial(loss, lambda tokens: outputs(tokens)[0])))(tokens[:5])
     with jax.enable_x64(True):

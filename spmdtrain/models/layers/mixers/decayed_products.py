@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from spmdtrain.models.layers.mixers.products import product
 
@@ -31,9 +32,14 @@ def decayed_products(
         decay = masked_exp(total - jnp.swapaxes(total, -1, -2), sees)
         plain = [product("...ik,...jk->...ij", x, keys, dtype) for x in rows]
         return [x[..., None, :, :] * decay for x in plain]
+    # With one dim for all leading ones: XLA's CPU backend transposes at most 8 dims, and crashes
+    # at more (jaxlib 0.10).
+    leading = total.shape[:-4]
+    rows = [_flat(x, 3) for x in rows]
+    keys, total, sees = _flat(keys, 3), _flat(total, 4), _flat(sees, 4)
     near = _within_subchunks(rows, keys, total, sees)
     far = _across_subchunks(rows, keys, total, sees, dtype)
-    return [x + y for x, y in zip(near, far, strict=True)]
+    return [(x + y).reshape(*leading, *x.shape[1:]) for x, y in zip(near, far, strict=True)]
 
 
 def masked_exp(exponent: jax.Array, where: jax.Array) -> jax.Array:
@@ -49,8 +55,8 @@ def _within_subchunks(
     width = min(SUBCHUNK, size)
     count = size // width
     total = _cut(total, width)  # [..., h, r, s, i, k] for s subchunks
-    both = sees.reshape(*sees.shape[:-2], count, width, count, width)
-    own_sees = jnp.moveaxis(jnp.diagonal(both, axis1=-4, axis2=-2), -1, -3)
+    places = np.arange(size).reshape(count, width)
+    own_sees = sees[..., places[:, :, None], places[:, None, :]]  # [..., s, i, j]
     decay = masked_exp(total[..., :, None, :] - total[..., None, :, :], own_sees[..., None])
     keys = _cut(keys, width)[..., None, :, None, :, :] * decay
     is_own = jnp.eye(count, dtype=bool)[:, None, :, None]
@@ -83,8 +89,8 @@ def _across_subchunks(
     of_keys = sees[..., firsts, :] & is_earlier  # [..., s, j]
     decay = masked_exp(first - total[..., None, :, :], of_keys[..., None])
     keys = keys[..., None, None, :, :] * decay  # [..., h, r, s, j, k]
-    of_first = _cut(sees[..., :, firsts], width)  # [..., s, i, s]
-    own_first = jnp.moveaxis(jnp.diagonal(of_first, axis1=-3, axis2=-1), -1, -2)
+    places = np.arange(size).reshape(-1, width)
+    own_first = sees[..., places, places[:, :1]]  # [..., s, i]
     lead = masked_exp(of_rows - first, own_first[..., None])
     products = []
     for x in rows:
@@ -92,6 +98,11 @@ def _across_subchunks(
         own = product("...ik,...jk->...ij", led, keys, dtype)
         products.append(own.reshape(*own.shape[:-3], size, size))
     return products
+
+
+def _flat(x: jax.Array, dims: int) -> jax.Array:
+    """Returns x with one dim in place of all but the last `dims`."""
+    return x.reshape(-1, *x.shape[x.ndim - dims :])
 
 
 def _cut(x: jax.Array, width: int) -> jax.Array:
