@@ -217,7 +217,11 @@ CONFIGS |= {
         "attention_bias": True,
         "num_nextn_predict_layers": 0,
     },
-    "glm4_moe_lite": {name: x for name, x in CONFIGS["deepseek_v3"].items() if name != "head_dim"}
+    "glm4_moe_lite": {
+        name: value
+        for name, value in CONFIGS["deepseek_v3"].items()
+        if name not in ("head_dim", "first_k_dense_replace")
+    }
     | {
         "model_type": "glm4_moe_lite",
         "rms_norm_eps": 1e-3,
@@ -383,6 +387,50 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"max_position_embeddings": 16, "original_max_position_embeddings": 16},
     "phi3 without longrope, with a window": CONFIGS["phi3"]
     | {"rope_scaling": None, "partial_rotary_factor": 1.0, "sliding_window": 7},
+    "glm4_moe, tied, without norms of queries": CONFIGS["glm4_moe"]
+    | {
+        "use_qk_norm": False,
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+        "partial_rotary_factor": None,
+        "rope_theta": None,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 500.0,
+            "partial_rotary_factor": 0.5,
+        },
+        "first_k_dense_replace": 0,
+        "num_key_value_heads": 6,
+    },
+    "glm4_moe_lite with yarn": CONFIGS["glm4_moe_lite"]
+    | {
+        "q_lora_rank": None,
+        "num_hidden_layers": 5,
+        "rope_scaling": CONFIGS["deepseek_v3"]["rope_scaling"],
+        "mlp_layer_types": None,
+    },
+    "deepseek_v3 with another epsilon": CONFIGS["deepseek_v3"] | {"rms_norm_eps": 1e-3},
+    "dots1 without windows": CONFIGS["dots1"]
+    | {"sliding_window": None, "attention_bias": True, "n_group": 1, "topk_group": 1},
+    "solar_open, tied": CONFIGS["solar_open"]
+    | {"attention_bias": False, "tie_word_embeddings": True, "num_key_value_heads": 3},
+    "hy_v3 with biases": CONFIGS["hy_v3"]
+    | {"attention_bias": True, "mlp_layer_types": None, "num_shared_experts": 2},
+    "minimax_m2, all channels": {
+        name: value for name, value in CONFIGS["minimax_m2"].items() if name != "rotary_dim"
+    },
+    "seed_oss, all biases": CONFIGS["seed_oss"]
+    | {"attention_out_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "exaone4 without windows": CONFIGS["exaone4"]
+    | {"sliding_window": None, "layer_types": [FULL] * 5, "tie_word_embeddings": False},
+    "exaone_moe by a period": CONFIGS["exaone_moe"]
+    | {
+        "layer_types": None,
+        "mlp_layer_types": None,
+        "sliding_window_pattern": 3,
+        "first_k_dense_replace": 2,
+    },
+    "olmoe, normalised": CONFIGS["olmoe"] | {"norm_topk_prob": True, "attention_bias": True},
     "llama with linear scaling": LIKE_LLAMA
     | {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0}},
 }
@@ -426,6 +474,8 @@ def _norms(kind: str) -> list[str]:
 
 def _first_dense(config: dict[str, Any]) -> int:
     kinds = config.get("mlp_layer_types")
+    if "mlp_layer_types" in config and not kinds:
+        return config.get("first_k_dense_replace", 1)
     return kinds.count("dense") if kinds else config.get("first_k_dense_replace", 0)
 
 
@@ -442,7 +492,8 @@ def _of_attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             found[f"self_attn.{name}_proj.weight"] = (count * dim, embed)
             if has_bias:
                 found[f"self_attn.{name}_proj.bias"] = (count * dim,)
-    if config.get("attention_bias") and kind not in ("glm4_moe", "solar_open", "seed_oss"):
+    apart = ("glm4_moe", "solar_open", "seed_oss")  # whose way back has no bias, or one of its own
+    if config.get("attention_out_bias", config.get("attention_bias") and kind not in apart):
         found["self_attn.o_proj.bias"] = (embed,)
     if kind in QUERY_NORM_OF_HEAD or config.get("use_qk_norm"):
         found |= {f"self_attn.{name}_norm.weight": (dim,) for name in "qk"}
@@ -480,7 +531,11 @@ def _of_mlp(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     found = {"mlp.down_proj.weight": (embed, ffn)}
     if config["model_type"] == "phi3":
         return found | {"mlp.gate_up_proj.weight": (2 * ffn, embed)}
-    return found | {f"mlp.{name}_proj.weight": (ffn, embed) for name in ("gate", "up")}
+    found |= {f"mlp.{name}_proj.weight": (ffn, embed) for name in ("gate", "up")}
+    if config.get("mlp_bias"):
+        found |= {f"mlp.{name}_proj.bias": (ffn,) for name in ("gate", "up")}
+        found["mlp.down_proj.bias"] = (embed,)
+    return found
 
 
 def _of_experts(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -23,6 +23,7 @@ from spmdtrain.data.chats.encode_conversation import encode_conversation
 from spmdtrain.data.chats.jinja_template import JinjaTemplate, JinjaText
 from spmdtrain.data.source import open_data
 from spmdtrain.data.tokenizers.tokenizer import ByteTokenizer
+from spmdtrain.interop.safetensors_files import open_tensors
 from spmdtrain.running.device_batches import batches
 from spmdtrain.running.published.export_run import export_run
 from spmdtrain.running.published.import_model import import_model
@@ -164,6 +165,34 @@ def test_gradients_are_those_of_transformers(name, tmp_path):
     print(f"\n{name}: worst gradient {worst:.1e}")
 
 
+@pytest.mark.parametrize("stacked", [False, True], ids=["each", "stacked"])
+@pytest.mark.parametrize("family", directories.EXPERTS)
+def test_what_transformers_saves_goes_out_as_it_came_in(family, stacked, tmp_path):
+    """Experts one by one or all in one tensor, in 16 bits and in three files."""
+    import transformers
+
+    if transformers.__version__.startswith("4."):
+        pytest.skip("transformers 4 has but one layout")
+    directories.write(tmp_path / "model", CASES[family])
+    model, _ = theirs(tmp_path / "model")
+    model = model.bfloat16()
+    size = sum(x.numel() * x.element_size() for x in model.parameters())
+    options = {"save_original_format": not stacked, "max_shard_size": size // 3}
+    model.save_pretrained(tmp_path / "saved", **options)
+    imported = import_model(tmp_path / "saved", tmp_path / "run")
+    export_run(tmp_path / "run", tmp_path / "out")
+    before, after = open_tensors(tmp_path / "saved"), open_tensors(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert any(name.endswith("experts.gate_up_proj") for name in before) == stacked
+    for name, tensor in before.items():
+        assert (tensor.dtype, tensor.path.name) == (after[name].dtype, after[name].path.name), name
+        assert np.array_equal(tensor.map(), after[name].map()), name
+    assert len({tensor.path for tensor in before.values()}) > 2
+    _, loading = theirs(tmp_path / "out")
+    assert not any(loading.values()), loading
+    assert imported.setup.config.model.multi_token is None
+
+
 BETA, WINDOW = 0.5, 24
 # Tokens of the two answers with their prompts, for each pair of a sequence.
 PAIRS = [[(12, 9)], [(5, 7), (4, 6)], [(3, 20)], [(11, 11)]] * 2
@@ -299,7 +328,6 @@ def test_three_steps_are_those_of_torch(tmp_path):
     """import -> 3 steps of AdamW -> export is what torch's AdamW makes of the same batches."""
     import torch
 
-    from spmdtrain.interop.safetensors_files import open_tensors
     from spmdtrain.running.loop import run
 
     directories.write(tmp_path / "model", CASES["qwen3"])

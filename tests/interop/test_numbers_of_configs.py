@@ -16,6 +16,7 @@ from spmdtrain.config.errors import UserError
 from spmdtrain.config.published.class_keys import unread_by_class
 from spmdtrain.config.published.keys import is_harmless
 from spmdtrain.config.published.read_config import as_published
+from spmdtrain.config.published.rope_keys import FULL
 from spmdtrain.config.published.write_config import as_model, function_of
 
 CONFIGS = directories.CONFIGS | directories.VARIANTS
@@ -30,13 +31,16 @@ ZERO_IS_ABSENT = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
 ZERO_BY_DEFAULT = {"num_nextn_predict_layers", "router_jitter_noise"}
 ZERO_BY_DEFAULT_IN = {"dots1": {"n_shared_experts", "first_k_dense_replace"}}
 # Keys that change nothing, or are the older name of another key.
-SAY_NOTHING = {"torch_dtype", "dtype", "pad_token_id", "type", "enable_moe_fp32_combine"}
+SAY_NOTHING = {"torch_dtype", "dtype", "pad_token_id", "type"}
 
 
 def says_nothing(config: dict, path: tuple) -> bool:
     """True for a key that the family's class does not look at."""
     if path[-1] == "sliding_window":
-        return not config.get("use_sliding_window", True)
+        is_of_no_layer = set(config.get("layer_types") or ()) == {FULL}
+        return is_of_no_layer or not config.get("use_sliding_window", True)
+    if path[-1] in ("layer_types", "max_window_layers"):
+        return config.get("sliding_window", 0) is None
     if path[-1] == "sliding_window_pattern":
         return "layer_types" in config
     if path[-1] in SAY_NOTHING or is_harmless(path[-1]):
@@ -98,7 +102,7 @@ def test_a_zero_is_not_taken_for_an_absent_number(name):
         zero, absent = (function(changed(config, path, *value)) for value in ((0,), ()))
         if path[-1] in ZERO_IS_ABSENT or says_nothing(config, path):
             continue
-        if path[-1] in ZERO_BY_DEFAULT | ZERO_BY_DEFAULT_IN.get(name, set()):
+        if path[-1] in ZERO_BY_DEFAULT | ZERO_BY_DEFAULT_IN.get(config["model_type"], set()):
             continue
         if zero is not None:
             assert zero != absent, path

@@ -84,7 +84,8 @@ def with_tensors(folder, change) -> None:
         ({"model_type": None}, "names no model_type"),
         (
             {"residual_multiplier": 0.22},
-            "config.json: residual_multiplier=0.22 has no setting here; try another model",
+            "config.json: residual_multiplier=0.22 has no setting here; found model_type='llama'; "
+            "try another model",
         ),
         ({"hidden_act": "relu"}, "hidden_act='relu' has no setting here"),
         (

@@ -23,9 +23,15 @@ HARMLESS = re.compile(
             "max_length|num_beams.*|no_repeat_ngram_size|early_stopping|diversity_penalty",
             "do_sample|num_return_sequences|bad_words_ids|suppress_tokens|begin_suppress_tokens",
             "encoder_no_repeat_ngram_size|exponential_decay_length_penalty|remove_invalid_values",
+            # How numbers are computed, and with what a training begins.
+            "use_mamba_kernels|mamba_ssm_cache_dtype|(mamba_)?chunk_size|num_logits_to_keep",
+            "time_step_(min|max|floor)|rescale_prenorm_residual|moe_shared_expert_overlap",
+            "enable_moe_fp32_combine|mrope_.*",
         )
     )
 )
+# Keys of noise and of losses in training, which are switched off by a 0.
+SWITCHED_OFF = re.compile(r".*(jitter|drop|coef|loss).*")
 
 
 # The largest whole number of a key, and of the keys whose number of things is listed one by one.
@@ -165,14 +171,17 @@ class Keys:
         """Raises ConfigError if a key that may change the model has not been read."""
         for name, value in self.values.items():
             says_nothing = value is None or value is False or value == [] or value == {}
-            if name in self._taken or says_nothing or is_harmless(name):
+            is_off = value == 0 and SWITCHED_OFF.fullmatch(name) is not None
+            if name in self._taken or says_nothing or is_off or is_harmless(name):
                 continue
             raise self.unknown(name, value)
 
     def unknown(self, name: str, value: Any) -> ConfigError:
         """Returns the error for an unknown key that may change the model."""
+        family = self.values.get("model_type")
         return ConfigError(
             f"{self.where}: {name}={value!r:.80} has no setting here",
+            found=f"model_type={family!r:.40}" if family else "",
             fix="another model, or an issue that names it",
         )
 

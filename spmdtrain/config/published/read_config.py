@@ -238,7 +238,8 @@ def _read_llama(name: str, keys: Keys) -> ModelSettings:
     settings |= read_rope(keys, name, family) | dict(family.settings) | family.read(keys)
     if "windows" not in settings:
         settings.pop("rope_theta_window", None)
-        if set(keys.values.get("layer_types") or ()) <= {FULL}:
+        kinds = keys.values.get("layer_types") or []
+        if isinstance(kinds, list) and all(kind == FULL for kind in kinds):
             keys.take("layer_types")  # as every family may have it
     return {name: value for name, value in settings.items() if value is not None}
 

@@ -177,7 +177,6 @@ GLM = {
         reads=(
             *(name for name in WITH_SILU if name != "intermediate_size"),
             *READ_BY_ROUTERS,
-            SHARE,
             "attention_bias",
         ),
         defaults=USUAL

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from spmdtrain.config.published.families.biases import read_biases
+from spmdtrain.config.published.families.biases import read_biases, write_biases
 from spmdtrain.config.published.families.expert_keys import (
     BY_SIGMOID,
     mlp_layer_types_of,
@@ -12,13 +12,12 @@ from spmdtrain.config.published.families.expert_keys import (
 )
 from spmdtrain.config.published.families.family import WITH_SILU, Family, ModelSettings
 from spmdtrain.config.published.families.further_layers import read_further, write_further
-from spmdtrain.config.published.families.llama import write_llama
 from spmdtrain.config.published.keys import Keys
 from spmdtrain.config.schema import TransformerConfig
 
 
 def _hy_v3(keys: Keys) -> ModelSettings:
-    keys.pass_over("enable_moe_fp32_combine")  # how the shared experts' output is rounded
+    keys.must_be("mlp_bias", False, None)  # which its experts would not have
     experts = (
         read_experts(keys, "num_experts")
         | BY_SIGMOID
@@ -38,7 +37,7 @@ def _write_hy_v3(model: TransformerConfig) -> dict[str, Any]:
     if experts is None:
         return {}
     return {
-        **write_llama(model),
+        **write_biases(model),
         **write_experts(experts, "num_experts"),
         **write_further(model),
         "moe_intermediate_size": experts.ffn,

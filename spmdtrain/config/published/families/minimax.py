@@ -16,7 +16,7 @@ def _minimax_m2(keys: Keys) -> ModelSettings:
     keys.must_be("router_jitter_noise", 0, None)
     keys.must_be("scoring_func", "sigmoid")
     keys.must_be("use_routing_bias", True)
-    keys.must_be("use_qk_norm", True)
+    keys.agrees("use_qk_norm", True)
     keys.must_be("qk_norm_type", "per_layer")
     keys.must_be("shared_intermediate_size", 0, None)
     layers = keys.count("num_hidden_layers")

@@ -1,0 +1,108 @@
+"""The keys of families in the spellings that published files have, and values that are refused."""
+
+from pathlib import Path
+from typing import Any
+
+import directories
+import pytest
+
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.published.read_config import as_published, read_published
+from spmdtrain.config.published.write_config import as_model, function_of
+
+DENSE, SPARSE = "dense", "sparse"
+
+
+def settings(family: str, **changes: Any) -> dict[str, Any]:
+    """The settings of a family's tiny model with other keys; `...` takes a key away."""
+    keys = directories.CONFIGS[family] | changes
+    return dict(as_published(Path(), {k: v for k, v in keys.items() if v is not ...}).settings)
+
+
+def test_the_channels_that_turn_are_said_by_three_keys_the_newest_of_which_counts():
+    assert settings("minimax_m2", rotary_dim=6)["rope_share"] == 6 / 16
+    assert settings("minimax_m2", rotary_dim=6, partial_rotary_factor=0.5)["rope_share"] == 0.5
+    newest = {"rope_type": "default", "partial_rotary_factor": 0.25}
+    assert settings("minimax_m2", rope_parameters=newest)["rope_share"] == 0.25
+    assert "rope_share" not in settings("minimax_m2", rotary_dim=...)
+    assert settings("glm4_moe", partial_rotary_factor=...)["rope_share"] == 0.5
+
+
+def test_layers_without_a_window_do_not_turn_where_there_are_windows():
+    of_pattern = settings("exaone4", layer_types=..., sliding_window_pattern=4)
+    assert of_pattern == settings("exaone4")
+    assert of_pattern["rope_layers"] == [True, True, True, False]
+    full = {"layer_types": ["full_attention"] * 5}
+    assert settings("exaone4", **full)["rope_layers"] == [False]
+    # transformers 5.24 divides by 0 here.
+    without = settings("exaone4", sliding_window=None, layer_types=...)
+    assert not {"windows", "rope_layers"} & without.keys()
+
+
+@pytest.mark.parametrize("family", ["exaone_moe", "glm4_moe_lite", "hy_v3"])
+def test_dense_layers_are_listed_or_counted(family):
+    layers = directories.CONFIGS[family]["num_hidden_layers"]
+    listed = [DENSE, DENSE, *[SPARSE] * (layers - 2)]
+    assert settings(family, mlp_layer_types=listed)["experts"]["first_dense"] == 2
+    assert settings(family, mlp_layer_types=...)["experts"]["first_dense"] == 1
+    with pytest.raises(
+        ConfigError, match="mlp_layer_types=.* must be first 'dense', then 'sparse'"
+    ):
+        settings(family, mlp_layer_types=[SPARSE, DENSE, *[SPARSE] * (layers - 2)])
+
+
+def test_norms_of_latents_have_an_epsilon_of_their_own():
+    for family in ("deepseek_v3", "glm4_moe_lite"):
+        for epsilon in (1e-6, 1e-3):
+            model = as_model(settings(family, rms_norm_eps=epsilon))
+            assert (model.latent.epsilon, model.norm_epsilon) == (1e-6, epsilon)
+    plain = model.model_copy(update={"latent": model.latent.model_copy(update={"epsilon": None})})
+    assert function_of(plain) != function_of(model)
+
+
+@pytest.mark.parametrize("key", ["router_jitter_noise", "residual_dropout", "z_loss_coef"])
+def test_noise_and_losses_of_0_say_nothing(key):
+    for family in directories.CONFIGS:
+        settings(family, **{key: 0.0})
+    if key != "residual_dropout":
+        with pytest.raises(ConfigError, match=f"{key}=0.1 has no setting here; found model_type="):
+            settings("minimax_m2", **{key: 0.1})
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "line"),
+    [
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0 has no setting here; found model_type='olmoe'"),
+        ("minimax_m2", {"attn_type_list": [1, 0, 1]}, r"attn_type_list=\[1, 0, 1\] has no setting"),
+        ("minimax_m2", {"rotary_dim": 18}, "rotary_dim=18 must be at most head_dim=16"),
+        ("minimax_m2", {"use_qk_norm": False}, "use_qk_norm=False has no setting"),
+        ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func='softmax' has no setting"),
+        ("glm4_moe_lite", {"head_dim": 16}, "head_dim=16 has no setting"),
+        ("glm4_moe_lite", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 has no"),
+        ("hy_v3", {"mlp_bias": True}, "mlp_bias=True has no setting"),
+        ("hy_v3", {"first_k_dense_replace": 1}, "first_k_dense_replace=1 has no setting"),
+        ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace=1 has no setting"),
+        ("dots1", {"n_routed_experts": ...}, "lacks n_routed_experts"),
+        (
+            "exaone4",
+            {"layer_types": ...},
+            "sliding_window_pattern='LLLG' must be a number",
+        ),
+    ],
+)
+def test_what_a_class_computes_otherwise_is_refused_by_key_and_family(family, changes, line):
+    with pytest.raises(ConfigError, match=line):
+        settings(family, **changes)
+
+
+def test_announced_layers_are_read_if_the_files_have_them(tmp_path):
+    """transformers 5 writes the key for each model of these classes, and never such a layer."""
+    config = directories.CONFIGS["glm4_moe"] | {"num_nextn_predict_layers": 1}
+    for parts in (1, 3):
+        directories.write(tmp_path / f"with {parts}", config, parts=parts)
+        assert read_published(tmp_path / f"with {parts}").settings["multi_token"] == {"depth": 1}
+    plain = directories.drawn(directories.tensors_of(directories.CONFIGS["glm4_moe"]))
+    directories.write(tmp_path / "without", config, plain, parts=2)
+    without = read_published(tmp_path / "without")
+    assert "multi_token" not in without.settings
+    assert "lack the layers that predict further tokens" in without.remarks[0]
