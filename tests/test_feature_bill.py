@@ -78,7 +78,7 @@ FEATURES = {
             "parallel/experts",
             "planner/cost/experts.py",
         ),
-        67,
+        66,
     ),
     "float8": Feature(r"float8|mxfp8|\bfp8", ("parallel/matmuls",), 10),
     "guards": Feature(r"guard", ("config/schema/guard.py", "running/guards"), 30),
@@ -98,7 +98,7 @@ FEATURES = {
         ),
         15,
     ),
-    "muP": Feature(r"\bmup|width_rule", ("config/schema/model/mup.py",), 15),
+    "muP": Feature(r"\bmup|width_rule", ("config/schema/model/mup.py",), 14),
     "page": Feature(r"spmdtrain\.lab\.page", ("lab/page",), 4),
     "preference": Feature(
         r"preference|pair_loss|learns_pairs|\bdpo\b",

@@ -26,6 +26,7 @@ from spmdtrain.config.near import nearest, usual
 from spmdtrain.config.refusal import expectation
 from spmdtrain.config.run_files import CONFIG, DERIVED, given_in
 from spmdtrain.config.schema import RunConfig, Settings
+from spmdtrain.config.sections import tables
 from spmdtrain.config.toml_file import DEEPEST, MOST_EXTENDED, parse_toml, read_toml
 
 TomlTable = dict[str, Any]
@@ -164,7 +165,7 @@ def json_schema() -> dict[str, Any]:
     """
     schema = _schema_for_toml(RunConfig.model_json_schema())
     # Another file may add to a table, so no table has to be complete.
-    for table in _tables(RunConfig):
+    for _, table in tables():
         schema["$defs"][table.__name__].pop("required", None)
     extends = {
         "type": "string",
@@ -178,15 +179,6 @@ def json_schema() -> dict[str, Any]:
         of_model = schema["$defs"][name]
         of_model["properties"] = {FROM: model} | of_model["properties"]
     return schema | {"properties": {"extends": extends} | schema["properties"]}
-
-
-def _tables(section: type[Settings]) -> Iterator[type[Settings]]:
-    """Yields the classes of the tables in a section, and in those; not of entries of lists."""
-    for field in section.model_fields.values():
-        for choice in _alternatives(field.annotation):
-            if isinstance(choice, type) and issubclass(choice, Settings):
-                yield choice
-                yield from _tables(choice)
 
 
 def _derived(settings: Settings, prefix: str = "") -> Iterator[str]:

@@ -93,6 +93,10 @@ class Settings(BaseModel, metaclass=_InOneLine):
     # or of a few steps, does without; "" stands for all of the section.
     of_whole_run: ClassVar[tuple[str, ...]] = ()
 
+    # The settings that shape no weight and no other array of a state, so that a checkpoint of a run
+    # with other values of them fits; "" stands for all of the section.
+    of_no_array: ClassVar[tuple[str, ...]] = ()
+
     def derived(self) -> dict[str, Any]:
         """Returns the values that follow from other settings, for those that nobody has set.
 

@@ -3,18 +3,14 @@
 What reads a run for its model, or takes a few steps of it, does without them.
 """
 
-from typing import Any, get_args
+from typing import Any
 
-from spmdtrain.config.schema import RunConfig
+from spmdtrain.config.sections import listed
 
 
 def of_whole_run() -> list[str]:
     """Returns the dotted names of these settings; one that ends in a dot stands for a section."""
-    return [
-        f"{section}.{setting}"
-        for section, field in RunConfig.model_fields.items()
-        for setting in classes_of(field.annotation)[0].of_whole_run
-    ]
+    return listed("of_whole_run")
 
 
 def leave_out(values: dict[str, dict[str, Any]]) -> None:
@@ -25,8 +21,3 @@ def leave_out(values: dict[str, dict[str, Any]]) -> None:
             values[section].pop(setting, None)
         else:
             values[section] = {}
-
-
-def classes_of(annotation: Any) -> tuple[Any, ...]:
-    """Returns the classes that a section may have; what they inherit is the same in all."""
-    return get_args(annotation) or (annotation,)

@@ -7,8 +7,9 @@ import pytest
 from helpers import tiny
 
 from spmdtrain.config import RunConfig, from_resolved, resolved
+from spmdtrain.config.sections import tables
 from spmdtrain.config.settings import LocalPath
-from spmdtrain.config.whole_run import classes_of, leave_out, of_whole_run
+from spmdtrain.config.whole_run import leave_out, of_whole_run
 
 STAGES = {"train": {"stages": [{"until": 2, "global_batch": 8}]}}
 WHOLE = {
@@ -36,8 +37,7 @@ def read(values: dict[str, dict[str, Any]]) -> RunConfig:
 def test_every_setting_that_names_a_run_is_among_the_other_runs():
     named = {
         f"{section}.{name}"
-        for section, field in RunConfig.model_fields.items()
-        for kind in classes_of(field.annotation)
+        for section, kind in tables()
         for name, setting in kind.model_fields.items()
         if LocalPath in get_args(setting.annotation) and re.search(r"\brun\b", setting.description)
     }

@@ -1,7 +1,7 @@
 """[finetune]: which weights of a model are trained, and with which adapters."""
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -21,6 +21,8 @@ class FinetuneConfig(Settings):
     """The weights that are trained: all, those of the upper layers, or small adapters of a frozen
     model.
     """
+
+    of_no_array: ClassVar = ("alpha", "rank_stabilised", "dropout")
 
     kind: Literal["full", "lora", "dora"] = Field(
         default="full",

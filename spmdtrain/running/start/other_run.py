@@ -21,23 +21,12 @@ from spmdtrain.checkpoints.identity import (
 from spmdtrain.checkpoints.restore import read_document
 from spmdtrain.config.errors import CheckpointError, UnfitError
 from spmdtrain.config.run_files import given_in
+from spmdtrain.config.sections import is_among, listed
 from spmdtrain.data.source import Data
 from spmdtrain.train.setup import Setup
 
-# Settings that change no leaf, and may well change during a run.
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 OPTIMIZER = "optimizer="
-OF_NO_LEAF = {
-    *("dropout", "attention", "norm_epsilon", "norm_offset", "alpha", "rank_stabilised"),
-    *("rope_theta", "rope_theta_window", "rope_layers", "rope_share", "rope_scaling", "windows"),
-    *("score_scale", "score_cap", "embed_scale", "residual_scale", "logit_scale", "logit_cap"),
-    "mup_base",
-    *("temperature.weight", "temperature.length", "temperature.offset", "temperature.layers"),
-    "experts.smallest_sum",
-    *("experts.chosen", "experts.score", "experts.normalise", "experts.scale", "experts.groups"),
-    *("experts.groups_kept", "experts.bias_rate", "experts.balance", "experts.balance_over"),
-    *("experts.z_loss", "experts.jitter", "experts.bucket_factor"),
-}
 
 
 def recorded(run: Path) -> dict[str, Any]:
@@ -96,11 +85,8 @@ def _starts_from(run: Path, setup: Setup, changed: Sequence[str]) -> bool:
 def _of_model(setup: Setup, then: Mapping[str, Any]) -> list[str]:
     names = dict.fromkeys([*settings_of(setup.config), *then])
     of_model = (name for name in names if name.startswith(("model.", "finetune.")))
-    return [
-        name
-        for name in of_model
-        if OF_NO_LEAF.isdisjoint({name.split(".")[1], name.partition(".")[2]})
-    ]
+    of_no_array = listed("of_no_array")
+    return [name for name in of_model if not is_among(name, of_no_array)]
 
 
 def _of_optimizer(setup: Setup, then: Mapping[str, Any]) -> list[str]:

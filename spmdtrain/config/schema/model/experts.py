@@ -1,6 +1,6 @@
 """[model.experts]: mlps, of which a router chooses a few for each token."""
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -21,6 +21,11 @@ class ExpertsConfig(Settings):
     A router scores all experts for each token, in float32. The token goes through the `chosen` best
     ones, and their outputs are summed, each weighted by its score, the *gate*.
     """
+
+    of_no_array: ClassVar = (
+        *("chosen", "score", "normalise", "smallest_sum", "scale", "groups", "groups_kept"),
+        *("bias_rate", "balance", "balance_over", "z_loss", "jitter", "bucket_factor"),
+    )
 
     count: Count = Field(description="experts of a layer")
     chosen: Count = Field(description="experts that a token goes through")

@@ -1,5 +1,7 @@
 """[model.latent]: attention whose keys and values are computed from a narrow latent."""
 
+from typing import ClassVar
+
 from pydantic import Field, model_validator
 
 from spmdtrain.config.settings import Count, Positive, Settings
@@ -11,6 +13,8 @@ class LatentConfig(Settings):
     Keys and values of all heads are computed from one latent of the token, and queries from
     another. A cache holds the latent and the rotated channels of keys, which all heads share.
     """
+
+    of_no_array: ClassVar = ("epsilon",)
 
     rank: Count = Field(description="width of the latent that keys and values are computed from")
     query_rank: Count | None = Field(

@@ -1,5 +1,7 @@
 """[model.multi_token]: a model that also learns the tokens after the next one."""
 
+from typing import ClassVar
+
 from pydantic import Field
 
 from spmdtrain.config.settings import Count, Positive, Settings
@@ -11,6 +13,8 @@ class MultiTokenConfig(Settings):
     A further block for each depth reads the stream after the last block, and the embedding of the
     next token, and predicts the token after that by the model's own head. It runs only in training.
     """
+
+    of_no_array: ClassVar = ("weight",)
 
     depth: Count = Field(default=1, description="tokens beyond the next one")
     weight: Positive = Field(

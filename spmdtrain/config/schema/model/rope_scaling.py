@@ -1,7 +1,7 @@
 """[model.rope_scaling]: rotary positions beyond the length that a model was trained for."""
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -29,6 +29,8 @@ class RopeScaling(Settings):
     longer than the original context, with a ramp between. longrope (arXiv:2402.13753): each by its
     own factor.
     """
+
+    of_no_array: ClassVar = ("",)
 
     kind: Literal["linear", "llama3", "yarn", "longrope"]
     factor: Positive = Field(

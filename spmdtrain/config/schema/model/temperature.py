@@ -2,7 +2,7 @@
 sequences.
 """
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -15,6 +15,8 @@ class TemperatureConfig(Settings):
     It stands behind the rotary positions, and counts from the start of a token's document. Llama 4
     and Ministral 3 have it.
     """
+
+    of_no_array: ClassVar = ("",)
 
     weight: Positive = Field(description="weight of the logarithm")
     length: Count = Field(description="tokens in which the factor stays the same: at first 1")

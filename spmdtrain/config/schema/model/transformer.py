@@ -1,7 +1,7 @@
 """The settings of a decoder-only transformer, and the families that preset them."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -46,6 +46,12 @@ class TransformerConfig(Settings):
 
     `name` picks a family, which is a set of defaults; every field may be set in any family.
     """
+
+    of_no_array: ClassVar = (
+        *("dropout", "attention", "context_attention", "windows", "norm_epsilon", "norm_offset"),
+        *("rope_theta", "rope_theta_window", "rope_layers", "rope_share", "mup_base"),
+        *("score_scale", "score_cap", "embed_scale", "residual_scale", "logit_scale", "logit_cap"),
+    )
 
     layers: Count = 4
     embed: Count = Field(default=128, description="width of the residual stream")
