@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 
 from spmdtrain.config.errors import CheckpointError, ConfigError, StorageError
 from spmdtrain.config.schema import FinetuneConfig, RunConfig
+from spmdtrain.interop import paired_rotation
 from spmdtrain.interop.names.entry import EMBED, HEAD
 from spmdtrain.interop.names.family_names import NAMES
 from spmdtrain.interop.names.model_table import stack_table
@@ -39,6 +40,15 @@ class Module:
     name: str
     path: str
     parts: tuple[LinearPart, ...]
+    paired_dim: int = 0  # channels of a head whose pairs are adjacent in the file; 0: none are
+
+    def to_file(self, rows: np.ndarray) -> np.ndarray:
+        """Returns what belongs to our outputs, in the order of the file's rows."""
+        return paired_rotation.to_pairs(rows, self.paired_dim) if self.paired_dim else rows
+
+    def of_file(self, rows: np.ndarray) -> np.ndarray:
+        """Returns what belongs to the file's rows, in the order of our outputs."""
+        return paired_rotation.to_halves(rows, self.paired_dim) if self.paired_dim else rows
 
     @property
     def last(self) -> str:
@@ -102,8 +112,10 @@ def _modules(values: Values, config: RunConfig, family: str) -> Iterator[Module]
         parts = parts_of(path, values[path].shape)
         names = [name.removesuffix(".weight") for name in entry.names]
         if len(names) == len(parts):
+            is_paired = entry.rule is paired_rotation.qkv
             for name, part in zip(names, parts, strict=True):
-                yield Module(name, path, (part,))
+                turns = is_paired and part.name in ("q", "k")
+                yield Module(name, path, (part,), values[path].shape[-1] if turns else 0)
         else:
             yield Module(names[0], path, parts)
 
@@ -126,11 +138,12 @@ def _written(module: Module, values: Values, layer: int) -> dict[str, np.ndarray
             continue
         rank = a.shape[-1]
         a_rows.append(a[layer].reshape(-1, rank).T)
-        b_blocks.append(values[_at(module, part, "b")][layer].reshape(rank, -1).T)
+        rows = values[_at(module, part, "b")][layer].reshape(rank, -1).T
+        b_blocks.append(module.to_file(rows))
         magnitude = values.get(_at(module, part, "magnitude"))
         if magnitude is not None:
             has_magnitudes = True
-            magnitudes.append(magnitude[layer])
+            magnitudes.append(module.to_file(magnitude[layer]))
     tensors = {
         ".lora_A.weight": np.concatenate(a_rows),
         ".lora_B.weight": _diagonal(b_blocks),
@@ -318,11 +331,11 @@ def _read_part(
     rows = slice(row, row + outs)
     arrays = {
         "a": np.stack([read(f"{name}.lora_A.weight").T for name in names]),
-        "b": np.stack([read(f"{name}.lora_B.weight")[rows].T for name in names]),
+        "b": np.stack([module.of_file(read(f"{name}.lora_B.weight")[rows]).T for name in names]),
     }
     if _at(module, part, "magnitude") in values:
         arrays["magnitude"] = np.stack(
-            [read(f"{name}.lora_magnitude_vector")[rows] for name in names]
+            [module.of_file(read(f"{name}.lora_magnitude_vector")[rows]) for name in names]
         )
     return arrays
 

@@ -68,7 +68,7 @@ class Mapped:
     def read(self, tensors: Sequence[np.ndarray], index: Index) -> np.ndarray:
         """Returns the slice `index` of the parameter, made from the tensors of the file."""
         tensors = list(tensors)
-        if self.view != self.shape:  # a bias, which is small
+        if self.view != self.shape:  # a bias, which is small, or channels in another order
             return self._read(tensors, _whole(self.view)).reshape(self.shape)[index]
         return self._read(tensors, index)
 
@@ -250,6 +250,11 @@ def copy(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the other r
 def transpose(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the other rules
     """Takes [out, in] of the file as our [in, out]."""
     return _one(shape[::-1], shape, shape[::-1], (1, 0))
+
+
+def one_row(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the other rules
+    """Takes a matrix of one row as a vector."""
+    return _one((1, *shape), shape, shape, (0,))
 
 
 def heads_out(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the other rules

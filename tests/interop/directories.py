@@ -312,6 +312,96 @@ CONFIGS |= {
         "pad_token_id": 0,  # or that of the class, which is beyond this vocabulary
     },
 }
+# Rotary positions of Ministral 3 and Mistral Small 4, with the temperature of queries. The tests'
+# sequences are longer than its length: up to there it is 1.
+COOLED = {
+    "rope_type": "yarn",
+    "type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+CONFIGS |= {
+    "granitemoe": CONFIGS["granite"]
+    | {
+        "model_type": "granitemoe",
+        "rms_norm_eps": 1e-3,
+        "intermediate_size": 24,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+    },
+    "qwen2_moe": ROUTED
+    | SEPARATE_WIDTH
+    | {
+        "model_type": "qwen2_moe",
+        "num_experts": 8,
+        "shared_expert_intermediate_size": 40,
+        "norm_topk_prob": False,
+        "qkv_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "max_window_layers": 3,  # every second layer up to that one
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "ministral3": LIKE_LLAMA
+    | {
+        "model_type": "ministral3",
+        "rms_norm_eps": 1e-3,
+        "rope_theta": None,
+        "rope_parameters": COOLED,
+        "sliding_window": None,
+        "pad_token_id": 0,
+    },
+    "mistral4": CONFIGS["deepseek_v3"]
+    | {
+        "model_type": "mistral4",
+        "rms_norm_eps": 1e-3,
+        "head_dim": 16,
+        **dict.fromkeys(("rope_theta", "rope_scaling", "scoring_func", "topk_method")),
+        "rope_parameters": COOLED | {"partial_rotary_factor": 6 / 16},
+        "pad_token_id": 0,
+    },
+    "arcee": LIKE_LLAMA | {"model_type": "arcee", "rms_norm_eps": 1e-3, "hidden_act": "relu2"},
+    "apertus": OWN_HEAD_DIM
+    | {
+        "model_type": "apertus",
+        "rms_norm_eps": 1e-3,
+        "hidden_act": "xielu",
+        "rope_scaling": CONFIGS["llama"]["rope_scaling"],
+        "pad_token_id": 0,
+    },
+    "ernie4_5": LIKE_LLAMA
+    | {
+        "model_type": "ernie4_5",
+        "rms_norm_eps": 1e-3,
+        "use_bias": True,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+    },
+    "ernie4_5_moe": OWN_HEAD_DIM
+    | {
+        "model_type": "ernie4_5_moe",
+        "rms_norm_eps": 1e-3,
+        "num_hidden_layers": 5,
+        "moe_intermediate_size": 24,
+        "moe_num_experts": 8,
+        "moe_k": 3,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 2,
+        "moe_layer_end_index": -1,
+        "moe_layer_interval": 1,
+        "moe_norm_min": 0.6,  # or it would not show
+        "use_bias": False,
+        "pad_token_id": 0,
+    },
+}
 # The names of a layer's experts in published files: the router, its bias, the matrices of expert X,
 # and the mlp of the shared experts.
 NEWER = ("mlp.experts.X.gate_proj", "mlp.experts.X.up_proj", "mlp.experts.X.down_proj")
@@ -337,6 +427,15 @@ EXPERTS: dict[str, tuple[str, str, tuple[str, ...], str]] = {
         ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "dots1", "solar_open"), LIKE_DEEPSEEK
     ),
     "hy_v3": ("mlp.router.gate.weight", "mlp.expert_bias", NEWER, "mlp.shared_mlp"),
+    "granitemoe": ("block_sparse_moe.router.layer.weight", "", (), ""),
+    "qwen2_moe": ("mlp.gate.weight", "", NEWER, "mlp.shared_expert"),
+    "mistral4": ("mlp.gate.weight", "", (), "mlp.shared_experts"),
+    "ernie4_5_moe": (
+        "mlp.gate.weight",
+        "mlp.moe_statics.e_score_correction_bias",
+        NEWER,
+        "mlp.shared_experts",
+    ),
     "exaone_moe": (
         "mlp.gate.weight",
         "mlp.e_score_correction_bias",
@@ -352,8 +451,19 @@ QUERY_NORM_OF_HEAD = (
     "hy_v3",
     "exaone4",
     "exaone_moe",
+    "apertus",
 )
 QUERY_NORM_OF_ALL = ("olmo2", "olmo3", "olmoe", "flex_olmo", "minimax_m2")
+# The matrices of all experts in one tensor each, in families that have no other layout.
+STACKED = {
+    "granitemoe": (
+        "block_sparse_moe.input_linear.weight",
+        "block_sparse_moe.output_linear.weight",
+    ),
+    "mistral4": ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+}
+UNGATED = ("arcee", "apertus")
+XIELU_CONSTANTS = {"act_fn.beta": 0.5, "act_fn.eps": -1e-6}
 NORMS_AFTER = ("olmo2", "olmo3", "flex_olmo", "exaone4")
 
 # The same families with settings that only some of their models have.
@@ -467,6 +577,8 @@ def _norms(kind: str) -> list[str]:
     """The norms of a layer that are as wide as the stream."""
     if kind in NORMS_AFTER:
         return ["post_attention_layernorm", "post_feedforward_layernorm"]
+    if kind == "apertus":
+        return ["attention_layernorm", "feedforward_layernorm"]
     around = ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
     more = around if kind in ("gemma2", "gemma3_text") else []
     return ["input_layernorm", "post_attention_layernorm", *more]
@@ -476,14 +588,16 @@ def _first_dense(config: dict[str, Any]) -> int:
     kinds = config.get("mlp_layer_types")
     if "mlp_layer_types" in config and not kinds:
         return config.get("first_k_dense_replace", 1)
-    return kinds.count("dense") if kinds else config.get("first_k_dense_replace", 0)
+    first = config.get("moe_layer_start_index", config.get("first_k_dense_replace", 0))
+    return kinds.count("dense") if kinds else first
 
 
 def _of_attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Queries, keys, values, the way back, and their biases and norms."""
     kind, embed, dim = config["model_type"], config["hidden_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    has_bias = kind == "qwen2" or config.get("attention_bias")
+    has_bias = kind in ("qwen2", "qwen2_moe") or config.get("attention_bias")
+    has_bias = has_bias or config.get("use_bias")
     found = {"self_attn.o_proj.weight": (embed, heads * dim)}
     if kind == "phi3":
         found["self_attn.qkv_proj.weight"] = ((heads + 2 * kv_heads) * dim, embed)
@@ -493,7 +607,8 @@ def _of_attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             if has_bias:
                 found[f"self_attn.{name}_proj.bias"] = (count * dim,)
     apart = ("glm4_moe", "solar_open", "seed_oss")  # whose way back has no bias, or one of its own
-    if config.get("attention_out_bias", config.get("attention_bias") and kind not in apart):
+    usual = config.get("use_bias") or config.get("attention_bias") and kind not in apart
+    if config.get("attention_out_bias", usual):
         found["self_attn.o_proj.bias"] = (embed,)
     if kind in QUERY_NORM_OF_HEAD or config.get("use_qk_norm"):
         found |= {f"self_attn.{name}_norm.weight": (dim,) for name in "qk"}
@@ -531,8 +646,14 @@ def _of_mlp(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     found = {"mlp.down_proj.weight": (embed, ffn)}
     if config["model_type"] == "phi3":
         return found | {"mlp.gate_up_proj.weight": (2 * ffn, embed)}
+    if config["model_type"] in UNGATED:
+        found["mlp.up_proj.weight"] = (ffn, embed)
+        if config["hidden_act"] == "xielu":
+            found |= {"mlp.act_fn.alpha_p": (1,), "mlp.act_fn.alpha_n": (1,)}
+            found |= {f"mlp.{name}": () for name in XIELU_CONSTANTS}
+        return found
     found |= {f"mlp.{name}_proj.weight": (ffn, embed) for name in ("gate", "up")}
-    if config.get("mlp_bias"):
+    if config.get("mlp_bias") or config.get("use_bias"):
         found |= {f"mlp.{name}_proj.bias": (ffn,) for name in ("gate", "up")}
         found["mlp.down_proj.bias"] = (embed,)
     return found
@@ -542,18 +663,25 @@ def _of_experts(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """The router of a layer, three matrices of each expert, and the shared ones."""
     embed, kind = config["hidden_size"], config["model_type"]
     router, bias, matrices, shared = EXPERTS[kind]
-    counts = ("num_local_experts", "num_experts", "n_routed_experts")
+    counts = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     count = next(config[name] for name in counts if name in config)
     ffn = config.get("moe_intermediate_size", config["intermediate_size"])
     shapes = ((ffn, embed), (ffn, embed), (embed, ffn))
     found: dict[str, tuple[int, ...]] = {router: (count, embed)}
     if bias:
-        found[bias] = (count,)
-    for number in range(count):
+        found[bias] = (1, count) if kind == "ernie4_5_moe" else (count,)
+    if kind in STACKED:
+        gate_up, down = STACKED[kind]
+        found |= {gate_up: (count, 2 * ffn, embed), down: (count, embed, ffn)}
+    for number in range(count if matrices else 0):
         for name, shape in zip(matrices, shapes, strict=True):
             found[f"{name.replace('X', str(number))}.weight"] = shape
     if shared:
-        wide = ffn * config.get("n_shared_experts", config.get("num_shared_experts", 0))
+        counts = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+        wide = ffn * next((config[name] for name in counts if name in config), 0)
+        if kind == "qwen2_moe":
+            wide = config["shared_expert_intermediate_size"]
+            found["mlp.shared_expert_gate.weight"] = (1, embed)
         for name, shape in zip(
             ("gate", "up", "down"), ((wide, embed), (wide, embed), (embed, wide)), strict=True
         ):
@@ -611,6 +739,10 @@ def drawn(
     for name in sorted(shapes):
         shape = shapes[name]
         values = random.standard_normal(shape)
+        constants = [x for end, x in XIELU_CONSTANTS.items() if name.endswith(end)]
+        if constants:
+            found[name] = np.array(constants[0], dtype)
+            continue
         if len(shape) == 1:
             values = 0.2 * values + (scale if "norm" in name or "ln_" in name else 0.0)
         else:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from chat_templates import FAMILIES, TOKENS
 
-from spmdtrain.cli.published.check import check_logits
+from spmdtrain.cli.published.check import check_logits, class_in_transformers
 from spmdtrain.config import load
 from spmdtrain.config.published.families.all_families import FAMILIES as KNOWN
 from spmdtrain.config.published.read_config import read_published
@@ -32,15 +32,15 @@ from spmdtrain.train.gradients.differentiable import make_gradients
 
 pytestmark = pytest.mark.hf
 CASES = directories.CONFIGS | directories.VARIANTS
+# In float32, torch's own gradient of a slope of xIELU, a sum over all tokens, is off by 6e-6.
+IN_DOUBLE = ("apertus",)
 GRADIENTS = 5e-6  # rms of the difference of any tensor's gradient, relative
 
 
 def theirs(folder):
     """The model in transformers, and what it says of loading it."""
-    import transformers
-
     os.environ["HF_HUB_OFFLINE"] = "1"
-    return transformers.AutoModelForCausalLM.from_pretrained(
+    return class_in_transformers(read_published(folder).family).from_pretrained(
         folder, output_loading_info=True, local_files_only=True, attn_implementation="eager"
     )
 
@@ -156,6 +156,7 @@ def test_gradients_are_those_of_transformers(name, tmp_path):
     ours = as_theirs(tmp_path / "model", gradients, setup)
     model, _ = theirs(tmp_path / "model")
     directories.learn_all_tokens(model)
+    model = model.double() if name in IN_DOUBLE else model
     model(torch.tensor(tokens), labels=torch.tensor(tokens)).loss.backward()
     worst = 0.0
     for tensor, want in directories.gradients_in_torch(model).items():

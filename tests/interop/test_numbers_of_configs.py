@@ -29,7 +29,10 @@ ODD = (
 ZERO_IS_ABSENT = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
 # Keys whose number is 0 where they are absent, in all families or in one.
 ZERO_BY_DEFAULT = {"num_nextn_predict_layers", "router_jitter_noise"}
-ZERO_BY_DEFAULT_IN = {"dots1": {"n_shared_experts", "first_k_dense_replace"}}
+ZERO_BY_DEFAULT_IN = {
+    "dots1": {"n_shared_experts", "first_k_dense_replace"},
+    "mistral4": {"first_k_dense_replace"},
+}
 # Keys that change nothing, or are the older name of another key.
 SAY_NOTHING = {"torch_dtype", "dtype", "pad_token_id", "type"}
 
@@ -43,6 +46,8 @@ def says_nothing(config: dict, path: tuple) -> bool:
         return config.get("sliding_window", 0) is None
     if path[-1] == "sliding_window_pattern":
         return "layer_types" in config
+    if path == ("rope_parameters", "max_position_embeddings"):
+        return True
     if path[-1] in SAY_NOTHING or is_harmless(path[-1]):
         return True
     return path[0] in unread_by_class(config["model_type"])

@@ -18,6 +18,7 @@ from spmdtrain.models.adapters.by_path import merged
 FAMILIES = {
     "gpt2": ("model.name=gpt",),
     "llama": ("model.name=llama", "model.kv_heads=2", "model.ffn=24"),
+    "ernie4_5": ("model.name=llama", "model.kv_heads=2", "model.ffn=24"),
     "phi3": ("model.name=llama", "model.kv_heads=2", "model.ffn=24"),
 }
 SIZES = ("model.layers=2", "model.embed=16", "model.heads=4", "model.vocab=32", "finetune.rank=3")
@@ -96,12 +97,13 @@ def test_the_files_say_what_merging_does(family, settings, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_what_is_written_is_read_back_to_the_bit(kind, tmp_path):
+@pytest.mark.parametrize("family", ["llama", "ernie4_5"])
+def test_what_is_written_is_read_back_to_the_bit(family, kind, tmp_path):
     also = "finetune.also_train=norm.*,blocks.layer.mlp_norm.*"
-    config, values = drawn(*FAMILIES["llama"], f"finetune.kind={kind}", also)
-    tensors = write_adapters(tmp_path / "out", values, config, "llama")
+    config, values = drawn(*FAMILIES[family], f"finetune.kind={kind}", also)
+    tensors = write_adapters(tmp_path / "out", values, config, family)
     assert tensors == 2 * 7 * (3 if kind == "dora" else 2) + 1 + 2
-    found = read_adapters(tmp_path / "out", values, config, "llama")
+    found = read_adapters(tmp_path / "out", values, config, family)
     assert len(found) == 7 * (3 if kind == "dora" else 2) + 2
     for path, x in found.items():
         assert np.array_equal(x, values[path]), path

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from spmdtrain.interop import latent_attention, pieces
+from spmdtrain.config.errors import CheckpointError
+from spmdtrain.interop import latent_attention, paired_rotation, pieces, xielu
 
 E, K, G, D, F = 10, 2, 3, 4, 7
 R, H = 3, 4  # of latent attention
@@ -21,6 +22,10 @@ CASES = {
     pieces.qkv_fused_columns: (E, K, G + 2, D),
     pieces.qkv_bias: (K * (G + 2) * D,),
     pieces.qkv_bias_fused: (K * (G + 2) * D,),
+    pieces.one_row: (F,),
+    paired_rotation.qkv: (E, K, G + 2, D),
+    paired_rotation.qkv_bias: (K * (G + 2) * D,),
+    xielu.slope_above: (1,),
     latent_attention.down: (E, R + 5 + H),
     latent_attention.queries: (R, K, 5 + H),
     latent_attention.keys_and_values: (5, K, D + 2),
@@ -37,7 +42,9 @@ def whole(shape):
 def test_writing_inverts_reading_and_any_slice_is_that_of_the_whole(rule):
     shape = CASES[rule]
     mapped = rule(SIZES, shape)
-    tensors = [RANDOM.standard_normal(each) for each in mapped.shapes]
+    tensors = [np.asarray(RANDOM.standard_normal(each)) for each in mapped.shapes]
+    if rule is xielu.slope_above:
+        tensors[1:] = map(np.array, xielu.CONSTANTS.values())
     parameter = mapped.read(tensors, whole(shape))
     assert parameter.shape == shape
     back = mapped.write(parameter)
@@ -59,6 +66,33 @@ def test_heads_lie_where_attention_reads_them():
         rows = slice(head * D, (head + 1) * D)
         assert np.array_equal(found[:, head, G], k[rows].T)
         assert np.array_equal(found[:, head, G + 1], v[rows].T)
+
+
+def test_channels_that_turn_together_are_adjacent_in_files():
+    """Of queries and keys; values stay as they are, and biases lie like rows."""
+    mapped = paired_rotation.qkv(SIZES, CASES[paired_rotation.qkv])
+    q, k, v = tensors = [RANDOM.standard_normal(each) for each in mapped.shapes]
+    read = mapped.read(tensors, whole(CASES[paired_rotation.qkv]))
+    of_bias = paired_rotation.qkv_bias(SIZES, CASES[paired_rotation.qkv_bias])
+    biases = [x[:, 0].copy() for x in tensors]
+    read_bias = of_bias.read(biases, whole(of_bias.shape)).reshape(K, G + 2, D)
+    assert np.array_equal(read[0], read_bias)
+    halves = [0, 2, 1, 3]  # of D channels: the first of each pair, then the second
+    for head in range(K * G):
+        query = q[head * D : (head + 1) * D]
+        assert np.array_equal(read[:, head // G, head % G], query[halves].T)
+    for head in range(K):
+        rows = slice(head * D, (head + 1) * D)
+        assert np.array_equal(read[:, head, G], k[rows][halves].T)
+        assert np.array_equal(read[:, head, G + 1], v[rows].T)
+
+
+def test_a_constant_of_xielu_that_differs_is_refused():
+    mapped = xielu.slope_above(SIZES, (1,))
+    slope, beta, eps = np.ones(1), np.array(0.5), np.array(-9.98e-7)  # as bfloat16 rounds it
+    assert mapped.read((slope, beta, eps), whole((1,))) == 1
+    with pytest.raises(CheckpointError, match=r"xIELU has beta=0\.6 in these files; asked"):
+        mapped.read((slope, np.array(0.6), eps), whole((1,)))
 
 
 def test_the_gates_of_a_query_head_follow_its_query():

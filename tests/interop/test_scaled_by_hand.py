@@ -20,7 +20,8 @@ FACTOR = "rope_scaling.factor=3.0 belongs to no family"  # in Phi-3's class: the
 
 NO_CLASS = {
     "phi3": [*drawn_models.SCALINGS],
-    "deepseek_v3": ["linear", "llama3", "longrope"],
+    **dict.fromkeys(("deepseek_v3", "mistral4"), ["linear", "llama3", "longrope"]),
+    "ministral3": ["llama3"],  # of another original length than that of its temperature
     # Windows and yarn: transformers 5 always truncates the ramp.
     **dict.fromkeys(("gemma3_text", "olmo2", "olmo3"), ["yarn, not truncated"]),
 }

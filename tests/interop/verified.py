@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import transformers
 
+from spmdtrain.cli.published.check import class_in_transformers
 from spmdtrain.config.published.read_config import read_published
 from spmdtrain.data.source import open_data
 from spmdtrain.inference.sample import make_logits
@@ -38,7 +39,10 @@ LAYOUTS = {
     "pipeline 2 x tensor 2": ("mesh.pipeline=2", "mesh.tensor=2", "train.microbatch=1"),
 }
 # The tests' model has 3 heads, which tensor 2 does not divide.
-DIVISIBLE = {"deepseek_v3": {"num_attention_heads": 4, "num_key_value_heads": 4}}
+DIVISIBLE = {
+    name: {"num_attention_heads": 4, "num_key_value_heads": 4}
+    for name in ("deepseek_v3", "mistral4")
+}
 MESH, PIPELINE = list(LAYOUTS)[1:]
 HEAD = (
     f"| family | tensors read | logits, {ONE} | {MESH} | worst gradient, {ONE} | {MESH} "
@@ -59,9 +63,11 @@ def measure(name: str, folder: Path) -> list[str]:
     """Returns the cells of a family's row."""
     config = directories.CONFIGS[name] | DIVISIBLE.get(name, {})
     written = directories.write(folder / "model", config)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder / "model", local_files_only=True, attn_implementation="eager"
-    ).eval()
+    model = (
+        class_in_transformers(name)
+        .from_pretrained(folder / "model", local_files_only=True, attn_implementation="eager")
+        .eval()
+    )
     directories.learn_all_tokens(model)
     tokens = np.random.default_rng(1).integers(0, directories.VOCAB, (SEQUENCES, LENGTH + 1))
     model(torch.tensor(tokens), labels=torch.tensor(tokens)).loss.backward()
@@ -97,7 +103,7 @@ def measure(name: str, folder: Path) -> list[str]:
         export_run(run, folder / "out" / layout.replace(" ", ""))
         for tensor, stored in open_tensors(folder / "out" / layout.replace(" ", "")).items():
             assert np.array_equal(stored.map(), written[tensor]), (layout, tensor)
-    _, loading = transformers.AutoModelForCausalLM.from_pretrained(
+    _, loading = class_in_transformers(name).from_pretrained(
         folder / "out" / ONE.replace(" ", ""), output_loading_info=True, local_files_only=True
     )
     assert not any(loading.values()), loading

@@ -9,12 +9,16 @@ import jax
 import numpy as np
 
 from spmdtrain.config import ConfigError
+from spmdtrain.config.published.families.all_families import FAMILIES
+from spmdtrain.config.published.read_config import read_published
 from spmdtrain.inference.sample import make_logits
 from spmdtrain.models.abstract import cast
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.shard import shard_on
 
 TOKENS = 64
+# Families whose class AutoModelForCausalLM does not know (transformers 5.24).
+OF_NO_AUTO_CLASS = ("mistral4",)
 TOLERANCE = 2e-6  # relative error of the root mean square: several times the noise of float32
 
 
@@ -51,11 +55,20 @@ def check_logits(folder: str | Path, setup: Setup, params: Mapping[str, jax.Arra
     return line
 
 
+def class_in_transformers(family: str) -> Any:
+    """Returns the class by which transformers loads a model of this family."""
+    import transformers  # pyright: ignore[reportMissingImports]  in no extra of ours
+
+    if family in OF_NO_AUTO_CLASS:
+        return getattr(transformers, FAMILIES[family].architecture)
+    return transformers.AutoModelForCausalLM
+
+
 def _theirs(folder: str | Path, tokens: np.ndarray) -> np.ndarray:
     import torch  # pyright: ignore[reportMissingImports]  in no extra of ours
-    import transformers  # pyright: ignore[reportMissingImports]  as above
 
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+    family = read_published(Path(folder)).family
+    model: Any = class_in_transformers(family).from_pretrained(
         folder,
         local_files_only=True,
         trust_remote_code=False,

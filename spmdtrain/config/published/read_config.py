@@ -8,7 +8,7 @@ from typing import Any
 
 from spmdtrain.config.errors import CheckpointError, ConfigError
 from spmdtrain.config.published.class_keys import unread_by_class
-from spmdtrain.config.published.families.activations import GATED, PLAIN
+from spmdtrain.config.published.families.activations import PLAIN
 from spmdtrain.config.published.families.all_families import FAMILIES
 from spmdtrain.config.published.families.family import Family, ModelSettings
 from spmdtrain.config.published.families.further_layers import without_missing
@@ -92,7 +92,7 @@ def as_published(folder: Path, values: dict[str, Any]) -> Published:
         raise _unknown_family(folder, values)
     if "auto_map" in values:
         remarks.append(f"{folder} contains code, which is not run: it is read as {name}")
-    keys = Keys(values, family.defaults, where, unread_by_class(name))
+    keys = Keys(_with_rope(values, family), family.defaults, where, unread_by_class(name))
     keys.check_numbers()
     settings = _read_gpt2(family, keys) if family.is_gpt2 else _read_llama(name, keys)
     keys.check_all_taken()
@@ -101,6 +101,16 @@ def as_published(folder: Path, values: dict[str, Any]) -> Published:
     if dtype not in DTYPES:
         dtype = None
     return Published(folder, name, values, settings, dtype, tuple(remarks), packing)
+
+
+def _with_rope(values: dict[str, Any], family: Family) -> dict[str, Any]:
+    """Returns the keys with the rotary positions of the family's class, if the file says nothing
+    of them.
+    """
+    tables = (values.get("rope_scaling"), values.get("rope_parameters"))
+    if not family.default_rope or any(table is not None for table in tables):
+        return values
+    return values | {"rope_parameters": dict(family.default_rope)}
 
 
 def _read(folder: Path) -> dict[str, Any]:
@@ -231,7 +241,7 @@ def _read_llama(name: str, keys: Keys) -> ModelSettings:
         "ffn": keys.count("intermediate_size"),
         "vocab": keys.count("vocab_size"),
         "max_length": keys.count("max_position_embeddings"),
-        "mlp": _activation(keys, family.activation, GATED),
+        "mlp": _activation(keys, family.activation, family.activations),
         "norm_epsilon": float(keys.positive("rms_norm_eps") or 0),
         "tied": keys.flag("tie_word_embeddings"),
     }

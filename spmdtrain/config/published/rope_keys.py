@@ -50,7 +50,7 @@ def read_rope(keys: Keys, name: str, family: Family) -> dict[str, Any]:
         has_own = WINDOW_THETA in family.reads or window["rope_theta"] == full["rope_theta"]
         if _kind(window) != "default" or not has_own:
             raise keys.unknown("rope_parameters", {WINDOW: window})
-    share = inner.positive(SHARE)
+    share = None if SHARE in family.rope_keys else inner.positive(SHARE)
     _check_share(name, family, share, keys.where)
     if share not in (None, 1):
         settings["rope_share"] = float(share)
@@ -62,6 +62,7 @@ def read_rope(keys: Keys, name: str, family: Family) -> dict[str, Any]:
     if family.rope_by_kind and scaling and not scaling.get("truncate", True):
         # transformers 5 looks for it beside the tables of the kinds of layers, not in them.
         raise keys.refused("truncate", False, f"true, as transformers' class of {name} takes it")
+    inner.pass_over(*family.rope_keys)
     inner.check_all_taken()
     return settings
 

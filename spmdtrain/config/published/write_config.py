@@ -9,7 +9,7 @@ from typing import Any
 
 from spmdtrain.config.errors import ConfigError, UserError
 from spmdtrain.config.published.class_keys import unread_by_class
-from spmdtrain.config.published.families.activations import GATED, PLAIN
+from spmdtrain.config.published.families.activations import PLAIN
 from spmdtrain.config.published.families.all_families import FAMILIES
 from spmdtrain.config.published.families.family import Family
 from spmdtrain.config.published.read_config import Published, as_published
@@ -174,7 +174,7 @@ def _written(family: Family, name: str, model: TransformerConfig) -> dict[str, A
             "head_dim": model.head_dim,
             "intermediate_size": model.ffn,
             "max_position_embeddings": model.max_length,
-            family.activation: _name_of(GATED, model.mlp),
+            family.activation: _name_of(family.activations, model.mlp),
             "rms_norm_eps": model.norm_epsilon,
         }
         | write_rope(model, strictly=family.strict_scaling, by_kind=family.rope_by_kind)

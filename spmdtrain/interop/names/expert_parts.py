@@ -72,6 +72,17 @@ def _renamed(published: Part, *parts: Part) -> Layouts:
 
 
 BIAS = "e_score_correction_bias"
+
+
+def _with_row_of_biases(place: str) -> Layouts:
+    """Returns the layouts of ERNIE, whose biases are a matrix of one row."""
+    router = {
+        **_router("mlp.gate.weight"),
+        "mlp.router.load_bias_x": entry(pieces.one_row, f"{place}.{BIAS}"),
+    }
+    return _layouts(router, _shared("mlp.shared_experts"))
+
+
 QWEN = _layouts(_router("mlp.gate.weight"))
 DEEPSEEK = _layouts(_router("mlp.gate.weight", f"mlp.gate.{BIAS}"), _shared("mlp.shared_experts"))
 BESIDE_ROUTER = _router("mlp.gate.weight", f"mlp.{BIAS}")  # its bias is a tensor of the mlp
@@ -90,6 +101,25 @@ EXAONE = _layouts(BESIDE_ROUTER, _shared("mlp.shared_experts")) + DEEPSEEK
 HUNYUAN = _layouts(
     _router("mlp.router.gate.weight", "mlp.expert_bias"), _shared("mlp.shared_mlp")
 ) + _layouts(BESIDE_ROUTER, _shared("mlp.shared_experts"))
+MISTRAL = _layouts(_router("mlp.gate.weight"), _shared("mlp.shared_experts"))
+MISTRAL = (MISTRAL[1], MISTRAL[0], MISTRAL[2])  # stacked, wherever it came from
+GATED_SHARED = _layouts(
+    _router("mlp.gate.weight"),
+    _shared("mlp.shared_expert"),
+    {"mlp.shared_gate_e1": entry(pieces.transpose, "mlp.shared_expert_gate.weight")},
+)
+GRANITE = tuple(
+    {
+        **_router(f"block_sparse_moe.{router}.weight"),
+        "mlp.up_xeu": entry(pieces.gate_up_stacked, f"block_sparse_moe.{gate_up}"),
+        "mlp.down_xfe": entry(pieces.transpose_stacked, f"block_sparse_moe.{down}"),
+    }
+    for router, gate_up, down in (
+        ("router.layer", "input_linear.weight", "output_linear.weight"),
+        ("router", "experts.gate_up_proj", "experts.down_proj"),  # in memory
+    )
+)
+ERNIE = _with_row_of_biases("mlp.moe_statics") + _with_row_of_biases("mlp.gate.moe_statics")
 GPT_OSS = (
     {
         "mlp.router.weight_ex": entry(pieces.transpose, "mlp.router.weight"),

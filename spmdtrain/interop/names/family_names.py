@@ -17,7 +17,11 @@ from spmdtrain.interop.names.layer_parts import (
     NORMS_AFTER,
     NORMS_BEFORE,
     NORMS_BOTH,
+    NORMS_OF_APERTUS,
+    PAIRED_ATTENTION,
     QUERY_NORMS,
+    UNGATED_MLP,
+    XIELU_MLP,
 )
 
 
@@ -91,6 +95,14 @@ NAMES: Mapping[str, FamilyNames] = {
     "seed_oss": LLAMA,
     "exaone4": OLMO,
     "exaone_moe": FamilyNames(WITH_QUERY_NORMS, experts=expert_parts.EXAONE),
+    "granitemoe": FamilyNames(OF_ATTENTION, experts=expert_parts.GRANITE),
+    "qwen2_moe": FamilyNames(OF_ATTENTION, experts=expert_parts.GATED_SHARED),
+    "ministral3": LLAMA,
+    "mistral4": FamilyNames({**LATENT, **NORMS_BEFORE}, experts=expert_parts.MISTRAL),
+    "arcee": FamilyNames(OF_ATTENTION, UNGATED_MLP),
+    "apertus": FamilyNames({**ATTENTION, **NORMS_OF_APERTUS, **QUERY_NORMS}, XIELU_MLP),
+    "ernie4_5": FamilyNames({**PAIRED_ATTENTION, **NORMS_BEFORE}),
+    "ernie4_5_moe": FamilyNames({**PAIRED_ATTENTION, **NORMS_BEFORE}, experts=expert_parts.ERNIE),
     "gpt_oss": FamilyNames({**OF_ATTENTION, **SINKS}, experts=expert_parts.GPT_OSS),
     "mixtral": FamilyNames(OF_ATTENTION, experts=expert_parts.MIXTRAL),
     "qwen3_moe": FamilyNames(WITH_QUERY_NORMS, experts=expert_parts.QWEN),

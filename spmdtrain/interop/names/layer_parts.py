@@ -1,6 +1,6 @@
 """The names of the parts of layers that families share: attention, mlp and norms."""
 
-from spmdtrain.interop import latent_attention, pieces
+from spmdtrain.interop import latent_attention, paired_rotation, pieces, xielu
 from spmdtrain.interop.names.entry import EMBED, HEAD, NORM, entry
 
 ATTENTION = {
@@ -21,6 +21,29 @@ MLP = {
     "mlp.up_bias": entry(pieces.gate_up_bias, "mlp.gate_proj.bias", "mlp.up_proj.bias"),
     "mlp.down_fe": entry(pieces.transpose, "mlp.down_proj.weight"),
     "mlp.down_bias": entry(pieces.copy, "mlp.down_proj.bias"),
+}
+UNGATED_MLP = {
+    "mlp.up_ef": entry(pieces.transpose, "mlp.up_proj.weight"),
+    "mlp.up_bias": entry(pieces.copy, "mlp.up_proj.bias"),
+    "mlp.down_fe": entry(pieces.transpose, "mlp.down_proj.weight"),
+    "mlp.down_bias": entry(pieces.copy, "mlp.down_proj.bias"),
+}
+# Channels that turn as a pair are adjacent in files.
+PAIRED_ATTENTION = {
+    **ATTENTION,
+    "attention.qkv_eknd": entry(paired_rotation.qkv, *ATTENTION["attention.qkv_eknd"].names),
+    "attention.qkv_bias": entry(paired_rotation.qkv_bias, *ATTENTION["attention.qkv_bias"].names),
+}
+XIELU_MLP = {
+    **UNGATED_MLP,
+    "mlp.slopes.alpha_p": entry(
+        xielu.slope_above, *(f"mlp.act_fn.{name}" for name in ("alpha_p", "beta", "eps"))
+    ),
+    "mlp.slopes.alpha_n": entry(pieces.copy, "mlp.act_fn.alpha_n"),
+}
+NORMS_OF_APERTUS = {
+    "attention_norm.scale_e": entry(pieces.copy, "attention_layernorm.weight"),
+    "mlp_norm.scale_e": entry(pieces.copy, "feedforward_layernorm.weight"),
 }
 NORMS_BEFORE = {
     "attention_norm.scale_e": entry(pieces.copy, "input_layernorm.weight"),

@@ -2,7 +2,10 @@
 
 from collections.abc import Mapping
 
+from spmdtrain.config.published.families.apertus import APERTUS
+from spmdtrain.config.published.families.arcee import ARCEE
 from spmdtrain.config.published.families.deepseek import DEEPSEEK
+from spmdtrain.config.published.families.ernie import ERNIE
 from spmdtrain.config.published.families.exaone import EXAONE
 from spmdtrain.config.published.families.family import Family
 from spmdtrain.config.published.families.gemma import GEMMA
@@ -37,4 +40,7 @@ FAMILIES: Mapping[str, Family] = {
     **MINIMAX,
     **SEED_OSS,
     **EXAONE,
+    **ARCEE,
+    **APERTUS,
+    **ERNIE,
 }

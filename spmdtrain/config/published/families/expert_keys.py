@@ -40,24 +40,35 @@ def read_grouped(
     """
     keys.must_be("scoring_func", "sigmoid")
     keys.must_be("topk_method", "noaux_tc")
-    return (
-        read_experts(keys, count)
-        | BY_SIGMOID
-        | {
-            "ffn": keys.count("moe_intermediate_size"),
-            "shared": keys.whole(shared) or 0,
-            "normalise": keys.flag("norm_topk_prob"),
-            "scale": float(keys.positive("routed_scaling_factor") or 1),
-            "groups": keys.some("n_group") or 1,
-            "groups_kept": keys.some("topk_group"),
-        }
-    )
+    return read_router(keys, count, shared) | BY_SIGMOID
+
+
+def read_router(
+    keys: Keys, count: str = "n_routed_experts", shared: str = "n_shared_experts"
+) -> dict[str, Any]:
+    """Returns what `read_grouped` does, but for the scores, which are a softmax."""
+    return read_experts(keys, count) | {
+        "ffn": keys.count("moe_intermediate_size"),
+        "shared": keys.whole(shared) or 0,
+        "normalise": keys.flag("norm_topk_prob"),
+        "scale": float(keys.positive("routed_scaling_factor") or 1),
+        "groups": keys.some("n_group") or 1,
+        "groups_kept": keys.some("topk_group"),
+    }
 
 
 def write_grouped(
     experts: ExpertsConfig, count: str = "n_routed_experts", shared: str = "n_shared_experts"
 ) -> dict[str, Any]:
     """Returns the keys that `read_grouped` reads."""
+    scores = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    return write_router(experts, count, shared) | scores
+
+
+def write_router(
+    experts: ExpertsConfig, count: str = "n_routed_experts", shared: str = "n_shared_experts"
+) -> dict[str, Any]:
+    """Returns the keys that `read_router` reads."""
     return write_experts(experts, count) | {
         "moe_intermediate_size": experts.ffn,
         shared: experts.shared,
@@ -65,8 +76,6 @@ def write_grouped(
         "routed_scaling_factor": experts.scale,
         "n_group": experts.groups,
         "topk_group": experts.groups_kept,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
     }
 
 

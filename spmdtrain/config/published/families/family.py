@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from spmdtrain.config.published.families.activations import GATED
 from spmdtrain.config.published.keys import Keys
 from spmdtrain.config.schema import TransformerConfig
 
@@ -44,8 +45,11 @@ class Family:
     read: Callable[[Keys], ModelSettings] = _none
     write: Callable[[TransformerConfig], dict[str, Any]] = _no_keys
     activation: str = "hidden_act"  # the key of the mlp's
+    activations: Mapping[str, str] = field(default_factory=lambda: GATED)  # which it may have
     renamed: tuple[str, ...] = ()  # other names of its keys, in files of transformers 5
     rope_by_kind: bool = False  # layers with a window have another theta
+    default_rope: Mapping[str, Any] = field(default_factory=dict)  # if a file says nothing of it
+    rope_keys: tuple[str, ...] = ()  # of rotary positions, which `read` takes
     rope_kinds: tuple[str, ...] = ()  # the scalings that its class accepts; none: all
     # All that `rope_scaling` may hold beside its type, if its class in transformers 4 is strict.
     strict_scaling: tuple[str, ...] = ()

@@ -1,8 +1,9 @@
-"""Granite."""
+"""Granite 3, dense and with experts."""
 
 from typing import Any
 
 from spmdtrain.config.published.families.biases import read_biases
+from spmdtrain.config.published.families.expert_keys import read_experts, write_experts
 from spmdtrain.config.published.families.family import WITH_SILU, Family, ModelSettings
 from spmdtrain.config.published.families.llama import write_llama
 from spmdtrain.config.published.keys import Keys
@@ -27,20 +28,50 @@ def _write_granite(model: TransformerConfig) -> dict[str, Any]:
     }
 
 
+def _granitemoe(keys: Keys) -> ModelSettings:
+    return _granite(keys) | {"experts": read_experts(keys, "num_local_experts")}
+
+
+def _write_granitemoe(model: TransformerConfig) -> dict[str, Any]:
+    if model.experts is None:
+        return {}
+    return {
+        **_write_granite(model),
+        **write_experts(model.experts, "num_local_experts"),
+        "intermediate_size": model.experts.ffn,
+    }
+
+
+SCALES = (
+    "attention_multiplier",
+    "embedding_multiplier",
+    "logits_scaling",
+    "residual_multiplier",
+)
 GRANITE = {
     "granite": Family(
         "GraniteForCausalLM",
         reads=(
             *WITH_SILU,
+            *SCALES,
             "attention_bias",
-            "attention_multiplier",
-            "embedding_multiplier",
-            "logits_scaling",
             "mlp_bias",
-            "residual_multiplier",
         ),
         defaults={"rms_norm_eps": 1e-6},
         read=_granite,
         write=_write_granite,
+    ),
+    "granitemoe": Family(
+        "GraniteMoeForCausalLM",
+        reads=(
+            *WITH_SILU,
+            *SCALES,
+            "attention_bias",
+            "num_experts_per_tok",
+            "num_local_experts",
+        ),
+        defaults={"rms_norm_eps": 1e-6, "num_local_experts": 8, "num_experts_per_tok": 2},
+        read=_granitemoe,
+        write=_write_granitemoe,
     ),
 }

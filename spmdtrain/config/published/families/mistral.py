@@ -1,11 +1,25 @@
-"""Mistral and Mixtral."""
+"""Mistral, Ministral 3, Mistral Small 4 and Mixtral."""
 
 from typing import Any
 
-from spmdtrain.config.published.families.expert_keys import read_experts, write_experts
+from spmdtrain.config.published.families.deepseek import READ_BY_LATENTS, read_latent, write_latent
+from spmdtrain.config.published.families.expert_keys import (
+    READ_BY_ROUTERS,
+    read_experts,
+    read_router,
+    write_experts,
+    write_router,
+)
 from spmdtrain.config.published.families.family import WITH_SILU, Family, ModelSettings
 from spmdtrain.config.published.families.layer_windows import all_layers, read_windows, window_of
+from spmdtrain.config.published.families.query_temperature import (
+    ROPE_KEYS,
+    USUAL_ROPE,
+    read_temperature,
+    write_temperature,
+)
 from spmdtrain.config.published.keys import Keys
+from spmdtrain.config.published.rope_keys import ORIGINAL, SHARE
 from spmdtrain.config.schema import TransformerConfig
 
 
@@ -35,6 +49,45 @@ def _write_mixtral(model: TransformerConfig) -> dict[str, Any]:
     }
 
 
+def _ministral3(keys: Keys) -> ModelSettings:
+    return _mistral(keys) | read_temperature(keys)
+
+
+def _write_ministral3(model: TransformerConfig) -> dict[str, Any]:
+    return _write_mistral(model) | write_temperature(model)
+
+
+def _mistral4(keys: Keys) -> ModelSettings:
+    """Its share of rotated channels is that of the latent's: all those it sets apart."""
+    latent = read_latent(keys)
+    rope_dim, plain_dim = (latent["latent"][name] for name in ("rope_dim", "plain_dim"))
+    for table in (keys.table("rope_scaling"), keys.table("rope_parameters")):
+        share = (table or {}).get(SHARE)
+        if share not in (None, rope_dim / (rope_dim + plain_dim)):
+            raise keys.unknown(SHARE, share)
+    first_dense = keys.whole("first_k_dense_replace") or 0
+    experts = read_router(keys) | {"first_dense": first_dense}
+    return latent | {"experts": experts} | read_temperature(keys)
+
+
+def _write_mistral4(model: TransformerConfig) -> dict[str, Any]:
+    experts, latent = model.experts, model.latent
+    if experts is None or latent is None:
+        return {}
+    of_latent = write_latent(model, latent)
+    grown = of_latent.pop("rope_parameters", {})
+    of_latent.pop("rope_scaling", None)
+    rope = write_temperature(model)
+    return {
+        **of_latent,
+        **write_router(experts),
+        **rope,
+        "rope_parameters": rope["rope_parameters"] | grown,
+        "head_dim": latent.rope_dim + latent.plain_dim,
+        "first_k_dense_replace": experts.first_dense,
+    }
+
+
 MISTRAL = {
     "mistral": Family(
         "MistralForCausalLM",
@@ -42,6 +95,40 @@ MISTRAL = {
         defaults={"rms_norm_eps": 1e-6, "sliding_window": 4096},
         read=_mistral,
         write=_write_mistral,
+    ),
+    "ministral3": Family(
+        "Ministral3ForCausalLM",
+        reads=(*WITH_SILU, "sliding_window"),
+        defaults={"rms_norm_eps": 1e-5, "head_dim": 128, "rope_theta": 1e6},
+        read=_ministral3,
+        write=_write_ministral3,
+        default_rope=USUAL_ROPE | {"rope_theta": 1e6, "factor": 16.0, ORIGINAL: 16384},
+        rope_keys=ROPE_KEYS,
+    ),
+    "mistral4": Family(
+        "Mistral4ForCausalLM",
+        reads=(*WITH_SILU, *READ_BY_LATENTS, *READ_BY_ROUTERS, "first_k_dense_replace"),
+        defaults={
+            "rms_norm_eps": 1e-6,
+            "kv_lora_rank": 256,
+            "q_lora_rank": 1024,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "n_routed_experts": 128,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 2048,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        read=_mistral4,
+        write=_write_mistral4,
+        default_rope=USUAL_ROPE | {"rope_theta": 1e4, "factor": 128.0, ORIGINAL: 8192},
+        rope_keys=(*ROPE_KEYS, SHARE),
     ),
     "mixtral": Family(
         "MixtralForCausalLM",

@@ -81,6 +81,38 @@ def _write_qwen3_moe(model: TransformerConfig) -> dict[str, Any]:
     }
 
 
+def _qwen2_moe(keys: Keys) -> ModelSettings:
+    keys.must_be("decoder_sparse_step", 1)
+    keys.must_be("mlp_only_layers", [], None)
+    experts = read_experts(keys, "num_experts") | {
+        "ffn": keys.count("moe_intermediate_size"),
+        "normalise": keys.flag("norm_topk_prob"),
+        "shared": 1,
+        "shared_ffn": keys.count("shared_expert_intermediate_size"),
+        "shared_gate": True,
+    }
+    first = keys.whole("max_window_layers") or 0
+    layers = keys.count("num_hidden_layers")
+    alternate = [number % 2 == 0 and number < first for number in range(layers)]
+    biases = {"qkv_bias": True} if keys.flag("qkv_bias") else {}
+    return biases | windows_if_used(keys, alternate) | {"experts": experts}
+
+
+def _write_qwen2_moe(model: TransformerConfig) -> dict[str, Any]:
+    if model.experts is None:
+        return {}
+    return {
+        **write_qwen2(model),
+        **write_experts(model.experts, "num_experts"),
+        "qkv_bias": model.qkv_bias,
+        "moe_intermediate_size": model.experts.ffn,
+        "shared_expert_intermediate_size": model.experts.shared_width,
+        "norm_topk_prob": model.experts.normalise,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
 QWEN = {
     "qwen2": Family(
         "Qwen2ForCausalLM",
@@ -101,6 +133,32 @@ QWEN = {
         settings={"query_norm": "head"},
         read=_qwen3,
         write=_write_qwen3,
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        reads=(
+            *READ_BY_QWEN2,
+            "decoder_sparse_step",
+            "mlp_only_layers",
+            "moe_intermediate_size",
+            "norm_topk_prob",
+            "num_experts",
+            "num_experts_per_tok",
+            "qkv_bias",
+            "shared_expert_intermediate_size",
+        ),
+        defaults={
+            "rms_norm_eps": 1e-6,
+            "sliding_window": 4096,
+            "max_window_layers": 28,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "qkv_bias": True,
+        },
+        read=_qwen2_moe,
+        write=_write_qwen2_moe,
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
