@@ -22,6 +22,7 @@ from spmdtrain.models.layers.recurrent_cache import (
     empty_delta_cache,
     empty_ssd_cache,
 )
+from spmdtrain.models.projection import FullPrecision
 from spmdtrain.parallel.context.context_method import zigzag_order
 from spmdtrain.parallel.regions import make_constrain, make_local_map
 
@@ -113,9 +114,19 @@ SEGMENTS = np.array([[3] * 5 + [4] * 1 + [7] * 15, [1] * 12 + [2] * 9])
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_layer_is_its_definition(kind):
+    """Also of a small stream, of which the epsilons in norms decide the output."""
     starts = np.pad(SEGMENTS[:, 1:] != SEGMENTS[:, :-1], ((0, 0), (1, 0)))
-    found = outputs(kind, drawn(), SEGMENTS)
-    assert error(found, by_definition(kind, drawn(), starts)) < 3e-6
+    for x_bte in (drawn(), 1e-3 * drawn()):
+        found = outputs(kind, x_bte, SEGMENTS)
+        assert error(found, by_definition(kind, x_bte, starts)) < 3e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decays_and_their_biases_stay_in_full_precision(kind):
+    weights = dict(nnx.to_flat_state(nnx.state(built(kind)[1])))
+    full = {path[-1] for path, weight in weights.items() if isinstance(weight, FullPrecision)}
+    assert full == {"decay_log", "decay_bias", "time_bias", "skip"} & {path[-1] for path in weights}
+    assert bool(full) == ("conv" not in kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -54,6 +54,9 @@ FAMILIES = "tests/models/test_families.py"
 EXPERTS = "tests/parallel/test_experts.py"
 OF_EXPERTS = f"{EXPERTS}::test_experts_on_a_mesh_are_those_of_one_device_however_tokens_choose"
 OWNED = "tests/train/test_owning_axes.py::test_experts_have_the_gradients_of_one_device"
+MIXERS = "tests/models/test_mixers.py"
+OF_MIXER = f"{MIXERS}::test_the_layer_is_its_definition"
+RECURRENCE = "tests/models/test_recurrence.py"
 HEAD_LOSS = "tests/kernels/test_linear_cross_entropy.py"
 
 BREAKAGES = [
@@ -1388,5 +1391,145 @@ BREAKAGES = [
         "wide = summing_wide(setup, local)",
         "wide = local",
         "tests/certify/test_narrow.py -k 'program and gpt and pipeline'",
+    ),
+    Breakage(
+        "reads the taps of a convolution from the other end",
+        "models/layers/mixers/short_convolution.py",
+        "taps[..., tap]",
+        "taps[..., count - 1 - tap]",
+        f"{RECURRENCE} -k convolution",
+    ),
+    Breakage(
+        "leaves the activation of a convolution out",
+        "models/layers/mixers/gated_delta.py",
+        "convolved = jax.nn.silu(",
+        "convolved = jnp.asarray(",
+        f"'{OF_MIXER}[delta]'",
+    ),
+    Breakage(
+        "corrects by keys of any length",
+        "models/layers/mixers/gated_delta.py",
+        "k=_unit(k).astype(dtype)",
+        "k=k.astype(dtype)",
+        f"'{OF_MIXER}[delta]'",
+    ),
+    Breakage(
+        "adds the bias of a decay behind its softplus",
+        "models/layers/mixers/gated_delta.py",
+        "jax.nn.softplus(decay.astype(jnp.float32) + x.decay_bias.reshape(decay.shape[2:]))",
+        "jax.nn.softplus(decay.astype(jnp.float32)) + x.decay_bias.reshape(decay.shape[2:])",
+        f"'{OF_MIXER}[delta]'",
+    ),
+    Breakage(
+        "takes rates for decays",
+        "models/layers/mixers/gated_delta.py",
+        "rate, decay = jnp.split(rates",
+        "decay, rate = jnp.split(rates",
+        f"'{OF_MIXER}[delta]'",
+    ),
+    Breakage(
+        "does not scale the queries of a delta rule",
+        "models/layers/mixers/gated_delta.py",
+        "_unit(q) * delta.key_dim**-0.5",
+        "_unit(q) * 1.0",
+        f"'{OF_MIXER}[delta]'",
+    ),
+    Breakage(
+        "adds ten times the epsilon to the length of a key",
+        "models/layers/mixers/gated_delta.py",
+        "UNIT_EPSILON = 1e-6",
+        "UNIT_EPSILON = 1e-5",
+        f"'{OF_MIXER}[delta]'",
+    ),
+    Breakage(
+        "norms a mixer's output with another epsilon",
+        "models/layers/mixers/gated_delta.py",
+        "(o * o).mean(-1, keepdims=True) + epsilon",
+        "(o * o).mean(-1, keepdims=True) + 1e-6",
+        f"'{OF_MIXER}[delta]'",
+    ),
+    Breakage(
+        "replaces at most all of what a key holds",
+        "models/layers/mixers/gated_delta.py",
+        "rate=delta.rate * jax.nn.sigmoid",
+        "rate=1 * jax.nn.sigmoid",
+        f"'{OF_MIXER}[delta by channel]'",
+    ),
+    Breakage(
+        "gates by the other activation",
+        "models/layers/mixers/gated_delta.py",
+        'delta.gate == "silu"',
+        'delta.gate == "sigmoid"',
+        f"'{OF_MIXER}[delta]'",
+    ),
+    Breakage(
+        "reads the state of the document in front",
+        "models/layers/mixers/recurrence.py",
+        "lead = jnp.where(is_of_state, jnp.exp(total), 0)",
+        "lead = jnp.exp(total)",
+        f"{RECURRENCE} -k 'definition and head and fast'",
+    ),
+    Breakage(
+        "hands the state of a document on to the next",
+        "models/layers/mixers/recurrence.py",
+        "decay = jnp.where(is_of_state[..., -1:, :], jnp.exp(last), 0)",
+        "decay = jnp.exp(last)",
+        f"{RECURRENCE} -k 'definition and head and fast'",
+    ),
+    Breakage(
+        "sums decays in 16 bits",
+        "models/layers/mixers/recurrence.py",
+        "sees[:, :, None, None], log_decay, jnp.float32)",
+        "sees[:, :, None, None], log_decay, dtype)",
+        f"{RECURRENCE} -k float32",
+    ),
+    Breakage(
+        "convolves over the start of a document that a device has alone",
+        "models/layers/mixers/in_front.py",
+        "return jnp.where(jnp.expand_dims(is_same_bw, range(2, x_btn.ndim)), before_bwn, 0)",
+        "return before_bwn",
+        f"{MIXERS} -k 'as_on_one and conv-ring'",
+    ),
+    Breakage(
+        "keeps the state of a device over a document that starts on the next",
+        "models/layers/mixers/in_front.py",
+        "return jnp.where(has_start, 0, jnp.exp(tokens.log_decay.sum(1))), state",
+        "return jnp.exp(tokens.log_decay.sum(1)), state",
+        f"{MIXERS} -k 'as_on_one and ssd-ring'",
+    ),
+    Breakage(
+        "orders the later pieces of a ring by device",
+        "parallel/context/sequence_pieces.py",
+        "of_devices[::-1, 1]",
+        "of_devices[:, 1]",
+        f"{MIXERS} -k 'as_on_one and conv-ring'",
+    ),
+    Breakage(
+        "norms the groups of a state space together",
+        "models/layers/mixers/state_space.py",
+        "dims=(3, 4)",
+        "dims=(2, 3, 4)",
+        f"'{OF_MIXER}[ssd]'",
+    ),
+    Breakage(
+        "leaves out what passes a state space by",
+        "models/layers/mixers/state_space.py",
+        "(o + x.skip.reshape(*heads, 1) * v)",
+        "(o + 0 * v)",
+        f"'{OF_MIXER}[ssd]'",
+    ),
+    Breakage(
+        "lets the time of a token be short",
+        "models/layers/mixers/state_space.py",
+        "jax.nn.softplus(time), ssd.smallest_step, ssd.largest_step",
+        "jax.nn.softplus(time), 0.0, ssd.largest_step",
+        f"'{OF_MIXER}[ssd]'",
+    ),
+    Breakage(
+        "gates a convolution behind instead of before",
+        "models/layers/mixers/gated_convolution.py",
+        "before_gate, after_gate, value = ",
+        "after_gate, before_gate, value = ",
+        f"'{OF_MIXER}[conv]'",
     ),
 ]
