@@ -1,4 +1,6 @@
-"""A run imports the files of the features that its settings ask for, and of no others."""
+"""A run imports the files of the features that its settings ask for, and of no others; a first run
+calls few files at all.
+"""
 
 import os
 import subprocess
@@ -13,13 +15,36 @@ pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
-# A program that trains, and prints what it has imported.
-PROGRAM = """
+HOUSES = tuple(f"{ROOT / house}{os.sep}" for house in ("spmdtrain", "pallas_kernels"))
+# A program that trains, and prints what it has imported, and the files of which it has called a
+# function: not while it imported them.
+PROGRAM = f"""
 import sys
+import threading
+
+called = set()
+
+def note(frame, event, _):
+    code = frame.f_code
+    if event != "call" or code.co_name == "<module>" or code.co_filename in called:
+        return
+    if not code.co_filename.startswith({HOUSES}):
+        return
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return
+        frame = frame.f_back
+    called.add(code.co_filename)
+
+sys.setprofile(note)
+threading.setprofile(note)
 from spmdtrain.cli import main
 assert main(sys.argv[1:]) == 0
+sys.setprofile(None)
 print("imported", *(name for name in sys.modules if name.split(".")[0] == "spmdtrain"))
+print("called", *called)
 """
+MOST_CALLED = 200  # files of which a quickstart run calls a function
 # Of a quickstart run: it is guarded and recorded, and writes its page.
 ON = {"guards", "page", "record", "stages"}
 # What is no feature of the bill, and no quickstart run needs either.
@@ -40,8 +65,8 @@ ROOMS_OFF = (
 )
 
 
-def imported(folder: Path, *settings: str) -> set[str]:
-    """The modules that a run of one step imports, on one device."""
+def used(folder: Path, *settings: str) -> dict[str, set[str]]:
+    """What a run of one step on one device has imported, and called."""
     alone = ("mesh.data=1", "mesh.fsdp=1", "mesh.tensor=1", "train.steps=1", "eval.every=0")
     small = ("model.layers=1", "model.embed=16", "train.global_batch=2", "train.sequence_length=8")
     sets = [word for each in (*alone, *small, *settings) for word in ("--set", each)]
@@ -62,8 +87,8 @@ def imported(folder: Path, *settings: str) -> set[str]:
         cwd=folder,
     )
     assert ended.returncode == 0, ended.stderr
-    (line,) = [line for line in ended.stdout.splitlines() if line.startswith("imported ")]
-    return set(line.split()[1:])
+    lines = [line.split() for line in ended.stdout.splitlines()]
+    return {line[0]: set(line[1:]) for line in lines if line and line[0] in ("imported", "called")}
 
 
 def inside(modules: set[str], places: tuple[str, ...]) -> list[str]:
@@ -84,8 +109,18 @@ def homes_of(name: str) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def of_a_quickstart(tmp_path_factory) -> set[str]:
-    return imported(tmp_path_factory.mktemp("quickstart"))
+def by_a_quickstart(tmp_path_factory) -> dict[str, set[str]]:
+    return used(tmp_path_factory.mktemp("quickstart"))
+
+
+@pytest.fixture
+def of_a_quickstart(by_a_quickstart) -> set[str]:
+    return by_a_quickstart["imported"]
+
+
+def test_a_quickstart_run_is_read_in_few_files(by_a_quickstart):
+    assert str(ROOT / "spmdtrain" / "train" / "step.py") in by_a_quickstart["called"]
+    assert len(by_a_quickstart["called"]) < MOST_CALLED
 
 
 def test_a_quickstart_run_imports_no_file_of_a_feature_that_is_off(of_a_quickstart):
@@ -100,7 +135,7 @@ def test_a_quickstart_run_imports_no_room_that_it_has_no_use_for(of_a_quickstart
 
 def test_a_rider_that_is_off_is_not_imported_and_one_that_is_on_is(tmp_path):
     settings = ("log.record=none", "log.report=never", "guard.replica_check=1")
-    modules = imported(tmp_path, *settings)
+    modules = used(tmp_path, *settings)["imported"]
     off = ("step_record", "bundle", "token_hash")
     assert inside(modules, tuple(f"spmdtrain.running.record.{name}" for name in off)) == []
     assert inside(modules, ("spmdtrain.lab.page",)) == []

@@ -154,7 +154,7 @@ def test_a_run_begins_with_a_base_and_trains_adapters_alone(tmp_path):
     few = ("train.steps=2", "optimizer.warmup=0", "optimizer.schedule=constant")
     targets = "finetune.targets=q,down"
     one = jax.devices()[:1]
-    st.run(tiny(*MODEL, *few), tmp_path / "base", devices=one)
+    st.run(tiny(*MODEL, GATED, *few), tmp_path / "base", devices=one)
     base = st.weights(tmp_path / "base")
     asked = (*SMALLEST, targets, *few, f"train.init_from={tmp_path / 'base'}", "optimizer.ema=0.5")
     st.run(tiny(*asked), tmp_path / "run", devices=one)

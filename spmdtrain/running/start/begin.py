@@ -172,9 +172,12 @@ def _find(
 
     A snapshot in the launcher's memory is as good as a checkpoint of its step.
     """
-    snapshot = snapshots.newest(checkpoints.newest() or 0) if snapshots else None
+    newest = checkpoints.newest()
+    snapshot = snapshots.newest(newest or 0) if snapshots else None
     if snapshot is not None:
         return snapshot
+    if newest is None and prepared.step is None:
+        return None
     directory = prepared.directory
     with naming_settings(directory, setup, prepared.data, prepared.seams):
         return chosen_or_newest(checkpoints, directory, prepared.step, setup.state)
@@ -215,8 +218,9 @@ def _resume(
     reporter.event("resumed", step, line, from_step=step, mesh=mesh, **values)
     if differs:
         reporter.say(f"changed since step {step}: {describe_changes(differs)}")
-    if adapted := prepared.adapted.line:
-        reporter.event("adapted", step, adapted, why=adapted)
+    if prepared.adapted:
+        why = prepared.adapted.line
+        reporter.event("adapted", step, why, why=why)
     for line in remarks:
         reporter.say(line)
     return checkpoint.state

@@ -36,7 +36,9 @@ def compiled_step(session: Session) -> tuple[Callable, dict[str, Any]]:
     step, report = compile_step(setup, lowered)
     step, report = with_stages(setup, step, report, session.done)
     session.memory.compiled(report)
-    config = prepared.adapted.as_asked(config_document(setup, prepared.data))
+    config = config_document(setup, prepared.data)
+    if prepared.adapted:
+        config = prepared.adapted.as_asked(config)
     implementations = kernels.document(setup)["kernels"]
     session.reporter.write(CONFIG, config | {"implementations": implementations})
     session.reporter.write(COMPILED, report)

@@ -16,7 +16,6 @@ import jax
 
 from spmdtrain.checkpoints.restore import read_document
 from spmdtrain.config.errors import CheckpointError, ConfigError
-from spmdtrain.config.run_files import newest_step
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.parallel.axes import batch_shards
 from spmdtrain.parallel.mesh import fill
@@ -41,14 +40,11 @@ class MeshSizes:
 
 @dataclass(frozen=True)
 class Adapted:
-    """The config to train with.
-
-    `asked` is the config that was given; `line` says what was changed, and is empty if nothing was.
-    """
+    """The config to train with, in place of the one that was `asked` for; `line` says why."""
 
     config: RunConfig
     asked: RunConfig
-    line: str = ""
+    line: str
 
     def as_asked(self, document: dict[str, Any]) -> dict[str, Any]:
         """Returns config.json with the mesh that was asked for, so that a resume can restore it."""
@@ -58,25 +54,20 @@ class Adapted:
         return document | {"config": values | {"mesh": mesh, "train": train}}
 
 
-def adapt(
-    config: RunConfig, run: Path, devices: Sequence[jax.Device] | None, fresh: bool
-) -> Adapted:
-    """Returns the config with a mesh for these devices (default: all), if `run` is resumed.
+def adapt(config: RunConfig, run: Path, devices: Sequence[jax.Device] | None) -> Adapted | None:
+    """Returns the config with a mesh for these devices (default: all) with which `run` is resumed.
 
-    The config stays the same if its mesh fits, if its mesh is not the one the run had (the user has
-    changed it), and if `mesh.elastic` is false. Raises ConfigError if no such mesh divides the
-    global batch.
+    None: the config stays the same, because its mesh fits, because its mesh is not the one the run
+    had (the user has changed it), or because `mesh.elastic` is false. Raises ConfigError if no such
+    mesh divides the global batch.
     """
-    as_it_is = Adapted(config, config)
     count = len(jax.devices() if devices is None else devices)
     fits = fill(config.mesh.sizes, count) is not None
-    if fits or fresh or not config.mesh.elastic or newest_step(run) is None:
-        return as_it_is
-    if not _is_mesh_of(run, config):
-        return as_it_is
+    if fits or not config.mesh.elastic or not _is_mesh_of(run, config):
+        return None
     layout = choose_layout(config, count)
     if layout is None:
-        return as_it_is
+        return None
     mesh = config.mesh.model_copy(update=dict(layout.sizes))
     train = config.train.model_copy(update={"microbatch": layout.microbatch})
     adapted = config.model_copy(update={"mesh": mesh, "train": train})

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -22,7 +22,9 @@ from spmdtrain.running.report.sinks import MakeSink
 from spmdtrain.running.report.summary import Prediction
 from spmdtrain.running.start.agreement import check_start
 from spmdtrain.running.start.chosen_step import check_chosen
-from spmdtrain.running.start.elastic import Adapted, adapt
+
+if TYPE_CHECKING:
+    from spmdtrain.running.start.elastic import Adapted
 
 
 @dataclass(frozen=True)
@@ -30,16 +32,17 @@ class Prepared:
     """The data, config and directory of a run that is about to start.
 
     `config` is the one to train with: it has the vocabulary of `data` and a mesh that fits the
-    devices (`adapted` explains how). `seams` holds the parts that the caller or [own] replaced, by
-    keyword; `sinks` and `hooks` are those of [own], then those of the caller. With `fresh`, an
-    older run in `directory` is set aside; with `step`, the run goes back to the checkpoint of that
-    step. `devices` are those of the caller, None for all. It was launched at the time `launched`.
+    devices (`adapted` explains how, if it is not the one that was asked for). `seams` holds the
+    parts that the caller or [own] replaced, by keyword; `sinks` and `hooks` are those of [own],
+    then those of the caller. With `fresh`, an older run in `directory` is set aside; with `step`,
+    the run goes back to the checkpoint of that step. `devices` are those of the caller, None for
+    all. It was launched at the time `launched`.
     """
 
     directory: Path
     config: RunConfig
     data: Data
-    adapted: Adapted
+    adapted: "Adapted | None"
     seams: Mapping[str, Any]
     sinks: Sequence[MakeSink]
     hooks: Sequence[Hook]
@@ -96,10 +99,14 @@ def prepare(
     seams = with_own_parts(ready, seams)
     check_start(config, data, seams, directory, fresh, step)
     check_chosen(directory, step, ready, fresh)
-    adapted = adapt(ready, directory, devices, fresh)
+    adapted = None
+    if not fresh and newest_step(directory) is not None:
+        from spmdtrain.running.start.elastic import adapt
+
+        adapted = adapt(ready, directory, devices)
     return Prepared(
         directory=directory,
-        config=adapted.config,
+        config=adapted.config if adapted else ready,
         data=data,
         adapted=adapted,
         seams=seams,
