@@ -18,10 +18,10 @@ from spmdtrain.lab.certify.certify import Certificate, Examined, certify, examin
 from spmdtrain.lab.certify.cover import COLLECTIVE, Layout
 from spmdtrain.lab.certify.noise import Reference, make_reference
 from spmdtrain.lab.certify.shrink import Shrunk, shrink
-from spmdtrain.lab.certify.stepper import Own
+from spmdtrain.lab.certify.stepper import Own, Stepper
 from spmdtrain.lab.certify.witnesses.mixing import APART, samples_apart
 from spmdtrain.lab.certify.witnesses.real_size import judge
-from spmdtrain.lab.certify.witnesses.witness import Witness, witnesses
+from spmdtrain.lab.certify.witnesses.witness import Witness, slope_witness, witnesses
 from spmdtrain.models.layers.mlp import Mlp
 from spmdtrain.models.transformer import Transformer
 
@@ -93,6 +93,20 @@ def test_witnesses_hold_and_one_that_is_broken_does_not(monkeypatch):
     failing = {each.name for each in witnesses(reference(), Own()) if not each.holds}
     assert "the gradient is the slope of the loss" in failing
     assert "weights move as the optimizer says, from these gradients" in failing
+
+
+@pytest.mark.long
+def test_the_slope_is_that_of_all_losses_together():
+    """The losses of further tokens and the loss of the next one are minimised together."""
+    config = shrink(load(BASE, (*TINY, "model.multi_token.depth=1")), as_is=True).config
+    stepper = Stepper(config, jax.devices()[:1], Own())
+    state = stepper.begin()
+    with stepper.batches() as ahead:
+        batch = next(ahead)
+    _, figures = stepper.take(state, batch)
+    alone = Reference(stepper, 1, [batch] * 2, [state] * 2, [figures] * 2, [], [], [])
+    witness = slope_witness(alone)
+    assert witness.holds, witness.details
 
 
 class Centred(Mlp):

@@ -10,7 +10,7 @@ from fuzz.draw import config_of, numbers_of
 from jax.sharding import AbstractMesh
 
 from spmdtrain.config import ConfigError, RunConfig, load
-from spmdtrain.config.schema import MeshConfig, PrecisionConfig
+from spmdtrain.config.schema import MeshConfig, MultiTokenConfig, PrecisionConfig
 from spmdtrain.lab.certify.cover import AXES, DEVICES, UNEVEN, Layout, cover, fitted, parse_layouts
 from spmdtrain.lab.certify.drawn import draw_layouts
 from spmdtrain.lab.certify.shrink import BATCH, LENGTH, shrink
@@ -144,6 +144,12 @@ def test_delayed_scaling_is_certified_on_meshes_that_it_takes():
     assert not any(each.has_stages or each.has_pieces for each in found)
     assert any(each.has_stages for each in cover(RunConfig()))
     assert any(each.has_pieces for each in cover(RunConfig()))
+
+
+def test_a_model_that_predicts_further_tokens_is_certified_on_the_same_meshes():
+    config = RunConfig()
+    further = config.model.model_copy(update={"multi_token": MultiTokenConfig()})
+    assert cover(config.model_copy(update={"model": further})) == cover(config)
 
 
 def test_every_pair_of_axes_meets_and_no_layout_stands_twice():

@@ -61,7 +61,7 @@ class Layout:
 
     @property
     def has_stages(self) -> bool:
-        """True if it has a pipeline, which model.multi_token and delayed scaling refuse."""
+        """True if it has a pipeline, which delayed scaling refuses."""
         return any(_axis_of(text) == "pipeline" for text in self.settings)
 
     @property
@@ -113,8 +113,6 @@ def cover(config: RunConfig, *, only_asked: bool = False) -> list[Layout]:
     layouts = [*_as_configured(config, axes), *_rings(config, axes)]
     if not only_asked or not layouts:
         layouts += list(_pairs(config))
-    if config.model.multi_token is not None:
-        layouts = [layout for layout in layouts if not layout.has_stages]
     if config.precision.scaling == "delayed":
         layouts = [layout for layout in layouts if not layout.has_stages and not layout.has_pieces]
     by_settings: dict[tuple[str, ...], Layout] = {}

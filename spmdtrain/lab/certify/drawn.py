@@ -65,7 +65,6 @@ def _draw_mesh(random: random.Random, small: RunConfig) -> dict[str, int]:
         shards = batch_shards(mesh)
         divides = train.global_batch % shards == 0
         divides &= train.sequence_length % (mesh["context"] * mesh["tensor"]) == 0
-        divides &= mesh["pipeline"] == 1 or small.model.multi_token is None
         if divides and 1 < math.prod(mesh.values()) <= DEVICES:
             return mesh
     return dict.fromkeys(AXES, 1) | {"data": 2}

@@ -4,7 +4,7 @@ A sum is a float32 scalar; in the training of a mixture it is a vector [1 + sour
 tokens and then those of each source.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -47,6 +47,11 @@ def only_minimised(losses: Losses, parts: Parts) -> Losses:
         name: loss if _is_minimised(name, parts) else jax.lax.stop_gradient(loss)
         for name, loss in losses.items()
     }
+
+
+def minimised(sums: Iterable[str], parts: Parts) -> list[str]:
+    """Returns which of these sums, by name, are losses that training minimises."""
+    return [name for name in sums if name not in COUNTS and _is_minimised(name, parts)]
 
 
 def _is_minimised(name: str, parts: Parts) -> bool:

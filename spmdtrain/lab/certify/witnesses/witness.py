@@ -6,7 +6,7 @@ second layout.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -19,9 +19,12 @@ from spmdtrain.lab.certify.compare import GRADIENT, Figures, norm, rounding_of
 from spmdtrain.lab.certify.noise import Reference
 from spmdtrain.lab.certify.stepper import HostBatch, Own, Stepper
 from spmdtrain.lab.certify.witnesses.float64_adam import Adam, ScheduleFree, follow
+from spmdtrain.train.all_parts import parts_of
 from spmdtrain.train.compared.in_order import WEIGHT, Leaf, Plain, placed_state
 from spmdtrain.train.corrupt import make_corrupt
-from spmdtrain.train.step import make_eval_step
+from spmdtrain.train.gradients.sums import minimised
+from spmdtrain.train.setup import Setup
+from spmdtrain.train.step import make_eval_step, make_gradients
 
 SLOPE = 5e-3  # how far finite differences may be from the gradient, relative; measured: 2e-3
 SAME = 4 * 2.0**-24  # a loss of the same numbers in another program, relative
@@ -53,7 +56,7 @@ def witnesses(reference: Reference, own: Own) -> list[Witness]:
         *_noise(reference, own),
         *_attention(reference),
         _masked(reference),
-        _slope(reference),
+        slope_witness(reference),
         _rate(reference, own),
         _update(reference, own),
         _average(reference),
@@ -180,7 +183,7 @@ def _gradients(figures: Figures) -> dict[Leaf, np.ndarray]:
 # The gradient, and what follows from it
 
 
-def _slope(reference: Reference) -> Witness:
+def slope_witness(reference: Reference) -> Witness:
     """Compares the gradient with Richardson's finite differences of the loss in four directions."""
     name = "the gradient is the slope of the loss"
     stepper, plain, batch = reference.stepper, reference.states[1], reference.batches[1]
@@ -195,12 +198,20 @@ def _slope(reference: Reference) -> Witness:
     gradients = {leaf.path: x for leaf, x in _gradients(reference.figures[1]).items()}
     random = np.random.default_rng(0)
     worst = 0.0
+    losses = _losses(stepper.setup)
     for _ in range(4):
         along = {path: _direction(x, random) for path, x in gradients.items()}
         slope = share * sum(float((gradients[path] * x).sum()) for path, x in along.items())
-        difference = _difference(stepper, plain, batch, along)
+        difference = _difference(stepper, plain, batch, along, losses)
         worst = max(worst, abs(difference - slope) / max(abs(slope), 1e-30))
     return Witness(name, worst < SLOPE, f"off by {worst:.0e} of it")
+
+
+def _losses(setup: Setup) -> list[str]:
+    """Returns the names of the figures whose sum a step minimises."""
+    find = make_gradients(setup)
+    _, sums = jax.eval_shape(find, setup.state.params, jnp.int32(0), setup.batch)
+    return minimised(sums, parts_of(setup.config))
 
 
 def _direction(gradient: np.ndarray, random: np.random.Generator) -> np.ndarray:
@@ -213,7 +224,11 @@ def _direction(gradient: np.ndarray, random: np.random.Generator) -> np.ndarray:
 
 
 def _difference(
-    stepper: Stepper, plain: Plain, batch: HostBatch, along: dict[str, np.ndarray]
+    stepper: Stepper,
+    plain: Plain,
+    batch: HostBatch,
+    along: dict[str, np.ndarray],
+    losses: Sequence[str],
 ) -> float:
     def at(far: float) -> float:
         moved = dict(plain)
@@ -221,7 +236,7 @@ def _difference(
             weight = plain[Leaf(WEIGHT, path)]
             moved[Leaf(WEIGHT, path)] = (weight.astype(np.float64) + far * x).astype(weight.dtype)
         numbers = stepper.take(moved, batch)[1].numbers
-        return numbers["loss"] + numbers.get("side_loss", 0.0)
+        return sum(numbers[name] for name in losses)
 
     step = 3e-3
     near = (at(step) - at(-step)) / (2 * step)
