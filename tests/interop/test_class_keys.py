@@ -11,7 +11,7 @@ import drawn_models
 import jax
 import pytest
 
-from spmdtrain.cli.published.check import check_logits, class_in_transformers
+from spmdtrain.cli.published.check import OF_NO_AUTO_CLASS, check_logits
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.load import from_resolved
 from spmdtrain.config.published.class_keys import CHOOSING, READ
@@ -123,7 +123,8 @@ def outcome(values: dict):
     mapping = transformers.models.auto.configuration_auto.CONFIG_MAPPING
     try:
         config = mapping[values["model_type"]].from_dict(copy.deepcopy(values))
-        kind = class_in_transformers(values["model_type"])
+        name = OF_NO_AUTO_CLASS.get(values["model_type"], "AutoModelForCausalLM")
+        kind = getattr(transformers, name)
         make = getattr(kind, "from_config", None) or kind._from_config  # that of no Auto class
         model = make(config, attn_implementation="eager")
         model = model.float().eval()

@@ -397,6 +397,26 @@ def test_rope_is_written_for_transformers_4_and_5(config, imported):
     assert keys["rope_theta"] == keys["rope_parameters"]["rope_theta"] == 500.0
 
 
+@pytest.mark.parametrize("outer", [True, False, None])
+def test_a_wrapper_of_ministral_ties_its_head_by_its_outer_key(outer, tmp_path):
+    """As its class does, whatever the text part says; its vision tower is left out."""
+    text = directories.CONFIGS["ministral3"] | {"tie_word_embeddings": outer is False}
+    config = {"model_type": "mistral3", "text_config": text, "dtype": "float32"}
+    config |= {} if outer is None else {"tie_word_embeddings": outer}
+    tied = outer is not False
+    whole = directories.drawn(directories.tensors_of(text | {"tie_word_embeddings": tied}))
+    tensors = {f"language_model.{name}": x for name, x in whole.items()}
+    tensors["vision_tower.ln_pre.weight"] = np.ones(4, np.float32)
+    directories.write(tmp_path / "model", config, tensors)
+    imported = import_model(tmp_path / "model", tmp_path / "run")
+    model = imported.setup.config.model
+    assert (model.tied, model.temperature is None) == (tied, False)
+    assert ("unembed_ve" in imported.params) == (not tied)
+    export_run(tmp_path / "run", tmp_path / "out")
+    keys = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (keys["model_type"], keys["tie_word_embeddings"]) == ("ministral3", tied)
+
+
 # Every setting of a model that changes what it computes, and another value of it.
 OTHER = {
     "layers": 3,

@@ -103,8 +103,9 @@ def measure(name: str, folder: Path) -> list[str]:
         export_run(run, folder / "out" / layout.replace(" ", ""))
         for tensor, stored in open_tensors(folder / "out" / layout.replace(" ", "")).items():
             assert np.array_equal(stored.map(), written[tensor]), (layout, tensor)
-    _, loading = class_in_transformers(name).from_pretrained(
-        folder / "out" / ONE.replace(" ", ""), output_loading_info=True, local_files_only=True
+    exported = folder / "out" / ONE.replace(" ", "")
+    _, loading = class_in_transformers(exported).from_pretrained(
+        exported, output_loading_info=True, local_files_only=True
     )
     assert not any(loading.values()), loading
     cells = [f"{value:.1e}".replace("e-0", "e-") for value in (*found_logits, *found_gradients)]

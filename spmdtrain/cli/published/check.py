@@ -1,5 +1,6 @@
 """Compares an imported model with transformers, where that is installed."""
 
+import json
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,16 +10,18 @@ import jax
 import numpy as np
 
 from spmdtrain.config import ConfigError
-from spmdtrain.config.published.families.all_families import FAMILIES
-from spmdtrain.config.published.read_config import read_published
+from spmdtrain.config.published.read_config import NAME
 from spmdtrain.inference.sample import make_logits
 from spmdtrain.models.abstract import cast
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.shard import shard_on
 
 TOKENS = 64
-# Families whose class AutoModelForCausalLM does not know (transformers 5.24).
-OF_NO_AUTO_CLASS = ("mistral4",)
+# What AutoModelForCausalLM does not know (transformers 5.24), and its class.
+OF_NO_AUTO_CLASS = {
+    "mistral3": "Mistral3ForConditionalGeneration",
+    "mistral4": "Mistral4ForCausalLM",
+}
 TOLERANCE = 2e-6  # relative error of the root mean square: several times the noise of float32
 
 
@@ -55,20 +58,19 @@ def check_logits(folder: str | Path, setup: Setup, params: Mapping[str, jax.Arra
     return line
 
 
-def class_in_transformers(family: str) -> Any:
-    """Returns the class by which transformers loads a model of this family."""
+def class_in_transformers(folder: str | Path) -> Any:
+    """Returns the class by which transformers loads the model in a directory."""
     import transformers  # pyright: ignore[reportMissingImports]  in no extra of ours
 
-    if family in OF_NO_AUTO_CLASS:
-        return getattr(transformers, FAMILIES[family].architecture)
-    return transformers.AutoModelForCausalLM
+    kind = json.loads((Path(folder) / NAME).read_bytes())["model_type"]
+    name = OF_NO_AUTO_CLASS.get(kind, "AutoModelForCausalLM")
+    return getattr(transformers, name)
 
 
 def _theirs(folder: str | Path, tokens: np.ndarray) -> np.ndarray:
     import torch  # pyright: ignore[reportMissingImports]  in no extra of ours
 
-    family = read_published(Path(folder)).family
-    model: Any = class_in_transformers(family).from_pretrained(
+    model: Any = class_in_transformers(folder).from_pretrained(
         folder,
         local_files_only=True,
         trust_remote_code=False,

@@ -21,8 +21,12 @@ ADAPTER = "adapter_config.json"
 LARGEST = 16 * 2**20  # bytes
 MOST_EXPERTS = 2**18  # in all layers
 DTYPES = ("float32", "bfloat16", "float16")
-# Keys of a model with a vision tower; only its text part is read.
-OF_VISION = "gemma3"
+# Models with a vision tower, of which only the text part is read, and the family of that part where
+# its own keys do not name it.
+OF_VISION = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+TIES = "tie_word_embeddings"
+# Of these the outer key counts, true if it is absent, whatever that of the text part says.
+TIED_OUTSIDE = ("mistral3",)
 KNOWN = ", ".join(name.removesuffix("_text") for name in FAMILIES)
 
 
@@ -77,7 +81,7 @@ def as_published(folder: Path, values: dict[str, Any]) -> Published:
     where = str(folder / NAME)
     remarks = []
     name = values.get("model_type")
-    if name == OF_VISION and isinstance(values.get("text_config"), dict):
+    if name in OF_VISION and isinstance(values.get("text_config"), dict):
         values = _text_part(values)
         name = values["model_type"]
         remarks.append(f"{folder}: only its text part is read, without its vision tower")
@@ -156,10 +160,13 @@ def _text_part(values: dict[str, Any]) -> dict[str, Any]:
     """Returns the keys of the text part of a model with a vision tower."""
     outer = ("torch_dtype", "dtype", "eos_token_id", "bos_token_id", "pad_token_id")
     inherited = {name: values[name] for name in outer if name in values}
-    text = values["text_config"]
+    text, whole = values["text_config"], values["model_type"]
+    if whole in TIED_OUTSIDE:
+        text = text | {TIES: values.get(TIES, True)}
     if "quantization_config" in values:
         inherited["quantization_config"] = values["quantization_config"]
-    return inherited | text | {"model_type": f"{OF_VISION}_text"}
+    family = text.get("model_type", OF_VISION[whole])
+    return inherited | text | {"model_type": family if family in FAMILIES else OF_VISION[whole]}
 
 
 def _method(values: Mapping[str, Any]) -> Any:

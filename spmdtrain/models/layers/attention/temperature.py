@@ -25,7 +25,6 @@ class Temperature:
         if not all(self.has_it):
             of_kinds = [weight * has for has in dict.fromkeys(self.has_it)]
             weight = jnp.array(of_kinds, jnp.float32)[kind_of(self.has_it, ctx.layer)]
-        # Of whole numbers: a quotient of floats may fall short of the whole one.
         blocks_bt = (ctx.positions_bt + self.settings.offset) // self.settings.length
         factor_bt = 1 + weight * jnp.log1p(blocks_bt.astype(jnp.float32))
         wide = q_btknd.astype(jnp.float32) * factor_bt[:, :, None, None, None]
