@@ -75,12 +75,14 @@ FEATURES = {
         (
             "config/schema/model/experts.py",
             "models/layers/expert_mlp.py",
+            "models/layers/router.py",
             "parallel/experts",
             "planner/cost/experts.py",
+            "train/updates/router_load.py",
         ),
-        66,
+        64,
     ),
-    "float8": Feature(r"float8|mxfp8|\bfp8", ("parallel/matmuls",), 10),
+    "float8": Feature(r"float8|mxfp8|\bfp8", ("models/layers/narrow.py", "parallel/matmuls"), 9),
     "guards": Feature(r"guard", ("config/schema/guard.py", "running/guards"), 30),
     "islands": Feature(
         r"island", ("config/schema/islands.py", "running/islands", "train/islands"), 3

@@ -91,6 +91,12 @@ def _multi_token() -> Part:
     return MULTI_TOKEN
 
 
+def _routers() -> Part:
+    from spmdtrain.train.updates.router_load import ROUTERS
+
+    return ROUTERS
+
+
 def _corrupt() -> Part:
     from spmdtrain.train.corrupt import CORRUPT
 
@@ -141,6 +147,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(lambda config: config.distill.logits is not None, _saved_logits),
     Feature(lambda config: config.train.learns_pairs, _pairs),
     Feature(lambda config: config.model.multi_token is not None, _multi_token),
+    Feature(lambda config: config.model.experts is not None, _routers),
     Feature(lambda _: True, _corrupt),
 )
 

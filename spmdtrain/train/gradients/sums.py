@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.models.layers.router import ENTROPY
 from spmdtrain.parallel.axes import BATCH_AXES, Rules
 from spmdtrain.parallel.reduce import psum_tree
 from spmdtrain.train.batch import Batch
@@ -55,8 +54,8 @@ def minimised(sums: Iterable[str], parts: Parts) -> list[str]:
 
 
 def _is_minimised(name: str, parts: Parts) -> bool:
-    shown = {ENTROPY}.union(*(part.shown for part in parts))
-    return name not in shown and not name.startswith(MEASURED)
+    is_shown = any(name in part.shown for part in parts)
+    return not is_shown and not name.startswith(MEASURED)
 
 
 def with_side_names(side_losses: Losses) -> Losses:

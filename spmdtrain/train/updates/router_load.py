@@ -15,7 +15,8 @@ import optax
 
 from spmdtrain.config.schema import ExpertsConfig, TransformerConfig
 from spmdtrain.models.abstract import AbstractModel, Parameter
-from spmdtrain.models.layers.router import LOAD
+from spmdtrain.models.layers.router import ENTROPY, LOAD
+from spmdtrain.train.part import Part
 from spmdtrain.train.updates.optimizers import Rule, UpdateRules
 
 LAYER, EVENNESS = "expert_load_layer", "expert_evenness"
@@ -85,3 +86,6 @@ def figures(
         LAYER: jnp.array(numbers, jnp.float32)[most_l.argmax()],
         EVENNESS: entropy_l.min() / math.log(count) if count > 1 else jnp.float32(1),
     }
+
+
+ROUTERS = Part("routers", shown=(ENTROPY,))
