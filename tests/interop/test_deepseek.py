@@ -100,7 +100,7 @@ def in_8_bits(tensors: dict[str, np.ndarray]) -> tuple[dict, dict]:
     random = np.random.default_rng(5)
     packed, wanted = dict(tensors), dict(tensors)
     for name, x in tensors.items():
-        if x.ndim != 2 or "proj" not in name:
+        if x.ndim != 2 or not re.search(r"proj|\.w[123]\.", name):
             continue
         scales = random.uniform(0.5, 2, [-(-size // 128) for size in x.shape]).astype(np.float32)
         packed[name] = x.astype(ml_dtypes.float8_e4m3fn)
@@ -113,10 +113,14 @@ def in_8_bits(tensors: dict[str, np.ndarray]) -> tuple[dict, dict]:
 
 
 @pytest.mark.seconds
-def test_eight_bits_and_their_scales_are_read(tmp_path):
-    config = CONFIG | {"num_hidden_layers": 2, "intermediate_size": 200, "hidden_size": 136}
+@pytest.mark.parametrize("family", ["deepseek_v3", "minimax_m2", "qwen3"])
+def test_eight_bits_and_their_scales_are_read(family, tmp_path):
+    """As transformers writes them, which names no format, and as others do."""
+    config = directories.CONFIGS[family]
+    config = config | {"num_hidden_layers": 2, "intermediate_size": 200, "hidden_size": 136}
     packed, wanted = in_8_bits(directories.drawn(directories.tensors_of(config)))
-    config = config | {"quantization_config": QUANTISED}
+    named = {"deepseek_v3": "e4m3", "minimax_m2": "float8_e4m3fn", "qwen3": None}[family]
+    config = config | {"quantization_config": QUANTISED | {"fmt": named}}
     directories.write(tmp_path / "packed", config, packed)
     import_model(tmp_path / "packed", tmp_path / "run")
     export_run(tmp_path / "run", tmp_path / "out", dtype="float32")

@@ -38,10 +38,10 @@ LAYOUTS = {
     "data 2 x fsdp 2 x tensor 2": ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"),
     "pipeline 2 x tensor 2": ("mesh.pipeline=2", "mesh.tensor=2", "train.microbatch=1"),
 }
-# The tests' model has 3 heads, which tensor 2 does not divide.
+# The tests' models have 3 heads, which tensor 2 does not divide.
 DIVISIBLE = {
     name: {"num_attention_heads": 4, "num_key_value_heads": 4}
-    for name in ("deepseek_v3", "mistral4")
+    for name in ("deepseek_v3", "glm4_moe_lite", "mistral4")
 }
 MESH, PIPELINE = list(LAYOUTS)[1:]
 HEAD = (

@@ -21,6 +21,7 @@ ADAPTER = "adapter_config.json"
 LARGEST = 16 * 2**20  # bytes
 MOST_EXPERTS = 2**18  # in all layers
 DTYPES = ("float32", "bfloat16", "float16")
+SQUARES = "fp8"  # matrices with a scale for each square, in any family
 # Models with a vision tower, of which only the text part is read, and the family of that part where
 # its own keys do not name it.
 OF_VISION = {"gemma3": "gemma3_text", "mistral3": "mistral"}
@@ -87,8 +88,8 @@ def as_published(folder: Path, values: dict[str, Any]) -> Published:
         remarks.append(f"{folder}: only its text part is read, without its vision tower")
     family = FAMILIES.get(name) if isinstance(name, str) else None
     method = _method(values)
-    packing = method if family is not None and method and family.packing == method else ""
-    if packing == "fp8":
+    packing = method if family and method in (SQUARES, family.packing) else ""
+    if packing == SQUARES:
         _check_squares(folder, values["quantization_config"])
     if not packing:
         _refuse_quantised(folder, values)
@@ -97,6 +98,7 @@ def as_published(folder: Path, values: dict[str, Any]) -> Published:
     if "auto_map" in values:
         remarks.append(f"{folder} contains code, which is not run: it is read as {name}")
     keys = Keys(_with_rope(values, family), family.defaults, where, unread_by_class(name))
+    keys.pass_over("quantization_config")  # read with the weights
     keys.check_numbers()
     settings = _read_gpt2(family, keys) if family.is_gpt2 else _read_llama(name, keys)
     keys.check_all_taken()
@@ -177,11 +179,11 @@ def _method(values: Mapping[str, Any]) -> Any:
 
 def _check_squares(folder: Path, quantised: Mapping[str, Any]) -> None:
     """Refuses 8-bit matrices unless they have one scale for each square of 128 x 128."""
-    for name, known in (("weight_block_size", [128, 128]), ("fmt", "e4m3")):
-        if quantised.get(name) != known:
+    for name, *known in (("weight_block_size", [128, 128]), ("fmt", "e4m3", "float8_e4m3fn", None)):
+        if quantised.get(name) not in known:
             raise CheckpointError(
                 f"{folder} is quantised (fp8) with {name}={quantised.get(name)!r:.40}",
-                asked=f"{name}={known!r}",
+                asked=f"{name}={known[0]!r}",
                 fix="the model it was made from",
             )
 

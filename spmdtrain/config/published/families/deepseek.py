@@ -80,7 +80,6 @@ def write_latent(model: TransformerConfig, latent: LatentConfig) -> dict[str, An
 
 
 def _deepseek_v3(keys: Keys) -> ModelSettings:
-    keys.take("quantization_config")  # read with the weights
     keys.must_be("moe_layer_freq", 1)
     for name in ("ep_size", "aux_loss_alpha", "seq_aux"):
         keys.take(name)  # of training
@@ -125,6 +124,5 @@ DEEPSEEK = {
         },
         read=_deepseek_v3,
         write=_write_deepseek_v3,
-        packing="fp8",
     ),
 }

@@ -54,4 +54,4 @@ class Family:
     # All that `rope_scaling` may hold beside its type, if its class in transformers 4 is strict.
     strict_scaling: tuple[str, ...] = ()
     is_gpt2: bool = False
-    packing: str = ""  # by which its matrices may be quantised
+    packing: str = ""  # in which its experts may be quantised: "mxfp4"

@@ -15,7 +15,6 @@ from spmdtrain.config.schema import TransformerConfig
 
 
 def _gpt_oss(keys: Keys) -> ModelSettings:
-    keys.take("quantization_config")  # read with the weights
     keys.take("initial_context_length")  # another key for the theta of the rotary positions
     keys.must_be("swiglu_limit", 7.0)
     keys.must_be("swiglu_alpha", 1.702)
@@ -36,6 +35,7 @@ def _write_gpt_oss(model: TransformerConfig) -> dict[str, Any]:
         "layer_types": layer_types_of(model),
         "attention_bias": True,
         "swiglu_limit": 7.0,
+        "swiglu_alpha": 1.702,
     }
 
 

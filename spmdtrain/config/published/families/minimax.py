@@ -12,7 +12,6 @@ TURNED = "rotary_dim"  # the older key of the channels that are rotated
 
 
 def _minimax_m2(keys: Keys) -> ModelSettings:
-    keys.take("quantization_config")  # read with the weights
     keys.must_be("router_jitter_noise", 0, None)
     keys.must_be("scoring_func", "sigmoid")
     keys.must_be("use_routing_bias", True)
@@ -75,6 +74,5 @@ MINIMAX = {
         read=_minimax_m2,
         write=_write_minimax_m2,
         renamed=("num_experts",),
-        packing="fp8",
     ),
 }
