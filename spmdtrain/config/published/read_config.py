@@ -82,7 +82,8 @@ def as_published(folder: Path, values: dict[str, Any]) -> Published:
     where = str(folder / NAME)
     remarks = []
     name = values.get("model_type")
-    if name in OF_VISION and isinstance(values.get("text_config"), dict):
+    has_part = isinstance(values.get("text_config"), dict)
+    if isinstance(name, str) and name in OF_VISION and has_part:
         values = _text_part(values)
         name = values["model_type"]
         remarks.append(f"{folder}: only its text part is read, without its vision tower")
@@ -167,8 +168,9 @@ def _text_part(values: dict[str, Any]) -> dict[str, Any]:
         text = text | {TIES: values.get(TIES, True)}
     if "quantization_config" in values:
         inherited["quantization_config"] = values["quantization_config"]
-    family = text.get("model_type", OF_VISION[whole])
-    return inherited | text | {"model_type": family if family in FAMILIES else OF_VISION[whole]}
+    family = text.get("model_type")
+    is_known = isinstance(family, str) and family in FAMILIES
+    return inherited | text | {"model_type": family if is_known else OF_VISION[whole]}
 
 
 def _method(values: Mapping[str, Any]) -> Any:
