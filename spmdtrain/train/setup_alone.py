@@ -53,7 +53,6 @@ def setup_alone(
     model, update_rules = with_rules(config, model)
     check_frozen(config, model, items)
     model.check_blocks(rules, batch_shape.sequences, config.train.sequence_length)
-    token_loss.check_multi_token(config, model)
     loss = token_loss.choose(config, loss, items)
     specs, padding, state = place_at_rest(
         config, mesh, model, update_rules, config.train.zero, items

@@ -17,7 +17,6 @@ from spmdtrain.compiled.step_parts import part
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.own_parts import own_part
 from spmdtrain.config.schema import RunConfig, TrainConfig
-from spmdtrain.models.abstract import AbstractModel
 from spmdtrain.models.logits import logit_shape
 from spmdtrain.train.items.items import Items
 
@@ -121,22 +120,6 @@ def _check_alone(own: TokenLoss, vocab: int) -> None:
                     f"loss= gives a token {name}={beside:.4g} among others, {by_itself:.4g} alone",
                     fix="a loss of its own logits and target: a call sees a part of the tokens",
                 )
-
-
-def check_multi_token(config: RunConfig, model: AbstractModel) -> None:
-    """Refuses runs in which no further tokens can be predicted."""
-    if config.model.multi_token is None:
-        return
-    if config.train.learns_pairs:
-        why = f"with train.preference={config.train.preference!r}, a loss of whole answers"
-    elif model.corrupt is not None:
-        why = "with a model that restores tokens"
-    elif not hasattr(model.bind({}), "predict_further"):
-        why = "with a model that has no predict_further"
-    else:
-        return
-    fix = "--set model.multi_token=none"
-    raise ConfigError(f"model.multi_token does not go {why}", fix=fix)
 
 
 @part("head")

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmdtrain.config.errors import ConfigError
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.parallel.context.context_method import zigzag_order
 from spmdtrain.parallel.regions import Whole
@@ -18,6 +19,19 @@ from spmdtrain.train.setup import Setup
 from spmdtrain.train.token_loss import Losses
 
 NAME = "multi_token_loss"
+
+
+def _join(setup: Setup) -> Setup:
+    """Refuses runs in which no further tokens can be predicted."""
+    model = setup.model
+    if model.corrupt is not None:
+        why = "with a model that restores tokens"
+    elif not hasattr(model.bind({}), "predict_further"):
+        why = "with a model that has no predict_further"
+    else:
+        return setup
+    fix = "--set model.multi_token=none"
+    raise ConfigError(f"model.multi_token does not go {why}", fix=fix)
 
 
 def _make_further_losses(setup: Setup, *, table_axes: tuple[str, ...]) -> HeadLosses | None:
@@ -78,4 +92,4 @@ def _later(x_bt: jax.Array, places: int, ctx: ForwardContext) -> jax.Array:
     return ctx.local_map(local, (x_bt, jnp.asarray(order_t)), names, ("batch", "time"))
 
 
-MULTI_TOKEN = Part("multi_token", make_side_losses=_make_further_losses)
+MULTI_TOKEN = Part("multi_token", join=_join, make_side_losses=_make_further_losses)
