@@ -369,7 +369,13 @@ CONFIGS |= {
         "rope_parameters": COOLED | {"partial_rotary_factor": 6 / 16},
         "pad_token_id": 0,
     },
-    "arcee": LIKE_LLAMA | {"model_type": "arcee", "rms_norm_eps": 1e-3, "hidden_act": "relu2"},
+    "arcee": LIKE_LLAMA
+    | {
+        "model_type": "arcee",
+        "rms_norm_eps": 1e-3,
+        "hidden_act": "relu2",
+        "mlp_bias": True,
+    },
     "apertus": OWN_HEAD_DIM
     | {
         "model_type": "apertus",
@@ -649,6 +655,8 @@ def _of_mlp(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         return found | {"mlp.gate_up_proj.weight": (2 * ffn, embed)}
     if config["model_type"] in UNGATED:
         found["mlp.up_proj.weight"] = (ffn, embed)
+        if config.get("mlp_bias"):
+            found |= {"mlp.up_proj.bias": (ffn,), "mlp.down_proj.bias": (embed,)}
         if config["hidden_act"] == "xielu":
             found |= {"mlp.act_fn.alpha_p": (1,), "mlp.act_fn.alpha_n": (1,)}
             found |= {f"mlp.{name}": () for name in XIELU_CONSTANTS}

@@ -20,6 +20,7 @@ from spmdtrain.config.published.rope_keys import FULL
 from spmdtrain.config.published.write_config import as_model, function_of
 
 CONFIGS = directories.CONFIGS | directories.VARIANTS
+WRAPPED = {"model_type": "mistral3", "text_config": dict(directories.CONFIGS["ministral3"])}
 NAN, INFINITY = float("nan"), float("inf")
 ODD = (
     *(NAN, INFINITY, -INFINITY, 10**400, 2**40, 10**6, 0, -1, 0.5, True, None),
@@ -81,9 +82,9 @@ def function(config: dict) -> dict | None:
         return None
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, "wrapped"])
 def test_an_odd_value_is_read_or_one_line(name):
-    config = CONFIGS[name]
+    config = CONFIGS.get(name, WRAPPED)
     assert function(config) is not None
     for path, odd in itertools.product(places(config), ODD):
         started = time.process_time()

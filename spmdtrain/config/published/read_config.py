@@ -207,14 +207,13 @@ def _refuse_quantised(folder: Path, values: Mapping[str, Any]) -> None:
 def _unknown_family(folder: Path, values: Mapping[str, Any]) -> ConfigError:
     name = values.get("model_type")
     part = ""
-    for key, says in (
-        ("layer_types", "linear_attention"),
-        ("vision_config", "a vision tower"),
-        ("text_config", "a text part"),
-    ):
-        if says in (values.get(key) or ()) or (key != "layer_types" and values.get(key)):
-            part = f"{says} in {key}" if key == "layer_types" else says
-            break
+    kinds, kind = values.get("layer_types"), "linear_attention"
+    if isinstance(kinds, list) and kind in kinds:
+        part = f"{kind} in layer_types"
+    elif values.get("vision_config"):
+        part = "a vision tower"
+    elif values.get("text_config"):
+        part = "a text part"
     what = f"{folder}: model_type {name!r:.80} is not supported"
     if name is None:
         what = f"{folder / NAME} names no model_type"

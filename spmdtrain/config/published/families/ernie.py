@@ -32,25 +32,13 @@ def _ernie4_5_moe(keys: Keys) -> ModelSettings:
         "smallest_sum": float(keys.positive("moe_norm_min") or 1e-12),
         "bias_rate": 0.0,
     }
-    return _ernie4_5(keys) | {"experts": experts | _pattern(keys)}
-
-
-def _pattern(keys: Keys) -> dict[str, int]:
-    """Returns which layers have experts: every so many, from a first one to a last one."""
-    layers = keys.count("num_hidden_layers")
-    start, every = keys.whole(PATTERN[0]) or 0, keys.some(PATTERN[2]) or 1
-    last = keys.number(PATTERN[1])
-    last = layers - 1 if last in (None, -1) else last
-    has_experts = [
-        (number + 1) % every == 0 and start <= number <= last for number in range(layers)
-    ]
-    first_dense = has_experts.index(True) + 1 - every if any(has_experts) else layers
-    rounds = range(max(first_dense, 0), layers)
-    repeats = [(number + 1 - first_dense) % every == 0 for number in rounds]
-    if first_dense == layers or first_dense < 0 or has_experts[first_dense:] != repeats:
-        values = {name: keys.values.get(name) for name in PATTERN}
-        raise keys.refused("the layers with experts", values, f"every {every}th up to the last")
-    return {"first_dense": first_dense, "every": every}
+    if keys.flag("use_bias"):  # experts have none, but the other mlps would
+        raise keys.unknown("use_bias", True)
+    keys.must_be("moe_layer_interval", 1)
+    last = keys.number("moe_layer_end_index")
+    if last not in (None, -1, keys.count("num_hidden_layers") - 1):
+        raise keys.unknown("moe_layer_end_index", last)
+    return {"experts": experts | {"first_dense": keys.whole("moe_layer_start_index") or 0}}
 
 
 def _write_ernie4_5_moe(model: TransformerConfig) -> dict[str, Any]:
@@ -58,7 +46,7 @@ def _write_ernie4_5_moe(model: TransformerConfig) -> dict[str, Any]:
     if experts is None:
         return {}
     return {
-        **_write_ernie4_5(model),
+        "use_bias": False,
         "moe_num_experts": experts.count,
         "moe_k": experts.chosen,
         "moe_intermediate_size": experts.ffn,
@@ -66,7 +54,7 @@ def _write_ernie4_5_moe(model: TransformerConfig) -> dict[str, Any]:
         "moe_norm_min": experts.smallest_sum,
         "moe_layer_start_index": experts.first_dense,
         "moe_layer_end_index": -1,
-        "moe_layer_interval": experts.every,
+        "moe_layer_interval": 1,
     }
 
 
