@@ -94,12 +94,20 @@ def write_adapters(
 
 
 def _refuse_layers_apart(config: RunConfig) -> None:
-    """Refuses a model with dense layers before its stack: their adapters are outside the stack."""
+    """Refuses a model with dense layers before its stack, whose adapters are outside the stack, and
+    one whose layers differ in shape.
+    """
     model = config.model
     if model.stack_layers < model.layers:
         raise ConfigError(
             "adapters of a model with model.experts.first_dense cannot be written for peft",
             found=f"first_dense={model.layers - model.stack_layers}",
+            fix="--to hf, which merges them",
+        )
+    if len(model.stack_pattern) > 1:
+        raise ConfigError(
+            "adapters of a model whose layers are of several kinds cannot be written for peft",
+            found=f"rounds of {len(model.stack_pattern)} layers",
             fix="--to hf, which merges them",
         )
 

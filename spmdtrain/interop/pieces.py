@@ -33,6 +33,7 @@ class Sizes:
     ffn: int
     query_rank: int = 0  # of latent attention: the width of the latent of queries
     rope_dim: int = 0  # of latent attention: the rotated channels of a head
+    key_dim: int = 0  # of the gated delta rule: the channels of a head's keys
 
     @property
     def group(self) -> int:

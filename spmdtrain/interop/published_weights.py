@@ -202,7 +202,9 @@ class Weights:
         return is_tied and embed not in self._in_files and head in self._in_files
 
     def _layers(self, path: str) -> Sequence[int | None]:
-        return range(self._model.stack_layers) if path.startswith("blocks.") else (None,)
+        if not path.startswith("blocks."):
+            return (None,)
+        return range(self._model.stack_layers // len(self._model.stack_pattern))
 
     def _check_none_missing(self, entries: Mapping[str, Entry]) -> None:
         wanted = [
@@ -310,6 +312,7 @@ def sizes_of(model: TransformerConfig) -> Sizes:
         model.ffn,
         query_rank=(latent.query_rank or 0) if latent else 0,
         rope_dim=latent.rope_dim if latent else 0,
+        key_dim=model.delta.key_dim if model.delta else 0,
     )
 
 

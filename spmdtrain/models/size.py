@@ -1,6 +1,7 @@
 """Counts the FLOPs of a model in closed form."""
 
-from spmdtrain.config.schema import TransformerConfig
+from spmdtrain.config.schema import Mixer, TransformerConfig
+from spmdtrain.models.mixer_sizes import chunk_of, matrices, mixer_sizes
 
 
 def matmul_parameters(config: TransformerConfig) -> int:
@@ -13,7 +14,10 @@ def matmul_parameters(config: TransformerConfig) -> int:
     depth = config.multi_token.depth if config.multi_token else 0
     per_hidden = (3 if config.is_gated else 2) * config.embed
     layers = (*config.has_experts, *config.has_experts[-1:] * depth)
-    total = len(layers) * _attention_parameters(config)
+    total = 0
+    for mixer in _mixers(config):
+        sizes = mixer_sizes(config, mixer)
+        total += matrices(sizes, config.embed) if sizes else _attention_parameters(config)
     total += (1 + depth) * config.embed * (config.vocab or 0) + 2 * depth * config.embed**2
     for has_experts in layers:
         if not has_experts or config.experts is None:
@@ -23,6 +27,13 @@ def matmul_parameters(config: TransformerConfig) -> int:
         total += per_hidden * (experts.chosen * experts.ffn + experts.shared_width)
         total += config.embed * (experts.count + experts.shared_gate)
     return total
+
+
+def _mixers(config: TransformerConfig) -> tuple[Mixer, ...]:
+    """Returns the mixer of each layer, and of the blocks that predict further tokens."""
+    depth = config.multi_token.depth if config.multi_token else 0
+    further: tuple[Mixer, ...] = ("attention",) * depth
+    return config.layer_mixers + further
 
 
 def _attention_parameters(config: TransformerConfig) -> int:
@@ -44,14 +55,18 @@ def train_flops_per_token(config: TransformerConfig, sequence_length: int) -> fl
     They are the numerator of MFU: 6 per matmul parameter, and for attention 12 x heads x head_dim
     in each layer for each key that a token sees: half of the length on average, because it is
     causal, or fewer through a window. If values and keys have different widths, head_dim is the
-    mean of both. Recomputation does not count.
+    mean of both. Layers with another mixer count that instead. Recomputation does not count.
     """
     depth = config.multi_token.depth if config.multi_token else 0
     kinds = (*config.layer_kinds, *config.layer_kinds[-1:] * depth)
-    pairs = sum(seen_pairs(sequence_length, kind.window) for kind in kinds)
-    widths = config.head_dim + config.value_width
-    attention = 6 * config.heads * widths * pairs / sequence_length
-    return 6 * matmul_parameters(config) + attention
+    of_pair = 6 * config.heads * (config.head_dim + config.value_width)
+    mixing = 0.0
+    for kind, mixer in zip(kinds, _mixers(config), strict=True):
+        if sizes := mixer_sizes(config, mixer):
+            mixing += 3 * sizes.flops(chunk_of(sequence_length))
+        else:
+            mixing += of_pair * seen_pairs(sequence_length, kind.window) / sequence_length
+    return 6 * matmul_parameters(config) + mixing
 
 
 def seen_pairs(length: int, window: int = 0) -> float:

@@ -13,19 +13,19 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.schema import RunConfig, TransformerConfig
+from spmdtrain.config.schema import LayerParts, RunConfig, TransformerConfig
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers import (
     Attention,
-    Cache,
     Embedding,
     Mlp,
     Norm,
     weight,
 )
+from spmdtrain.models.layers.cache import ModelCache, StackCache
 from spmdtrain.models.layers.weights import INIT_STD
 from spmdtrain.models.logits import logits_of
-from spmdtrain.models.stack import Round, SideLosses, Stack, sum_losses, with_losses
+from spmdtrain.models.stack import MakeBlock, Round, SideLosses, Stack, sum_losses, with_losses
 from spmdtrain.parallel.axes import STREAM
 
 EMBED_SITE, ATTENTION_SITE, MLP_SITE = 0, 1, 2  # where dropout acts
@@ -76,8 +76,8 @@ class Block(nnx.Module):
         return (x_bte, side_losses) if side_losses else x_bte
 
     def extend(
-        self, x_bte: jax.Array, ctx: ForwardContext, cache: Cache | None
-    ) -> tuple[jax.Array, Cache | None, SideLosses]:
+        self, x_bte: jax.Array, ctx: ForwardContext, cache: Any
+    ) -> tuple[jax.Array, Any, SideLosses]:
         """Returns (stream, cache, side losses): `__call__` with a cache of earlier tokens.
 
         The keys and values of this call are appended to it.
@@ -106,6 +106,24 @@ def _normed(norm: nnx.Module | None, x_bte: jax.Array, ctx: ForwardContext) -> j
 
 def _rows(table_te: jax.Array, positions_bt: jax.Array) -> jax.Array:
     return table_te[positions_bt]
+
+
+def _own_parts(model: TransformerConfig, layer: LayerParts) -> dict[str, MakePart]:
+    """Returns the makers of the parts that the settings of a layer name."""
+    own: dict[str, MakePart] = {}
+    if layer.mixer != "attention":
+        from spmdtrain.models.layers.mixers.all_mixers import mixer_of
+
+        own["attention"] = mixer_of(layer.mixer)
+    elif model.latent:
+        from spmdtrain.models.layers.attention.latent import LatentAttention
+
+        own["attention"] = LatentAttention
+    if layer.mlp == "routed":
+        from spmdtrain.models.layers.expert_mlp import ExpertMlp
+
+        own["mlp"] = ExpertMlp
+    return own
 
 
 class Transformer(nnx.Module):
@@ -138,10 +156,6 @@ class Transformer(nnx.Module):
         if model.latent and attention is not Attention:
             what = "attention= and [model.latent] both make the attention of a layer"
             raise ConfigError(what, fix="one of them")
-        if model.latent:
-            from spmdtrain.models.layers.attention.latent import LatentAttention
-
-            parts["attention"] = LatentAttention
         if model.experts and mlp is not Mlp:
             what = "mlp= and [model.experts] both make the mlp of a layer"
             raise ConfigError(what, fix="one of them")
@@ -150,19 +164,20 @@ class Transformer(nnx.Module):
         shape = (config.model.max_length, model.embed)
         self.positions_te = weight(rngs, shape, ("position", "embed")) if learned else None
         first = model.layers - model.stack_layers
-        dense = partial(Block, model, **parts)
-        self.first_blocks = Stack(dense, first, rngs) if first else None
-        of_experts = {}
-        if model.experts:
-            from spmdtrain.models.layers.expert_mlp import ExpertMlp
 
-            of_experts = {"mlp": ExpertMlp}
-        of_layers = [parts | (of_experts if has else {}) for has in model.stack_pattern]
-        makers = [partial(Block, model, first=first, **own) for own in of_layers]
-        self.blocks = Stack(makers if len(makers) > 1 else makers[0], model.stack_layers, rngs)
+        def maker(layer: LayerParts, first: int) -> MakeBlock:
+            """Returns the maker of a layer of a stack that begins after `first` layers."""
+            return partial(Block, model, first=first, **parts | _own_parts(model, layer))
+
+        def make_stack(pattern: Sequence[LayerParts], layers: int, first: int) -> Stack:
+            makers = [maker(layer, first) for layer in pattern]
+            return Stack(makers if len(makers) > 1 else makers[0], layers, rngs)
+
+        self.first_blocks = make_stack(model.first_pattern, first, 0) if first else None
+        self.blocks = make_stack(model.stack_pattern, model.stack_layers, first)
         self.norm = norm(model)
-        # Blocks like the last one, under its number.
-        like_last = partial(Block, model, first=model.layers - 1, **of_layers[-1])
+        # Blocks like the last one, under its number, but always with attention.
+        like_last = maker(model.layer_parts[-1]._replace(mixer="attention"), model.layers - 1)
         depth = model.multi_token.depth if model.multi_token else 0
         further = None
         if depth:
@@ -250,52 +265,38 @@ class Transformer(nnx.Module):
         return hidden, self._table(), losses
 
     def extend(
-        self, tokens_bt: jax.Array, ctx: ForwardContext, cache: Cache
-    ) -> tuple[jax.Array, Cache]:
-        """Returns the logits [b, v] of the last token in float32, and the cache with these tokens.
-
-        The cache is stacked over layers.
-        """
-        first = 0 if self.first_blocks is None else self.first_blocks.count
+        self, tokens_bt: jax.Array, ctx: ForwardContext, cache: ModelCache
+    ) -> tuple[jax.Array, ModelCache]:
+        """Returns the logits [b, v] of the last token in float32, and the cache after it."""
         x_bte = self._embedded(tokens_bt, ctx)
-        grown = []
+        of_first = cache.first
         if self.first_blocks is not None:
-            earlier = Cache(cache.k_bskd[:first], cache.v_bskd[:first], cache.length)
-            x_bte, of_first = _extend_stack(self.first_blocks, x_bte, self._of_first(ctx), earlier)
-            grown.append(of_first)
-        earlier = Cache(cache.k_bskd[first:], cache.v_bskd[first:], cache.length)
-        x_bte, of_blocks = _extend_stack(self.blocks, x_bte, ctx, earlier)
-        grown.append(of_blocks)
-        k, v = (jnp.concatenate(parts) for parts in zip(*grown, strict=True))
+            x_bte, of_first = _extend_stack(self.first_blocks, x_bte, self._of_first(ctx), of_first)
+        x_bte, of_blocks = _extend_stack(self.blocks, x_bte, ctx, cache.blocks)
         hidden, table = self.head(x_bte[:, -1:], ctx)
         logits = logits_of(hidden, table, self.logit_scale, self.logit_cap)[:, 0]
-        return logits, Cache(k, v, cache.length + tokens_bt.shape[1])
+        return logits, ModelCache(of_first, of_blocks, cache.length + tokens_bt.shape[1])
 
 
 def _extend_stack(
-    stack: Stack, x_bte: jax.Array, ctx: ForwardContext, cache: Cache
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Returns (stream, keys and values of all layers) of a stack after the tokens of x."""
+    stack: Stack, x_bte: jax.Array, ctx: ForwardContext, caches: StackCache
+) -> tuple[jax.Array, StackCache]:
+    """Returns (stream, caches of all layers) of a stack after the tokens of x."""
     graphdef, parameters = nnx.split(stack.layer)
-    kinds = stack.count // stack.rounds
-
-    def by_round(x: jax.Array) -> jax.Array:
-        return x.reshape(stack.rounds, kinds, *x.shape[1:])
 
     def body(x_bte, layer):
-        number, parameters, k, v = layer
+        number, parameters, caches = layer
         block: Any = nnx.merge(graphdef, ctx.gather_layer(parameters))
-        blocks = block.block if isinstance(block, Round) else [block]
-        of_round = []
+        at_round = ctx.at_layer(number)
+        if not isinstance(block, Round):
+            x_bte, cache, _ = block.extend(x_bte, at_round, caches[0])
+            return x_bte, (cache,)
+        grown = []
         member: Any
-        for at, member in enumerate(blocks):
-            own = ctx.at_layer(number)
-            own = own.at_layer(at, kinds) if isinstance(block, Round) else own
-            x_bte, grown, _ = member.extend(x_bte, own, Cache(k[at], v[at], cache.length))
-            of_round.append((grown.k_bskd, grown.v_bskd))
-        k, v = (jnp.stack(parts) for parts in zip(*of_round, strict=True))
-        return x_bte, (k, v)
+        for place, (member, cache) in enumerate(zip(block.block, caches, strict=True)):
+            own = at_round.at_layer(place, len(caches))
+            x_bte, cache, _ = member.extend(x_bte, own, cache)
+            grown.append(cache)
+        return x_bte, tuple(grown)
 
-    layers = (jnp.arange(stack.rounds), parameters, by_round(cache.k_bskd), by_round(cache.v_bskd))
-    x_bte, (k, v) = jax.lax.scan(body, x_bte, layers)
-    return x_bte, (k.reshape(cache.k_bskd.shape), v.reshape(cache.v_bskd.shape))
+    return jax.lax.scan(body, x_bte, (jnp.arange(stack.rounds), parameters, caches))

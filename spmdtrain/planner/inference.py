@@ -86,8 +86,10 @@ def inference_time(
     # Keys and values of all layers; while new tokens are made, half of them are cached on average.
     # A latent is whole on every device of `tensor`.
     ways = 1 if model.latent else tensor
-    cache_per_token = size * model.layers * shape.cached_width(model) * batch / ways
-    mean_cache = cache_per_token * (prompt + new / 2)
+    cached = model.layers * shape.mean_of_mixers(model, shape.cached_width)
+    cache_per_token = size * cached * batch / ways
+    states = model.layers * shape.mean_of_mixers(model, shape.state_bytes) * batch / tensor
+    mean_cache = cache_per_token * (prompt + new / 2) + states
 
     # Either the matmuls take longest, or reading the weights does; the cache is read in both cases.
     compute = _decode_matmuls(workload, hardware, software, batch)
@@ -107,7 +109,7 @@ def inference_time(
         prefill_bound="network" if prefill_network > prefill / 2 else "compute",
         decode_bound=_decode_bound(token, network, reading_all),
         weight_bytes=weight_bytes,
-        cache_bytes=cache_per_token * (prompt + new),
+        cache_bytes=cache_per_token * (prompt + new) + states,
     )
 
 
@@ -155,11 +157,13 @@ def _decode_matmuls(
     seconds = partial(
         matmul_seconds, batch, hardware=hardware, software=software, dtype=workload.dtype
     )
-    attention = sum(
-        seconds(columns // (tensor if splits else 1), rows)
-        for columns, rows, splits in shape.qkv_matmuls(model)
-    )
-    attention += seconds(model.embed, shape.attention_width(model) // tensor)
+
+    def of_mixer(layer: TransformerConfig) -> float:
+        products = sum(
+            seconds(columns // (tensor if splits else 1), rows)
+            for columns, rows, splits in shape.qkv_matmuls(layer)
+        )
+        return products + seconds(model.embed, shape.attention_width(layer) // tensor)
 
     def of_mlp(layer: TransformerConfig) -> float:
         if not layer.ffn:
@@ -167,7 +171,7 @@ def _decode_matmuls(
         up = seconds(shape.up_width(layer) // tensor, model.embed)
         return up + seconds(model.embed, layer.ffn // tensor)
 
-    layer = attention + shape.mean_of_layers(model, of_mlp)
+    layer = shape.mean_of_mixers(model, of_mixer) + shape.mean_of_layers(model, of_mlp)
     if model.experts:
         # Each expert that is used at all has a matmul of few rows.
         used = max(1, round(_used_share(model, batch) * model.experts.count))

@@ -361,7 +361,7 @@ def mesh_shapes(
     Tensor stays inside a host, and there are at most as many stages as layers.
     """
     for tensor in _divisors(devices_per_host(devices, hardware)):
-        if model.kv_heads % tensor or not _divides_mlps(model, tensor):
+        if any(heads % tensor for heads in model.split_heads) or not _divides_mlps(model, tensor):
             continue
         for pipeline in _divisors(devices // tensor):
             if pipeline > shape.repeats(model):

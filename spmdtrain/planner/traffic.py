@@ -175,7 +175,8 @@ def _attention_bytes(workload: Workload) -> float:
     else:
         gathers = 1 if workload.remat == "none" else 2
         sent = (gathers + 1) * (ways - 1) * 2 * kv_heads * head_bytes
-    return workload.accumulation * workload.layers_per_stage * sent
+    of_attention = model.layer_mixers.count("attention") / model.layers
+    return workload.accumulation * workload.layers_per_stage * of_attention * sent
 
 
 def _of_ring(workload: Workload) -> float:

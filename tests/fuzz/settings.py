@@ -144,6 +144,7 @@ NOT_DRAWN = {
     ),
     "model.extra": "is typed by such a model",
     "model.mup_base": "asks for some optimizers; tests/certify/test_widths.py has it",
+    "model.mixers": "asks for a table; tests/models/test_layers_of_kinds.py has it",
     **dict.fromkeys(("model.delta", "model.ssd", "model.conv"), "is of model.mixers"),
     "model.rope_scaling": "a table; tests/models/test_families.py has it",
     "model.experts.balance_over": "depends on the accumulation; tests/models/test_router.py has it",

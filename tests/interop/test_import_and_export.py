@@ -477,6 +477,45 @@ OTHER_OF_EXPERTS = {
     "groups": 2,
     "bias_rate": 0.0,
 }
+# Tables of mixers: for each, its settings and others of them.
+OTHER_OF_MIXERS = {
+    "delta": (
+        {"key_heads": 2, "value_heads": 4, "key_dim": 4, "value_dim": 4, "decay": "channel"},
+        {
+            "key_heads": 4,
+            "value_heads": 2,
+            "key_dim": 6,
+            "value_dim": 6,
+            "taps": 2,
+            "decay": "head",
+            "decay_rank": 3,
+            "rate": 2,
+            "gate": "sigmoid",
+            "gate_rank": 3,
+            "epsilon": 1e-3,
+        },
+    ),
+    "ssd": (
+        {"heads": 4, "head_dim": 4},
+        {
+            "heads": 8,
+            "head_dim": 6,
+            "groups": 2,
+            "state": 8,
+            "taps": 2,
+            "taps_bias": False,
+            "norm": "none",
+            "norm_first": True,
+            "epsilon": 1e-3,
+            "smallest_step": 0.1,
+            "largest_step": 1.0,
+            "factors": (1.0, 1.0, 1.0, 1.0, 2.0),
+            "in_factor": 2.0,
+            "out_factor": 2.0,
+        },
+    ),
+    "conv": ({}, {"taps": 2, "bias": True}),
+}
 # How a router is trained, and how tokens travel.
 OF_TRAINING = {"balance", "balance_over", "z_loss", "jitter", "bucket_factor"}
 
@@ -485,13 +524,27 @@ def test_no_setting_of_a_model_is_lost_on_the_way_out():
     """An export is compared with its run by `function_of`: it must see every setting."""
     plain = {"name": "llama", "layers": 2, "embed": 32, "heads": 4, "vocab": 64, "max_length": 32}
     fields = set(type(as_model(plain)).model_fields)
-    assert fields == OTHER.keys() | CHANGE_NO_FUNCTION | {"rope_theta_window"}
+    tables = OTHER_OF_MIXERS.keys() | {"mixers"}
+    assert fields == OTHER.keys() | CHANGE_NO_FUNCTION | tables | {"rope_theta_window"}
     of_plain = function_of(as_model(plain))
     for name, value in OTHER.items():
         assert function_of(as_model(plain | {name: value})) != of_plain, name
     windowed = plain | {"windows": (8, 0)}
     other = function_of(as_model(windowed | {"rope_theta_window": 5.0}))
     assert other != function_of(as_model(windowed))
+
+
+@pytest.mark.parametrize("mixer", OTHER_OF_MIXERS)
+def test_no_setting_of_mixers_is_lost_on_the_way_out(mixer):
+    usual, others = OTHER_OF_MIXERS[mixer]
+    plain = {"name": "llama", "layers": 2, "embed": 32, "heads": 4, "vocab": 64}
+    before = function_of(as_model(plain | {"mixers": (mixer, "attention"), mixer: usual}))
+    assert function_of(as_model(plain | {"mixers": (mixer,), mixer: usual})) != before
+    table = getattr(as_model(plain | {"mixers": (mixer,), mixer: usual}), mixer)
+    assert set(type(table).model_fields) == others.keys()
+    for name, value in others.items():
+        other = {"mixers": (mixer, "attention"), mixer: usual | {name: value}}
+        assert function_of(as_model(plain | other)) != before, name
 
 
 def test_no_setting_of_experts_is_lost_on_the_way_out():

@@ -65,9 +65,11 @@ KINDS = {
 @cache
 def built(kind: str):
     """(settings, the layer with weights that leave slow and fast heads)."""
-    config = tiny("model.embed=16", *(f"model.{text}" for text in KINDS[kind])).model
+    name = kind.split()[0]
+    sizes = (f"model.{text}" for text in KINDS[kind])
+    config = tiny("model.embed=16", f"model.mixers=['{name}']", *sizes).model
     with nnx.use_eager_sharding(False):
-        mixer = MAKERS[kind.split()[0]][0](config, nnx.Rngs(0))
+        mixer = MAKERS[name][0](config, nnx.Rngs(0))
     keys = iter(jax.random.split(jax.random.key(1), 20))
     for _, value in nnx.to_flat_state(nnx.state(mixer)):
         value[...] = 0.4 * jax.random.normal(next(keys), value.shape) + value[...]

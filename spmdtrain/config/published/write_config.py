@@ -14,7 +14,15 @@ from spmdtrain.config.published.families.all_families import FAMILIES
 from spmdtrain.config.published.families.family import Family
 from spmdtrain.config.published.read_config import Published, as_published
 from spmdtrain.config.published.rope_keys import write_rope
-from spmdtrain.config.schema import GPT, ExpertsConfig, LatentConfig, Llama, TransformerConfig
+from spmdtrain.config.schema import (
+    GPT,
+    DeltaConfig,
+    ExpertsConfig,
+    LatentConfig,
+    Llama,
+    SsdConfig,
+    TransformerConfig,
+)
 
 # Keys of an imported file that name its origin, or code that came with it.
 DROPPED = ("quantization_config", "auto_map", "_name_or_path")
@@ -102,15 +110,22 @@ def function_of(model: TransformerConfig) -> dict[str, Any]:
         "rope_share": model.rope_share,
         "rope_scaling": scaling,
         "layer_kinds": model.layer_kinds,
-        "latent": model.latent and _function_of_latents(model, model.latent),
+        "latent": model.latent and _with_epsilon(model, model.latent),
+        "mixers": model.layer_mixers,
+        "delta": model.delta and _with_epsilon(model, model.delta),
+        "ssd": model.ssd and _with_epsilon(model, model.ssd),
+        "conv": model.conv and model.conv.model_dump(),
         "temperature": model.temperature and model.temperature.model_dump(),
         "multi_token": model.multi_token and model.multi_token.depth,
         "experts": model.experts and _function_of_experts(model, model.experts),
     }
 
 
-def _function_of_latents(model: TransformerConfig, latent: LatentConfig) -> dict[str, Any]:
-    return latent.model_dump() | {"epsilon": latent.epsilon or model.norm_epsilon}
+def _with_epsilon(
+    model: TransformerConfig, part: LatentConfig | DeltaConfig | SsdConfig
+) -> dict[str, Any]:
+    """Returns the settings of a part whose norms may have an epsilon of their own."""
+    return part.model_dump() | {"epsilon": part.epsilon or model.norm_epsilon}
 
 
 def _function_of_experts(model: TransformerConfig, experts: ExpertsConfig) -> dict[str, Any]:

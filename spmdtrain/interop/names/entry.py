@@ -16,16 +16,18 @@ NORM = "norm.scale_e"  # our path of the last norm, which every family has
 class Entry(NamedTuple):
     """The tensors that one of our parameters is made from, and how.
 
-    `first`: the number, in the files, of the first layer of our stack.
+    `first`: the number, in the files, of the layer that has this parameter in the first round of
+    our stack. `step`: the layers of a round.
     """
 
     rule: Rule
     names: tuple[str, ...]
     first: int = 0
+    step: int = 1
 
     def of_layer(self, layer: int | None) -> tuple[str, ...]:
-        """Returns the names of the tensors of one layer of the stack."""
-        number = None if layer is None else self.first + layer
+        """Returns the names of the tensors of the layer in one round of the stack."""
+        number = None if layer is None else self.first + self.step * layer
         return tuple(name.replace(LAYER, str(number)) for name in self.names)
 
     def of_all(self, numbers: range) -> "Entry":
@@ -50,9 +52,12 @@ def entry(rule: Rule, *names: str) -> Entry:
     return Entry(rule, names)
 
 
-def in_layers(prefix: str, part: Part) -> dict[str, Entry]:
-    """Returns the entries of a layer, with prefixes for both their names and ours."""
+def in_layers(prefix: str, part: Part, place: str = "") -> dict[str, Entry]:
+    """Returns the entries of a layer, with prefixes for both their names and ours.
+
+    `place`: the path of the layer in a round, if there are several.
+    """
     return {
-        OURS + ours: Entry(entry.rule, tuple(prefix + name for name in entry.names))
+        OURS + place + ours: Entry(entry.rule, tuple(prefix + name for name in entry.names))
         for ours, entry in part.items()
     }

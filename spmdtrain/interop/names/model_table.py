@@ -1,8 +1,8 @@
 """Makes the table of names of one model, of as many layers and experts as it has."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 
-from spmdtrain.config.schema import TransformerConfig
+from spmdtrain.config.schema import LayerParts, TransformerConfig
 from spmdtrain.interop import mxfp4
 from spmdtrain.interop.names.entry import (
     FIRST,
@@ -25,15 +25,13 @@ def table_of(family: str, model: TransformerConfig, layout: int = 0) -> Table:
 
     `layout` is that of its experts: see `layout_of`.
     """
-    names = NAMES[family]
     first = model.layers - model.stack_layers
-    table = {**stack_table(family, model, layout), **_further(family, model, layout)}
-    dense = {**_layer(family, model), **names.mlp} if first else {}
-    for path, entry in in_layers(names.prefix, dense).items():
-        table[path.replace(OURS, FIRST)] = entry.of_all(range(first))
-    for path, entry in table.items():
-        if path.startswith(OURS):
-            table[path] = entry._replace(first=first)
+    table = {**NAMES[family].whole, **_further(family, model, layout)}
+    for place, path, entry in _of_rounds(family, model, model.first_pattern, layout):
+        numbers = range(place, first, len(model.first_pattern))
+        table[path.replace(OURS, FIRST)] = entry.of_all(numbers)
+    for place, path, entry in _of_rounds(family, model, model.stack_pattern, layout):
+        table[path] = entry._replace(first=first + place, step=len(model.stack_pattern))
     count = model.experts.count if model.experts else 0
     return {path: entry.of_experts(count) for path, entry in table.items()}
 
@@ -51,6 +49,19 @@ def layout_of(family: str, model: TransformerConfig, names: Collection[str]) -> 
         if all(spelled(prefix + name, spelling) in names for name in wanted):
             return number
     return 0
+
+
+def _of_rounds(
+    family: str, model: TransformerConfig, pattern: Sequence[LayerParts], layout: int
+) -> Iterator[tuple[int, str, Entry]]:
+    """Yields (place in the round, our path, entry) of the layers of a round."""
+    names = NAMES[family]
+    for place, layer in enumerate(pattern):
+        of_mlp = names.experts[layout] if layer.mlp == "routed" and names.experts else names.mlp
+        ours = f"block.{place}." if len(pattern) > 1 else ""
+        of_layer = {**_layer(family, model), **of_mlp}
+        for path, entry in in_layers(names.prefix, of_layer, ours).items():
+            yield place, path, entry
 
 
 def stack_table(family: str, model: TransformerConfig, layout: int = 0) -> Table:
@@ -94,7 +105,7 @@ def in_mxfp4(table: Table) -> Table:
     """Returns the table of files in which the matrices of experts are MXFP4."""
     packed = dict(table)
     for ours in ("mlp.up_xeu", "mlp.down_xfe"):
-        rule, (name,), first = table[OURS + ours]
+        rule, (name,), first, step = table[OURS + ours]
         names = (name + mxfp4.BLOCKS, name + mxfp4.SCALES)
-        packed[OURS + ours] = Entry(mxfp4.of_blocks(rule), names, first)
+        packed[OURS + ours] = Entry(mxfp4.of_blocks(rule), names, first, step)
     return packed

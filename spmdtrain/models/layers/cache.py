@@ -1,18 +1,27 @@
-"""Defines the cache of earlier tokens' keys and values, for sampling."""
+"""Defines the caches of earlier tokens, for sampling: of a layer of each kind, and of a model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from spmdtrain.config.schema import TransformerConfig
+from spmdtrain.config.schema import LayerParts, Mixer, TransformerConfig
+from spmdtrain.models.layers.recurrent_cache import (
+    empty_conv_cache,
+    empty_delta_cache,
+    empty_ssd_cache,
+)
+
+Constrain = Callable[..., jax.Array]  # constrain(x, *logical axes) shards it
+Shape = tuple[int, int]  # sequences b and places s
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Cache:
-    """The keys and values so far, of one layer or with a leading layer dim.
+    """The keys and values so far of a layer with attention, or with a leading layer dim.
 
     The first `length` of the s places are filled. In latent attention, the keys are the rotated
     channels and the values are the latent: one head of each, which all query heads share.
@@ -30,21 +39,60 @@ class Cache:
         return Cache(k_bskd, v_bskd, self.length + k_btkd.shape[1])
 
 
-def empty_cache(
-    config: TransformerConfig,
-    shape: tuple[int, int],
-    dtype: str = "float32",
-    constrain: Callable[..., jax.Array] = lambda x, *_: x,
+def empty_keys_and_values(
+    config: TransformerConfig, layers: int, shape: Shape, dtype: str, constrain: Constrain
 ) -> Cache:
-    """Returns the empty cache of all layers [layer, b, s, k, d].
-
-    `shape`: sequences b and places s. `constrain(x, *logical axes)` shards it.
-    """
+    """Returns the empty cache of so many layers with attention, stacked."""
     heads, *widths = config.cached
     of_heads = "kv_heads" if config.latent is None else None
 
     def zeros(width: int) -> jax.Array:
-        made = jnp.zeros((config.layers, *shape, heads, width), jnp.dtype(dtype))
+        made = jnp.zeros((layers, *shape, heads, width), jnp.dtype(dtype))
         return constrain(made, None, "batch", None, of_heads, "head_dim")
 
-    return Cache(zeros(widths[0]), zeros(widths[1]), jnp.int32(0))
+    return Cache(zeros(widths[0]), zeros(widths[1]), jnp.zeros(layers, jnp.int32))
+
+
+EMPTY: Mapping[Mixer, Callable[..., Any]] = {
+    "attention": empty_keys_and_values,
+    "delta": empty_delta_cache,
+    "ssd": empty_ssd_cache,
+    "conv": empty_conv_cache,
+}
+# The caches of a stack: one for each layer of a round, with a leading dim of the rounds.
+StackCache = tuple[Any, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ModelCache:
+    """The caches of all layers after `length` tokens: of the first dense ones, and of the stack."""
+
+    first: StackCache
+    blocks: StackCache
+    length: jax.Array
+
+
+def empty_cache(
+    config: TransformerConfig,
+    shape: Shape,
+    dtype: str = "float32",
+    constrain: Constrain = lambda x, *_: x,
+) -> ModelCache:
+    """Returns the empty cache of a model for `shape`: sequences b and places s.
+
+    `constrain(x, *logical axes)` shards its arrays.
+    """
+
+    def of_stack(pattern: Sequence[LayerParts], layers: int) -> StackCache:
+        rounds = layers // max(len(pattern), 1)
+        return tuple(
+            EMPTY[layer.mixer](config, rounds, shape, dtype, constrain) for layer in pattern
+        )
+
+    first = config.layers - config.stack_layers
+    return ModelCache(
+        first=of_stack(config.first_pattern, first),
+        blocks=of_stack(config.stack_pattern, config.stack_layers),
+        length=jnp.int32(0),
+    )

@@ -5,6 +5,7 @@ where its time is estimated (layer_time.py).
 """
 
 from spmdtrain.config.schema import TransformerConfig
+from spmdtrain.models.mixer_sizes import chunk_of
 from spmdtrain.planner.cost import shape
 from spmdtrain.planner.cost.trained_weights import Trained
 
@@ -23,21 +24,33 @@ def model_flops_per_token(
     trained = trained or Trained()
     matrices = model.layers * shape.active_matrices(model) + model.embed * shape.vocab(model)
     matrices += shape.further_matrices(model)
-    attention = 6 * model.heads * shape.mean_dim(model) * sequence_length
-    attention *= model.layers * shape.visible_share(model, sequence_length) + shape.further_tokens(
-        model
-    )
+    further = shape.further_tokens(model) * _attention_flops(model, sequence_length)
+    mixing = 3 * (model.layers * _mixing_flops(model, sequence_length) + further)
     adapters = 6 * model.layers * trained.adapter_matrices(model)
-    whole = (4 + 2 * trained.of_matrices) * matrices + adapters + attention
+    whole = (4 + 2 * trained.of_matrices) * matrices + adapters + mixing
     of_layer = 4 * (shape.active_matrices(model) + trained.adapter_matrices(model))
-    of_layer += (
-        4
-        * model.heads
-        * shape.mean_dim(model)
-        * sequence_length
-        * shape.visible_share(model, sequence_length)
-    )
+    of_layer += 2 * _mixing_flops(model, sequence_length)
     return whole - trained.frozen_layers * of_layer
+
+
+def _mixing_flops(model: TransformerConfig, sequence_length: int) -> float:
+    """Returns the forward FLOPs of a layer that mix tokens, beside projections: the mean over the
+    layers.
+    """
+    attention = _attention_flops(model, sequence_length) * shape.visible_share(
+        model, sequence_length
+    )
+
+    def of_layer(alike: TransformerConfig) -> float:
+        sizes = shape.linear_mixer(alike)
+        return sizes.flops(chunk_of(sequence_length)) if sizes else attention
+
+    return shape.mean_of_mixers(model, of_layer)
+
+
+def _attention_flops(model: TransformerConfig, sequence_length: int) -> float:
+    """Returns the forward FLOPs of a layer's causal attention without a window."""
+    return 2 * model.heads * shape.mean_dim(model) * sequence_length
 
 
 def forward_flops_per_token(model: TransformerConfig, sequence_length: int) -> float:

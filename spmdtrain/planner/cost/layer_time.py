@@ -5,12 +5,13 @@ residual, activation function), its collectives and what the backward recomputes
 estimated alone, because `plan --rules` splits the two in different ways.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
 from spmdtrain.config.schema import TransformerConfig
+from spmdtrain.models.mixer_sizes import MixerSizes, chunk_of
 from spmdtrain.planner.cost import shape
 from spmdtrain.planner.cost.collective_time import (
     all_gather_seconds,
@@ -52,6 +53,7 @@ TERMS = (
     "recompute",
 )
 FORWARD_KERNELS = 1 / 3  # of those of a layer, as of its matmuls
+TILE = 128  # channels of the heads of published recurrences, whose products are of such tiles
 ROUTER_PASSES = 6  # over a router's float32 scores: softmax, choice, counts and side losses
 
 
@@ -173,6 +175,12 @@ def _half_time(
 ) -> Mapping[str, Work]:
     """Returns term -> work of a half. With experts, that of the mlp is the mean over the layers."""
     model = sizes.model
+    mixers = shape.mixer_shares(model)
+    if half == "attention" and len(mixers) > 1:
+        return _mean_work(
+            (share, _half_time(half, replace(sizes, model=alike), hardware, software))
+            for share, alike in mixers
+        )
     if half == "attention" or model.experts is None:
         return _dense_half_time(half, sizes, hardware, software)
     share = shape.expert_share(model)
@@ -181,7 +189,12 @@ def _half_time(
         for layer in (shape.dense_layer(model), shape.beside_experts(model))
     )
     own = _expert_time(sizes, hardware, software)
-    parts = ((1 - share, dense), (share, beside), (share, own))
+    return _mean_work(((1 - share, dense), (share, beside), (share, own)))
+
+
+def _mean_work(parts: Iterable[tuple[float, Mapping[str, Work]]]) -> Mapping[str, Work]:
+    """Returns term -> work of parts, each (its share, its work)."""
+    parts = list(parts)
     return {
         term: add_work(*(scale_work(share, work[term]) for share, work in parts if term in work))
         for term in TERMS
@@ -265,7 +278,7 @@ def _recomputation(remat: str, work: Mapping[str, Work]) -> float:
 def _latents_again(sizes: LayerSizes, hardware: Hardware, software: Software) -> float:
     """Returns the seconds of computing queries, keys and values from their latents again."""
     model = sizes.model
-    if model.latent is None:
+    if model.latent is None or shape.linear_mixer(model):
         return 0.0
     matmuls = sum(
         _matmul_work(sizes, columns // sizes.tensor, rows, hardware, software).forward
@@ -291,6 +304,16 @@ def _attention_half(sizes: LayerSizes, hardware: Hardware, software: Software) -
     )
 
     column_bytes = sizes.tokens * bytes_of(sizes.dtype) / tensor  # of a column split over `tensor`
+    if mixer := shape.linear_mixer(model):
+        # The convolution and its activation, the unit length of queries and keys, the gate.
+        columns = shape.qkv_width(model) + shape.attention_width(model)
+        return _Half(
+            matmul=add_work(qkv, projection),
+            attention=_recurrence_work(sizes, mixer, hardware, software),
+            forward_bytes=2 * columns * column_bytes,
+            backward_bytes=4 * columns * column_bytes,
+            context=NO_WORK,
+        )
     attention = _attention_work(sizes, hardware, software)
     # Norms of queries and keys are one pass more over them, and so are those of latents, which no
     # axis splits.
@@ -304,6 +327,33 @@ def _attention_half(sizes: LayerSizes, hardware: Hardware, software: Software) -
         backward_bytes=(5 / 3 * shape.qkv_width(model) + 3 * normed) * column_bytes,
         context=_context_collectives(sizes, attention, hardware, software),
     )
+
+
+def _recurrence_work(
+    sizes: LayerSizes, mixer: MixerSizes, hardware: Hardware, software: Software
+) -> Work:
+    """Returns the seconds of a recurrence in chunks, as XLA runs it.
+
+    Its products are small, and what lies between them goes through memory: about six times the
+    width of its inputs and outputs, in float32. The backward computes the forward again. Nothing of
+    this was measured on a GPU.
+    """
+    chunk = chunk_of(sizes.sequence_length)
+    flops = sizes.tokens * mixer.flops(chunk) / sizes.tensor
+    if not flops:
+        return NO_WORK
+    products = matmul_seconds(
+        chunk,
+        TILE,
+        TILE,
+        hardware=hardware,
+        software=software,
+        dtype=sizes.dtype,
+        count=max(1, round(flops / (2 * chunk * TILE**2))),
+    )
+    moved = 6 * FLOAT32 * (mixer.mixed + mixer.width) / sizes.tensor * sizes.tokens
+    forward = products + memory_seconds(moved, hardware)
+    return Work(forward=forward, backward=3 * forward, weight=0.0)
 
 
 def _context_collectives(

@@ -285,7 +285,8 @@ def _kept_bytes(
         return layer_input
 
     # Attention keeps its result, and its log-sum-exp in float32.
-    attention = size * shape.attention_width(model) + FLOAT32 * model.heads
+    heads = 0 if shape.linear_mixer(model) else model.heads
+    attention = size * shape.attention_width(model) + FLOAT32 * heads
     of_heads, whole = shape.qkv_columns(model)
     if remat == "dots":
         matmuls = size * (of_heads + shape.up_width(model))
@@ -640,7 +641,8 @@ def _widened_bytes(workload: Workload) -> float:
         return 0.0
     model = workload.model
     up_width = shape.mean_of_layers(model, shape.up_width)
-    widest = model.embed * max(shape.qkv_width(model), up_width) / workload.mesh.tensor
+    widths = [shape.qkv_width(alike) for _, alike in shape.mixer_shares(model)]
+    widest = model.embed * max(*widths, up_width) / workload.mesh.tensor
     return (FLOAT32 + workload.compute_bytes) * widest
 
 
@@ -658,7 +660,8 @@ def _workspace_bytes(workload: Workload) -> float:
     queries = workload.tokens // workload.microbatch
     tile = min(BLOCK, workload.train.sequence_length) * min(BLOCK, queries)
     scores = 2 * FLOAT32 * workload.microbatch * model.heads / tensor * tile
-    qkv_gradients = FLOAT32 * workload.tokens * shape.qkv_width(model) / tensor
+    widths = [shape.qkv_width(alike) for _, alike in shape.mixer_shares(model)]
+    qkv_gradients = FLOAT32 * workload.tokens * max(widths) / tensor
     mlp_columns = shape.mean_of_layers(model, lambda layer: shape.up_width(layer) + layer.ffn)
     mlp_gradients = workload.tokens * mlp_columns / tensor * workload.compute_bytes
     return max(scores + qkv_gradients, mlp_gradients)

@@ -3,10 +3,12 @@
 Costs read single settings directly; the sizes here depend on several.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache
 
 from spmdtrain.config.schema import LatentConfig, TransformerConfig
+from spmdtrain.models.mixer_sizes import MixerSizes, mixer_sizes
 from spmdtrain.models.size import seen_pairs
 
 
@@ -31,8 +33,21 @@ def down_width(latent: LatentConfig) -> int:
     return (latent.query_rank or 0) + latent.rank + latent.rope_dim
 
 
+@lru_cache(maxsize=1000)
+def linear_mixer(model: TransformerConfig) -> MixerSizes | None:
+    """Returns the sizes of what mixes tokens in the layers of a model, all alike; None: attention
+    does.
+    """
+    (mixer,) = set(model.layer_mixers)
+    return mixer_sizes(model, mixer)
+
+
 def attention_width(model: TransformerConfig) -> int:
-    """Returns the width of the output of attention, and of queries if there is no latent."""
+    """Returns the width of what is projected back to the stream: the output of attention, which
+    queries have too if there is no latent, or of another mixer.
+    """
+    if mixer := linear_mixer(model):
+        return mixer.width
     return model.heads * model.value_width
 
 
@@ -48,12 +63,16 @@ def gate_width(model: TransformerConfig) -> int:
 
 def qkv_width(model: TransformerConfig) -> int:
     """Returns the width of queries and their gates, keys and values together."""
+    if mixer := linear_mixer(model):
+        return mixer.mixed
     keys_and_values = model.kv_heads * (model.head_dim + model.value_width)
     return model.heads * model.head_dim + gate_width(model) + keys_and_values
 
 
 def qkv_matmuls(model: TransformerConfig) -> tuple[tuple[int, int, bool], ...]:
     """Returns the matrices that compute q, k and v, each as (columns, rows, is split by heads)."""
+    if mixer := linear_mixer(model):
+        return mixer.matmuls
     if model.latent is None:
         of_gates = ((model.heads, model.embed, True),) if model.output_gate == "head" else ()
         return ((qkv_width(model), model.embed, True), *of_gates)
@@ -72,16 +91,30 @@ def qkv_columns(model: TransformerConfig) -> tuple[int, int]:
     return of_heads, sum(columns for columns, _, splits in qkv_matmuls(model) if not splits)
 
 
-def whole_matrices(model: TransformerConfig) -> int:
+def whole_matrices(model: TransformerConfig) -> float:
     """Counts the elements of a layer's matrices that `tensor` does not split."""
-    return sum(columns * rows for columns, rows, splits in qkv_matmuls(model) if not splits)
+
+    def of_layer(alike: TransformerConfig) -> int:
+        return sum(columns * rows for columns, rows, splits in qkv_matmuls(alike) if not splits)
+
+    return mean_of_mixers(model, of_layer)
 
 
 def cached_width(model: TransformerConfig) -> int:
     """Counts the numbers that a layer's cache holds for a token."""
+    if linear_mixer(model):
+        return 0
     if model.latent:
         return model.latent.rank + model.latent.rope_dim
     return 2 * model.kv_heads * model.head_dim
+
+
+def state_bytes(model: TransformerConfig) -> int:
+    """Counts the bytes that a layer's cache holds for a sequence, whatever its length: the state of
+    each head, and the last inputs of the convolution, in float32.
+    """
+    mixer = linear_mixer(model)
+    return mixer.state_bytes if mixer else 0
 
 
 def up_width(model: TransformerConfig) -> int:
@@ -90,15 +123,38 @@ def up_width(model: TransformerConfig) -> int:
     return model.ffn * matrices
 
 
+@lru_cache(maxsize=1000)
+def layers_of_round(model: TransformerConfig) -> int:
+    """Counts the layers of a round of the stack: a stage of a pipeline has whole rounds."""
+    return len(model.stack_pattern)
+
+
 def repeats(model: TransformerConfig) -> int:
-    """Counts the equal parts of the stack, which a pipeline divides among its stages."""
-    experts = model.experts
-    return (model.layers - experts.first_dense) // experts.every if experts else model.layers
+    """Counts the rounds of the stack, which a pipeline divides among its stages."""
+    return model.stack_layers // layers_of_round(model)
 
 
+@lru_cache(maxsize=1000)
 def expert_share(model: TransformerConfig) -> float:
     """Returns the share of the layers that have experts."""
-    return repeats(model) / model.layers if model.experts else 0.0
+    return sum(model.has_experts) / model.layers
+
+
+# Settings of attention that another mixer does not read, and what they are without it.
+OF_ATTENTION = {"latent": None, "output_gate": "none", "query_norm": "none", "sinks": False}
+
+
+@lru_cache(maxsize=1000)
+def mixer_shares(model: TransformerConfig) -> tuple[tuple[float, TransformerConfig], ...]:
+    """Returns, for each mixer of tokens, its share of the layers and a model that has it in all."""
+    counts = Counter(model.layer_mixers)
+    if set(counts) == {"attention"}:
+        return ((1.0, model),)
+    return tuple(
+        (count / model.layers, model.model_copy(update={"mixers": (mixer,)} | others))
+        for mixer, count in counts.items()
+        for others in ({} if mixer == "attention" else OF_ATTENTION,)
+    )
 
 
 @lru_cache(maxsize=1000)
@@ -119,7 +175,15 @@ def beside_experts(model: TransformerConfig) -> TransformerConfig:
 def mean_of_layers(
     model: TransformerConfig, of_layer: Callable[[TransformerConfig], float]
 ) -> float:
-    """Returns the mean of `of_layer` over the layers, without their experts."""
+    """Returns the mean of `of_layer` over the layers, without their experts.
+
+    What mixes the tokens of a layer and its mlp add up, so their means do too: `of_layer` gets each
+    mixer with each mlp.
+    """
+    (_, alike), *others = mixer_shares(model)
+    if others:
+        return mean_of_mixers(model, lambda alike: mean_of_layers(alike, of_layer))
+    model = alike
     share = expert_share(model)
     if not share:
         return of_layer(model)
@@ -127,11 +191,23 @@ def mean_of_layers(
     return dense + share * of_layer(beside_experts(model))
 
 
+def mean_of_mixers(
+    model: TransformerConfig, of_layer: Callable[[TransformerConfig], float]
+) -> float:
+    """Returns the mean of `of_layer` over the layers, which depends on their mixers alone."""
+    (_, alike), *others = mixer_shares(model)
+    if not others:
+        return of_layer(alike)
+    return sum(share * of_layer(alike) for share, alike in mixer_shares(model))
+
+
 def layer_matrices(model: TransformerConfig) -> float:
     """Counts the parameters of one layer that multiply every token, except those of experts.
 
     In a model with experts this is the mean over its layers, as in the functions below.
     """
+    if len(mixer_shares(model)) > 1:
+        return mean_of_mixers(model, layer_matrices)
     if model.experts is None:
         qkv = sum(columns * rows for columns, rows, _ in qkv_matmuls(model))
         return qkv + model.embed * (attention_width(model) + up_width(model) + model.ffn)
@@ -167,16 +243,26 @@ def expert_parameters(model: TransformerConfig) -> float:
 
 def layer_parameters(model: TransformerConfig) -> float:
     """Counts the parameters of one layer, except those of its experts."""
+    if len(mixer_shares(model)) > 1:
+        return mean_of_mixers(model, layer_parameters)
     if model.experts is not None:
         # A router has a bias for the choice of each expert, and may have one for its logit.
         router = model.experts.count * (model.embed + (2 if model.experts.logit_bias else 1))
         router += model.embed * model.experts.shared_gate
         others = mean_of_layers(model, layer_parameters)
         return others + expert_share(model) * router
-    vectors = norms(model) * model.embed * vectors_per_norm(model) + latent_norm_width(model)
-    vectors += _biases(model) + query_norm_size(model) + head_sinks(model)
+    vectors = norms(model) * model.embed * vectors_per_norm(model) + mixer_vectors(model)
+    vectors += (up_width(model) + model.embed) * model.mlp_bias
     vectors += 2 if model.mlp == "xielu" else 0  # its slopes
     return layer_matrices(model) + vectors
+
+
+def mixer_vectors(model: TransformerConfig) -> int:
+    """Counts the parameters of a layer's attention, or other mixer, that are in no matrix."""
+    if mixer := linear_mixer(model):
+        return mixer.vectors
+    biases = qkv_width(model) * model.qkv_bias + model.embed * model.out_bias
+    return biases + query_norm_size(model) + latent_norm_width(model) + head_sinks(model)
 
 
 def norms(model: TransformerConfig) -> int:
@@ -187,12 +273,6 @@ def norms(model: TransformerConfig) -> int:
 def query_key_width(model: TransformerConfig) -> int:
     """Returns the width of queries and keys together."""
     return (model.heads + model.kv_heads) * model.head_dim
-
-
-def _biases(model: TransformerConfig) -> int:
-    """Counts the biases of one layer's projections."""
-    attention = qkv_width(model) * model.qkv_bias + model.embed * model.out_bias
-    return attention + (up_width(model) + model.embed) * model.mlp_bias
 
 
 def query_norm_size(model: TransformerConfig) -> int:
@@ -213,12 +293,17 @@ def head_sinks(model: TransformerConfig) -> int:
 
 
 def visible_share(model: TransformerConfig, sequence_length: int) -> float:
-    """Returns the share of the pairs of causal attention that windows leave, over all layers."""
+    """Returns the share of the pairs of causal attention that windows leave, over the layers that
+    have attention.
+    """
     if not model.windows:
         return 1.0
-    kinds = [model.windows[n % len(model.windows)] for n in range(model.layers)]
-    whole = seen_pairs(sequence_length)
-    return sum(seen_pairs(sequence_length, window) for window in kinds) / model.layers / whole
+    pairs = [
+        seen_pairs(sequence_length, kind.window)
+        for kind, mixer in zip(model.layer_kinds, model.layer_mixers, strict=True)
+        if mixer == "attention"
+    ]
+    return sum(pairs) / max(len(pairs), 1) / seen_pairs(sequence_length)
 
 
 def outside_parameters(model: TransformerConfig) -> int:
@@ -228,11 +313,11 @@ def outside_parameters(model: TransformerConfig) -> int:
 
 
 def last_layer(model: TransformerConfig) -> TransformerConfig:
-    """Returns a model whose layers are all like the last one."""
-    if model.experts is None:
+    """Returns a model whose layers are all like the last one, with attention."""
+    if model.experts is None and not model.mixers:
         return model
-    everywhere = model.experts.model_copy(update={"first_dense": 0, "every": 1})
-    return model.model_copy(update={"experts": everywhere})
+    experts = model.experts and model.experts.model_copy(update={"first_dense": 0, "every": 1})
+    return model.model_copy(update={"experts": experts, "mixers": ()})
 
 
 def further_parameters(model: TransformerConfig) -> float:

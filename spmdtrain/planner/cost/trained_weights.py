@@ -86,14 +86,15 @@ def trained_part(config: RunConfig) -> Trained:
     """Returns the trained part of the config's model. `model.vocab` must be set.
 
     Its own weights are counted in the built model if [finetune] or a group of the optimizer names
-    some of them, and so are the adapters of a custom model, as weights of the model.
+    some of them, and so are the adapters of a custom model, or of one with several mixers of
+    tokens, as weights of the model.
     """
     finetune = config.finetune
     freezes = any(group.frozen for group in config.optimizer.groups)
     below = config.always_frozen
     if not finetune.has_adapters and not freezes:
         return Trained(frozen_layers=below)
-    own = config.model.make is not None
+    own = config.model.make is not None or set(config.model.layer_mixers) != {"attention"}
     share = of_matrices = 0.0
     if own or freezes or finetune.also_train:
         share, of_matrices = _built_shares(config, with_adapters=own)

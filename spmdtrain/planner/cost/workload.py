@@ -273,10 +273,9 @@ class Workload:
     @property
     def layers_per_chunk(self) -> int:
         """The number of layers of the fullest chunk, including padding."""
-        experts = self.model.experts
-        first, every = (experts.first_dense, experts.every) if experts else (0, 1)
-        layers = self.model.layers - first + 2 * self.short_ends
-        return every * -(-layers // (self.mesh.pipeline * self.chunks * every))
+        of_round = shape.layers_of_round(self.model)
+        layers = self.model.stack_layers + 2 * self.short_ends
+        return of_round * -(-layers // (self.mesh.pipeline * self.chunks * of_round))
 
     @property
     def frozen_chunks(self) -> int:

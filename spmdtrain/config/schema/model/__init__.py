@@ -4,11 +4,13 @@ from spmdtrain.config.schema.model.conv import ConvConfig as ConvConfig
 from spmdtrain.config.schema.model.delta import DeltaConfig as DeltaConfig
 from spmdtrain.config.schema.model.experts import ExpertsConfig as ExpertsConfig
 from spmdtrain.config.schema.model.latent import LatentConfig as LatentConfig
+from spmdtrain.config.schema.model.layer_kinds import LayerKind as LayerKind
+from spmdtrain.config.schema.model.layer_kinds import LayerParts as LayerParts
+from spmdtrain.config.schema.model.layer_kinds import Mixer as Mixer
 from spmdtrain.config.schema.model.multi_token import MultiTokenConfig as MultiTokenConfig
 from spmdtrain.config.schema.model.rope_scaling import RopeScaling as RopeScaling
 from spmdtrain.config.schema.model.ssd import SsdConfig as SsdConfig
 from spmdtrain.config.schema.model.temperature import TemperatureConfig as TemperatureConfig
 from spmdtrain.config.schema.model.transformer import GPT as GPT
-from spmdtrain.config.schema.model.transformer import LayerKind as LayerKind
 from spmdtrain.config.schema.model.transformer import Llama as Llama
 from spmdtrain.config.schema.model.transformer import TransformerConfig as TransformerConfig

@@ -1,7 +1,6 @@
 """The settings of a decoder-only transformer, and the families that preset them."""
 
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -9,6 +8,13 @@ from spmdtrain.config.schema.model.conv import ConvConfig
 from spmdtrain.config.schema.model.delta import DeltaConfig
 from spmdtrain.config.schema.model.experts import ExpertsConfig
 from spmdtrain.config.schema.model.latent import LatentConfig
+from spmdtrain.config.schema.model.layer_kinds import (
+    LayerKind,
+    LayerParts,
+    Mixer,
+    repeated,
+    shortest_round,
+)
 from spmdtrain.config.schema.model.multi_token import MultiTokenConfig
 from spmdtrain.config.schema.model.rope_scaling import RopeScaling
 from spmdtrain.config.schema.model.ssd import SsdConfig
@@ -31,14 +37,7 @@ GATED = ("swiglu", "geglu", "swiglu_clamped")
 # Patterns of values that repeat over the layers; TOML has lists only.
 Windows = Annotated[tuple[CountOrZero, ...], Field(strict=False)]
 Switches = Annotated[tuple[bool, ...], Field(strict=False)]
-
-
-class LayerKind(NamedTuple):
-    """The settings in which one layer differs from others. Its weights have the same shapes."""
-
-    window: int  # tokens that attention sees, itself among them; 0: all
-    rope_theta: float | None  # None: queries and keys are not rotated
-    is_scaled: bool  # `rope_scaling` stretches its positions
+Mixers = Annotated[tuple[Mixer, ...], Field(strict=False)]
 
 
 class TransformerConfig(Settings):
@@ -140,6 +139,12 @@ class TransformerConfig(Settings):
         default="none",
         description="sigmoid of a further projection of attention's input, which multiplies its "
         "output before the projection back to the stream: one for each channel, or for each head",
+    )
+    mixers: Mixers = Field(
+        default=(),
+        description="what mixes the tokens of a layer: attention, or in linear time delta, ssd or "
+        "conv (the tables [model.delta], [model.ssd], [model.conv]); repeats over the layers; "
+        "default: attention",
     )
     latent: LatentConfig | None = Field(
         default=None,
@@ -255,6 +260,7 @@ class TransformerConfig(Settings):
             self._refuse_rope()
         if self.experts:
             self._check_experts(self.experts)
+        self._check_mixers()
         temperature = self.temperature
         if temperature and temperature.layers == "no_rope" and self._has_rope_everywhere:
             raise ValueError(
@@ -317,6 +323,19 @@ class TransformerConfig(Settings):
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"model.{name} needs model.positions='rope'")
 
+    def _check_mixers(self) -> None:
+        """Refuses a mixer without its table, and a table that no layer reads."""
+        for mixer in ("delta", "ssd", "conv"):
+            if mixer in self.mixers and getattr(self, mixer) is None:
+                raise ValueError(
+                    f"model.mixers has {mixer!r}, which needs the table [model.{mixer}]"
+                )
+            if getattr(self, mixer) and mixer not in self.mixers:
+                raise ValueError(
+                    f"[model.{mixer}] is read by no layer; set "
+                    f"model.mixers=['{mixer}', 'attention']"
+                )
+
     def _check_experts(self, experts: ExpertsConfig) -> None:
         """Refuses a pattern that does not fit into the layers, and an mlp that experts lack."""
         if self.mlp == "xielu":
@@ -335,6 +354,16 @@ class TransformerConfig(Settings):
                 f"model.experts.every={experts.every} does not divide the {others} layers of "
                 "model.layers after model.experts.first_dense"
             )
+
+    @property
+    def split_heads(self) -> tuple[int, ...]:
+        """The numbers of heads, or channels, that `tensor` splits, of each mixer."""
+        heads = {"attention": self.kv_heads, "conv": self.embed}
+        if self.delta:
+            heads["delta"] = self.delta.key_heads
+        if self.ssd:
+            heads["ssd"] = self.ssd.groups if self.ssd.groups > 1 else self.ssd.heads
+        return tuple(heads[mixer] for mixer in dict.fromkeys(self.layer_mixers))
 
     @property
     def value_width(self) -> int:
@@ -374,12 +403,30 @@ class TransformerConfig(Settings):
         return tuple(number > 0 and number % every == 0 for number in numbers)
 
     @property
-    def stack_pattern(self) -> tuple[bool, ...]:
-        """The part of `has_experts` that repeats, after the first dense layers."""
-        if self.experts is None:
-            return (False,)
-        first, every = self.experts.first_dense, self.experts.every
-        return self.has_experts[first : first + every]
+    def layer_mixers(self) -> tuple[Mixer, ...]:
+        """The mixer of tokens of each layer, in order."""
+        return tuple(repeated(self.mixers or ("attention",), self.layers))
+
+    @property
+    def layer_parts(self) -> tuple[LayerParts, ...]:
+        """The parts of each layer, in order."""
+        return tuple(
+            LayerParts(mixer, "routed" if has_experts else "dense")
+            for mixer, has_experts in zip(self.layer_mixers, self.has_experts, strict=True)
+        )
+
+    @property
+    def first_pattern(self) -> tuple[LayerParts, ...]:
+        """The layers of one round of the first dense ones; empty if there are none."""
+        return shortest_round(self.layer_parts[: self.layers - self.stack_layers])
+
+    @property
+    def stack_pattern(self) -> tuple[LayerParts, ...]:
+        """The layers of one round of the stack, which repeats after the first dense layers.
+
+        All layers of the stack are one round where nothing shorter repeats as a whole.
+        """
+        return shortest_round(self.layer_parts[self.layers - self.stack_layers :])
 
     @property
     def stack_layers(self) -> int:
@@ -443,8 +490,8 @@ class TransformerConfig(Settings):
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer, in order."""
         turns = self.positions == "rope"
-        windows = _repeated(self.windows or (0,), self.layers)
-        has_rope = _repeated(self.rope_layers or (True,), self.layers)
+        windows = repeated(self.windows or (0,), self.layers)
+        has_rope = repeated(self.rope_layers or (True,), self.layers)
         kinds = []
         for window, rope in zip(windows, has_rope, strict=True):
             own_theta = self.rope_theta_window if window else None
@@ -452,11 +499,6 @@ class TransformerConfig(Settings):
             is_scaled = bool(turns and rope and self.rope_scaling and own_theta is None)
             kinds.append(LayerKind(window, theta if turns and rope else None, is_scaled))
         return tuple(kinds)
-
-
-def _repeated(pattern: Sequence, layers: int) -> list:
-    """Returns the value of each layer: the pattern repeated, and cut at the last layer."""
-    return [pattern[number % len(pattern)] for number in range(layers)]
 
 
 class GPT(TransformerConfig):

@@ -1,0 +1,100 @@
+"""Counts what a layer has and computes that mixes tokens in linear time, in closed form."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from spmdtrain.config.schema import ConvConfig, DeltaConfig, Mixer, SsdConfig, TransformerConfig
+
+CHUNK = 64  # tokens that a recurrence takes at a time: layers.mixers.recurrence.CHUNK
+Matmul = tuple[int, int, bool]  # columns, rows, whether `tensor` splits the columns
+
+
+class MixerSizes(NamedTuple):
+    """The sizes of one layer's mixer."""
+
+    matmuls: tuple[Matmul, ...]  # from the stream
+    mixed: int  # channels between these and the projection back to the stream
+    width: int  # of what is projected back
+    vectors: int  # parameters that are in no matrix
+    state_bytes: int  # of a cache, for a sequence of any length; the inputs in float32
+    # The forward FLOPs of a token, beside those of the projections, in chunks of so many tokens.
+    flops: Callable[[int], float]
+
+
+def mixer_sizes(model: TransformerConfig, mixer: Mixer) -> MixerSizes | None:
+    """Returns the sizes of a mixer of `model`; None for attention, whose time is not linear."""
+    if mixer == "delta" and model.delta:
+        return _delta(model.embed, model.delta)
+    if mixer == "ssd" and model.ssd:
+        return _ssd(model.embed, model.ssd)
+    if mixer == "conv" and model.conv:
+        return _conv(model.embed, model.conv)
+    return None
+
+
+def matrices(sizes: MixerSizes, embed: int) -> int:
+    """Counts the parameters of a mixer that multiply every token."""
+    return sum(columns * rows for columns, rows, _ in sizes.matmuls) + sizes.width * embed
+
+
+def chunk_of(sequence_length: int) -> int:
+    """Returns the tokens of a chunk."""
+    return min(CHUNK, 1 << (sequence_length - 1).bit_length())
+
+
+def _delta(embed: int, delta: DeltaConfig) -> MixerSizes:
+    """Counts the products of a chunk of C tokens, with k and v channels.
+
+    For a key head 4 C k of keys with keys and queries, or for each value head if channels have
+    decays; for a value head 2/3 C^2 of an inverse, 2 C (k + 2 v) within the chunk and 6 k v with
+    the state.
+    """
+    values = delta.value_heads * delta.value_dim
+    mixed = delta.key_heads * delta.mixed_width
+    matmuls = [(mixed, embed, True), (delta.value_heads, embed, True)]
+    if delta.gate_rank is None:
+        matmuls.append((values, embed, True))
+    else:
+        matmuls += [(delta.gate_rank, embed, False), (values, delta.gate_rank, True)]
+    decays = delta.value_heads
+    if delta.decay == "head":
+        matmuls.append((decays, embed, True))
+    else:
+        rank = delta.decay_rank or delta.key_dim
+        decays *= delta.key_dim
+        matmuls += [(rank, embed, False), (decays, rank, True)]
+
+    def flops(chunk: int) -> float:
+        heads = delta.key_heads if delta.decay == "head" else delta.value_heads
+        within = 2 / 3 * (chunk**2 - 1) + 2 * chunk * (delta.key_dim + 2 * delta.value_dim)
+        with_state = 6 * delta.key_dim * delta.value_dim
+        return 4 * chunk * delta.key_dim * heads + delta.value_heads * (within + with_state)
+
+    state = values * delta.key_dim + (delta.taps - 1) * mixed
+    vectors = mixed * delta.taps + delta.value_heads + decays + delta.value_dim
+    return MixerSizes(tuple(matmuls), mixed, values, vectors, 4 * state, flops)
+
+
+def _ssd(embed: int, ssd: SsdConfig) -> MixerSizes:
+    """Counts the products of a chunk of C tokens, with n channels of a state and d of a head.
+
+    For a group 2 C n of keys with queries; for a head 2 C d within the chunk and 4 n d with the
+    state.
+    """
+    inner, shared = ssd.heads * ssd.head_dim, 2 * ssd.groups * ssd.state
+    matmuls = ((2 * inner + ssd.heads, embed, True), (shared, embed, ssd.groups > 1))
+
+    def flops(chunk: int) -> float:
+        of_head = 2 * chunk * ssd.head_dim + 4 * ssd.state * ssd.head_dim
+        return 2 * chunk * ssd.state * ssd.groups + ssd.heads * of_head
+
+    taps = (inner + shared) * (ssd.taps + ssd.taps_bias)
+    vectors = taps + 3 * ssd.heads + (inner if ssd.norm == "group" else 0)
+    state = inner * ssd.state + (ssd.taps - 1) * (inner + shared)
+    return MixerSizes(matmuls, inner + shared, inner, vectors, 4 * state, flops)
+
+
+def _conv(embed: int, conv: ConvConfig) -> MixerSizes:
+    vectors = embed * (conv.taps + (5 if conv.bias else 0))
+    state = 4 * (conv.taps - 1) * embed
+    return MixerSizes(((3 * embed, embed, True),), 3 * embed, embed, vectors, state, lambda _: 0.0)

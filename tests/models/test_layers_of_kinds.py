@@ -1,0 +1,117 @@
+"""A model whose layers have different mixers: the same on every mesh as on one device, with a cache
+as without, and known to the planner.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_gradients_of_one_device, initial_weights, tiny
+
+from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.schema.model.layer_kinds import LayerParts, shortest_round
+from spmdtrain.models.abstract import build_model
+from spmdtrain.models.choose import choose_model
+from spmdtrain.models.context import ForwardContext
+from spmdtrain.models.counted_flops import counted_flops_per_token
+from spmdtrain.models.layers import empty_cache
+from spmdtrain.models.size import train_flops_per_token
+from spmdtrain.planner.cost import shape
+from spmdtrain.planner.cost.flops import model_flops_per_token
+
+SIZES = ("key_heads=2", "value_heads=4", "key_dim=8", "value_dim=6", "taps=3")
+DELTA = tuple(f"model.delta.{size}" for size in SIZES)
+SMALL = ("model.embed=16", "model.heads=2", "model.vocab=32", "train.sequence_length=12")
+ROUNDS = (*DELTA, "model.layers=4", "model.mixers=['delta', 'attention']", "model.name=llama")
+EXPERTS = ("model.experts.count=4", "model.experts.chosen=2", "model.experts.ffn=16")
+OTHERS = ("model.ssd.heads=4", "model.ssd.head_dim=6", "model.ssd.state=8", "model.conv.taps=3")
+MODELS = {
+    "rounds": ROUNDS,
+    "one round": (
+        *DELTA,
+        "model.layers=3",
+        "model.mixers=['delta', 'delta', 'attention', 'delta']",
+    ),
+    "state spaces and convolutions": (
+        *OTHERS,
+        "model.layers=3",
+        "model.mixers=['ssd', 'conv', 'attention']",
+    ),
+    "rounds with experts": (
+        *ROUNDS,
+        *EXPERTS,
+        "model.experts.first_dense=1",
+        "model.layers=3",
+        "model.mixers=['delta', 'delta', 'attention']",
+    ),
+}
+MESHES = {
+    "data 2 fsdp 2 tensor 2": ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "train.microbatch=1"),
+    "pipeline 2 tensor 2": ("mesh.pipeline=2", "mesh.tensor=2", "train.microbatch=2"),
+}
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [("aaaa", "a"), ("abab", "ab"), ("aba", "aba"), ("aabaab", "aab"), ("", "")],
+)
+def test_a_round_repeats_as_a_whole(layers, expected):
+    assert shortest_round(layers) == tuple(expected)
+
+
+def test_layers_are_named_by_what_they_have():
+    model = tiny(*MODELS["rounds with experts"]).model
+    assert model.first_pattern == (LayerParts("delta", "dense"),)
+    assert [layer.mixer for layer in model.stack_pattern] == ["delta", "attention"]
+    assert all(layer.mlp == "routed" for layer in model.stack_pattern)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("model.mixers=['delta']",), "needs the table"),
+        (DELTA, "read by no layer"),
+        ((*OTHERS, "model.mixers=['ssd', 'attention']"), r"\[model.conv\] is read by no layer"),
+        ((*DELTA, "model.mixers=['mamba']"), "mixers"),
+    ],
+)
+def test_mixers_without_a_table_and_tables_without_a_layer_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        tiny(*settings)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", MESHES)
+def test_gradients_on_a_mesh_are_those_of_one_device(mesh):
+    assert_gradients_of_one_device(ROUNDS, MESHES[mesh], 1e-5)
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("name", MODELS)
+def test_token_by_token_with_a_cache_gives_the_logits_of_the_whole(name):
+    config = tiny(*SMALL, *MODELS[name])
+    model = build_model(*choose_model(config))
+    params = jax.tree.map(jnp.asarray, initial_weights(*SMALL, *MODELS[name]))
+    tokens_bt = np.random.default_rng(0).integers(0, config.vocab, (2, 12))
+
+    @jax.jit
+    def extend(tokens_bt, cache):
+        positions = cache.length + jnp.arange(tokens_bt.shape[1])
+        ctx = ForwardContext(jnp.broadcast_to(positions, tokens_bt.shape))
+        return model.bind(params).extend(tokens_bt, ctx, cache)
+
+    whole, _ = extend(tokens_bt, empty_cache(config.model, (2, 12)))
+    logits, cache = extend(tokens_bt[:, :5], empty_cache(config.model, (2, 12)))
+    for at in range(5, 12):
+        logits, cache = extend(tokens_bt[:, at : at + 1], cache)
+    np.testing.assert_allclose(logits, whole, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_planner_knows_parameters_and_flops(name):
+    config = tiny(*SMALL, *MODELS[name], "train.sequence_length=128")
+    model = build_model(*choose_model(config))
+    assert shape.parameters(config.model) == model.size
+    counted = counted_flops_per_token(config, model)
+    assert train_flops_per_token(config.model, 128) == pytest.approx(counted, rel=0.02)
+    assert model_flops_per_token(config.model, 128) == pytest.approx(counted, rel=0.02)
