@@ -21,7 +21,6 @@ from spmdtrain.parallel.axes import Rules
 from spmdtrain.parallel.copies import Copies
 from spmdtrain.parallel.padding import Padding
 from spmdtrain.parallel.reduce import Reduction
-from spmdtrain.pipeline.schedule import Table
 from spmdtrain.train.batch import (
     Batch,
     BatchArrays,
@@ -41,6 +40,7 @@ from spmdtrain.train.updates.learning_rates import LearningRate
 
 if TYPE_CHECKING:
     from spmdtrain.parallel.context.context_method import ContextMethod
+    from spmdtrain.pipeline.schedule import Table
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Setup:
     update_rules: optimizers.UpdateRules  # the rule of each parameter that is not frozen
     learning_rate: LearningRate  # of a 0-based step, a float32 scalar
     loss: TokenLoss | None  # None: cross-entropy, as the settings shape it
-    pipeline: Table | None  # its schedule; None if the mesh has one stage
+    pipeline: "Table | None"  # its schedule; None if the mesh has one stage
     specs: Specs  # specs of parameters at rest, and of their reduced gradients, moments and updates
     padding: Padding  # of the parameters, if the mesh does not divide a dim
     reductions: Mapping[str, Reduction]  # of the gradients that a shard has accumulated

@@ -60,8 +60,8 @@ ROOMS_OFF = (
     *("spmdtrain.running.report.profile", "spmdtrain.running.report.tensorboard_sink"),
     *("spmdtrain.running.report.wandb_sink", "spmdtrain.running.start.init_from"),
     *("spmdtrain.running.guards.stragglers", "spmdtrain.data.cut_samples"),
-    *("spmdtrain.pipeline.find_table", "spmdtrain.parallel.wide_sums"),
-    *("spmdtrain.train.updates.host_updates", "spmdtrain.train.updates.router_load"),
+    *("spmdtrain.pipeline.schedule", "spmdtrain.pipeline.find_table"),
+    *("spmdtrain.parallel.wide_sums", "spmdtrain.train.updates.host_updates"),
 )
 
 
