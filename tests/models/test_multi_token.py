@@ -5,13 +5,15 @@ import numpy as np
 import pytest
 from families import draw_params, rich
 from family_oracle import further_logits
-from helpers import batches_of, prepared
+from helpers import batches_of, prepared, tiny
 
 from spmdtrain.config import ConfigError
 from spmdtrain.models.context import ForwardContext
+from spmdtrain.models.transformer import Transformer
 from spmdtrain.parallel.context.context_method import ContextMethod, zigzag_order
 from spmdtrain.train.compared.in_order import placed_arrays
 from spmdtrain.train.gradients.further_losses import NAME, at_depth
+from spmdtrain.train.shard import shard
 from spmdtrain.train.step import make_gradients, make_losses
 
 
@@ -63,3 +65,28 @@ def test_a_target_is_of_the_same_document_and_has_a_loss_itself(ways):
 def test_what_cannot_predict_further_is_refused(settings, said):
     with pytest.raises(ConfigError, match=f"{said}.*multi_token=none"):
         prepared(*rich("further"), "data.packing=best_fit", *settings)
+
+
+class WithoutFurther(Transformer):
+    """A model whose author has not thought of further tokens."""
+
+    def __getattribute__(self, name: str):
+        if name == "predict_further":
+            raise AttributeError(name)
+        return super().__getattribute__(name)
+
+
+class Restoring(Transformer):
+    """A model that restores tokens."""
+
+    def corrupt(self, tokens, targets, mask, key):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [(WithoutFurther, "has no predict_further"), (Restoring, "restores tokens")],
+)
+def test_a_model_that_has_no_way_to_predict_further_is_refused(make, said):
+    with pytest.raises(ConfigError, match=f"{said}.*multi_token=none"):
+        shard(tiny(*rich("further")), make, jax.devices()[:1])
