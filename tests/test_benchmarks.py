@@ -8,8 +8,12 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from helpers import CHEAP_FLAGS
 from shares import rest
@@ -158,3 +162,16 @@ def test_a_step_above_its_bounds_is_named(monkeypatch):
         "hidden: 79% is below 80%",
     ]
     assert "hidden over data: 79%" in broken.lines()
+
+
+def test_costs_of_linear_layers_are_of_the_layer_and_of_both_recurrences(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    linear_layers = importlib.import_module("linear_layers")
+    row = linear_layers.layer_costs("conv", 16)
+    assert row["us_per_token"] > 0 and row["kib_per_token"] > 0
+    tokens = linear_layers.drawn_tokens("head", 16)
+    state = jnp.zeros(linear_layers.STATE)
+    both = (linear_layers.recur, linear_layers.by_tokens)
+    chunks, single = (jax.jit(partial(way, corrects=True))(tokens, state) for way in both)
+    for found, expected in zip(chunks, single, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
