@@ -64,7 +64,7 @@ def measure(name: str, folder: Path) -> list[str]:
     config = directories.CONFIGS[name] | DIVISIBLE.get(name, {})
     written = directories.write(folder / "model", config)
     model = (
-        class_in_transformers(name)
+        class_in_transformers(folder / "model")
         .from_pretrained(folder / "model", local_files_only=True, attn_implementation="eager")
         .eval()
     )

@@ -14,7 +14,6 @@ from spmdtrain.config.published.families.family import Family, ModelSettings
 from spmdtrain.config.published.families.further_layers import without_missing
 from spmdtrain.config.published.keys import Keys
 from spmdtrain.config.published.rope_keys import FULL, read_rope
-from spmdtrain.config.published.tensor_names import names_in
 
 NAME = "config.json"
 ADAPTER = "adapter_config.json"
@@ -70,7 +69,7 @@ def read_published(folder: Path) -> Published:
     that cannot be read.
     """
     published = as_published(folder, _read(folder))
-    settings = without_missing(published.settings, names_in(folder))
+    settings = without_missing(published.settings, folder)
     if settings == published.settings:
         return published
     remark = f"{folder}: its files lack the layers that predict further tokens"

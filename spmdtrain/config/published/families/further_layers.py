@@ -1,10 +1,11 @@
 """Reads and writes the key of the layers after the last, which predict further tokens."""
 
-from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 from spmdtrain.config.published.families.family import ModelSettings
 from spmdtrain.config.published.keys import Keys
+from spmdtrain.config.published.tensor_names import names_in
 from spmdtrain.config.schema import TransformerConfig
 
 
@@ -19,10 +20,13 @@ def write_further(model: TransformerConfig) -> dict[str, Any]:
     return {"num_nextn_predict_layers": model.multi_token.depth if model.multi_token else 0}
 
 
-def without_missing(settings: ModelSettings, names: Collection[str]) -> ModelSettings:
-    """Leaves these layers out if config.json announces them, and files with tensors of these names
-    have none: so transformers saves every model whose class has the key.
+def without_missing(settings: ModelSettings, folder: Path) -> ModelSettings:
+    """Leaves these layers out if config.json announces them, and the files of `folder` have none:
+    so transformers saves every model whose class has the key.
     """
+    if "multi_token" not in settings:
+        return settings
+    names = names_in(folder)
     first = f".layers.{settings['layers']}."
     if not names or any(first in name for name in names):
         return settings
