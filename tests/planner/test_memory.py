@@ -37,7 +37,7 @@ VARIED = [
     (*LLAMA, "model.norm_places=both", "model.query_norm=head", "model.windows=3,0"),
     (*LLAMA, "model.norm_places=after", "model.query_norm=all", "model.sinks=true"),
     (*LLAMA, "model.query_norm=head", "model.output_gate=channel"),
-    (*LLAMA, "model.output_gate=head"),
+    (*LLAMA, "model.output_gate=head", "model.mlp=xielu"),
     (
         *(each for each in LLAMA if "kv_heads" not in each),
         *("model.latent.rank=16", "model.latent.query_rank=24"),
@@ -207,7 +207,7 @@ def _kept_and_deferred(config) -> tuple[int, int]:
     blueprint = build_model(config)
     dtype = jnp.dtype(config.precision.compute)
     weights = {
-        path: jax.ShapeDtypeStruct(p.shape[1:], dtype)
+        path: jax.ShapeDtypeStruct(p.shape[1:], jnp.float32 if p.is_full_precision else dtype)
         for path, p in blueprint.parameters.items()
         if path.startswith("blocks")
     }

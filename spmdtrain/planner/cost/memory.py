@@ -357,7 +357,10 @@ def _deferred_bytes(model: TransformerConfig, workload: Workload) -> int:
     split = size * (shape.up_width(model) + of_heads) // workload.mesh.tensor
     # The gradients of these vectors are complete in float32.
     vectors = FLOAT32 * (
-        shape.query_norm_size(model) + shape.latent_norm_width(model) + shape.head_sinks(model)
+        shape.query_norm_size(model)
+        + shape.latent_norm_width(model)
+        + shape.head_sinks(model)
+        + shape.slopes(model)
     )
     return workload.tokens * (whole + split) + vectors
 

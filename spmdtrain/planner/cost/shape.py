@@ -253,7 +253,7 @@ def layer_parameters(model: TransformerConfig) -> float:
         return others + expert_share(model) * router
     vectors = norms(model) * model.embed * vectors_per_norm(model) + mixer_vectors(model)
     vectors += (up_width(model) + model.embed) * model.mlp_bias
-    vectors += 2 if model.mlp == "xielu" else 0  # its slopes
+    vectors += slopes(model)
     return layer_matrices(model) + vectors
 
 
@@ -290,6 +290,11 @@ def latent_norm_width(model: TransformerConfig) -> int:
 def head_sinks(model: TransformerConfig) -> int:
     """Counts the sinks of one layer: one for each head, or none."""
     return model.heads if model.sinks else 0
+
+
+def slopes(model: TransformerConfig) -> int:
+    """Counts the slopes of one layer's activation: two of xIELU."""
+    return 2 if model.mlp == "xielu" else 0
 
 
 def visible_share(model: TransformerConfig, sequence_length: int) -> float:
