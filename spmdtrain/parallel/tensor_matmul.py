@@ -42,7 +42,7 @@ FindParts = Callable[[tuple[int, ...], Names], "Parts"]
 
 @runtime_checkable
 class Factor(Protocol):
-    """A weight that brings its own dot: in its place, where arrays are in these `parts`."""
+    """A weight with a dot of its own, which depends on how devices split its arrays (`parts`)."""
 
     @property
     def weight(self) -> jax.Array: ...
