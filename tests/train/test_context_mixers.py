@@ -3,7 +3,9 @@ row, on meshes where devices share a sequence, are as on one device.
 """
 
 import pytest
-from helpers import assert_gradients_of_one_device
+from helpers import assert_gradients_of_one_device, prepared, tiny
+
+from spmdtrain.config.errors import ConfigError
 
 MODEL = (
     "model.name=llama",
@@ -30,3 +32,18 @@ MESHES = [
 @pytest.mark.parametrize(("numbers", "placement"), MESHES)
 def test_every_mixer_has_the_gradients_of_one_device(numbers, placement):
     assert_gradients_of_one_device((*MODEL, *numbers), placement, 1e-5)
+
+
+def test_heads_of_every_mixer_are_exchanged_or_refused():
+    heads = tiny(*MODEL, "model.ssd.groups=1").model.exchangeable_heads
+    assert heads == {
+        "model.kv_heads": 2,
+        "model.delta.key_heads": 2,
+        "model.ssd.heads": 4,
+        "model.embed": 128,
+    }
+    alone = tiny(*MODEL[:2], "model.mixers=['conv']", "model.conv.taps=3").model
+    assert alone.exchangeable_heads == {"model.embed": 128}
+    settings = (*MODEL, "model.kv_heads=4", "mesh.context=4", ULYSSES)
+    with pytest.raises(ConfigError, match="model.delta.key_heads=2 leaves 2 heads for a device"):
+        prepared(*settings)

@@ -373,7 +373,7 @@ class TransformerConfig(Settings):
     @property
     def exchangeable_heads(self) -> dict[str, int]:
         """The numbers of heads that may be exchanged for tokens, by setting."""
-        heads = {"model.kv_heads": self.kv_heads}
+        heads = {"model.kv_heads": self.kv_heads} if "attention" in self.layer_mixers else {}
         if self.delta:
             heads["model.delta.key_heads"] = self.delta.key_heads
         if self.ssd:
