@@ -60,6 +60,10 @@ def test_norms_of_latents_have_an_epsilon_of_their_own():
     assert function_of(plain) != function_of(model)
 
 
+def test_gpt_oss_is_read_as_transformers_5_saves_it():
+    assert settings("gpt_oss", swiglu_alpha=1.702, swiglu_limit=7.0) == settings("gpt_oss")
+
+
 @pytest.mark.parametrize("key", ["router_jitter_noise", "residual_dropout", "z_loss_coef"])
 def test_noise_and_losses_of_0_say_nothing(key):
     for family in directories.CONFIGS:
@@ -83,6 +87,7 @@ def test_noise_and_losses_of_0_say_nothing(key):
         ("hy_v3", {"first_k_dense_replace": 1}, "first_k_dense_replace=1 has no setting"),
         ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace=1 has no setting"),
         ("dots1", {"n_routed_experts": ...}, "lacks n_routed_experts"),
+        ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha=1.5 has no setting"),
         (
             "exaone4",
             {"layer_types": ...},
