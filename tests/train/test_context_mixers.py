@@ -44,6 +44,6 @@ def test_heads_of_every_mixer_are_exchanged_or_refused():
     }
     alone = tiny(*MODEL[:2], "model.mixers=['conv']", "model.conv.taps=3").model
     assert alone.exchangeable_heads == {"model.embed": 128}
-    settings = (*MODEL, "model.kv_heads=4", "mesh.context=4", ULYSSES)
+    settings = (*MODEL, "model.vocab=32", "model.kv_heads=4", "mesh.context=4", ULYSSES)
     with pytest.raises(ConfigError, match="model.delta.key_heads=2 leaves 2 heads for a device"):
         prepared(*settings)
