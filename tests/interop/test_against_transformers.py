@@ -32,8 +32,6 @@ from spmdtrain.train.gradients.differentiable import make_gradients
 
 pytestmark = pytest.mark.hf
 CASES = directories.CONFIGS | directories.VARIANTS
-# In float32, torch's own gradient of a slope of xIELU, a sum over all tokens, is off by 6e-6.
-IN_DOUBLE = ("apertus",)
 GRADIENTS = 5e-6  # rms of the difference of any tensor's gradient, relative
 
 
@@ -179,7 +177,7 @@ def test_gradients_are_those_of_transformers(name, tmp_path):
     ours = as_theirs(tmp_path / "model", gradients, setup)
     model, _ = theirs(tmp_path / "model")
     directories.learn_all_tokens(model)
-    model = model.double() if name in IN_DOUBLE else model
+    model = model.double() if name in directories.IN_DOUBLE else model
     model(torch.tensor(tokens), labels=torch.tensor(tokens)).loss.backward()
     worst = 0.0
     for tensor, want in directories.gradients_in_torch(model).items():

@@ -70,9 +70,10 @@ def measure(name: str, folder: Path) -> list[str]:
     )
     directories.learn_all_tokens(model)
     tokens = np.random.default_rng(1).integers(0, directories.VOCAB, (SEQUENCES, LENGTH + 1))
-    model(torch.tensor(tokens), labels=torch.tensor(tokens)).loss.backward()
     with torch.no_grad():
         logits = model(torch.tensor(tokens)).logits.double().numpy()
+    model = model.double() if name in directories.IN_DOUBLE else model
+    model(torch.tensor(tokens), labels=torch.tensor(tokens)).loss.backward()
     found_logits, found_gradients = [], []
     for layout, mesh in LAYOUTS.items():
         run = folder / layout.replace(" ", "")

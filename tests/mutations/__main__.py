@@ -18,13 +18,15 @@ from tests.mutations.place import broken
 
 ROOT = Path(__file__).parent.parent.parent
 ROOMS = ("spmdtrain", "pallas_kernels", "tests", "configs", "examples", "benchmarks")
+FILES = ("pyproject.toml", "Makefile")  # which tests read where they begin
 SURVIVES, NO_TESTS = 0, 5  # pytest's exit codes
 
 
 def copied(directory: Path) -> Path:
     for room in ROOMS:
         shutil.copytree(ROOT / room, directory / room, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", directory)
+    for file in FILES:
+        shutil.copy(ROOT / file, directory)
     return directory
 
 

@@ -37,6 +37,7 @@ PIPELINE_RUN = "tests/train/test_pipeline_run.py"
 OPTIMIZER = "tests/train/test_optimizer.py"
 EMA = "tests/train/test_ema.py"
 LOSS_SCALE = "tests/train/test_loss_scale.py"
+OF_FAMILY = "tests/models/test_families.py::test_a_family_has_the_logits_of_its_definition"
 SPARSITY = "tests/train/test_sparsity.py"
 SPARSE_GROUPS = f"'{SPARSITY}::test_every_mesh_has_the_zeros_of_one_device[sparsity.pattern=2:4]'"
 SCHEDULE_FREE = "tests/train/test_schedule_free.py"
@@ -1531,5 +1532,61 @@ BREAKAGES = [
         "before_gate, after_gate, value = ",
         "after_gate, before_gate, value = ",
         f"'{OF_MIXER}[conv]'",
+    ),
+    Breakage(
+        "gates attention by SiLU",
+        "models/layers/attention/grouped.py",
+        "share = jax.nn.sigmoid(gate.astype(jnp.float32))",
+        "share = jax.nn.silu(gate.astype(jnp.float32))",
+        f"'{OF_FAMILY}[gated heads]'",
+    ),
+    Breakage(
+        "takes all gates of a key-value head behind all its queries",
+        "models/layers/attention/grouped.py",
+        "pairs = gated.reshape(*gated.shape[:-2], self.group, 2, gated.shape[-1])",
+        "pairs = gated.reshape(*gated.shape[:-2], 2, self.group, gated.shape[-1]).swapaxes(-2, -3)",
+        f"'{OF_FAMILY}[gated channels]'",
+    ),
+    Breakage(
+        "leaves out the gate of the shared experts",
+        "models/layers/expert_mlp.py",
+        "(y_bte * jax.nn.sigmoid(gate_bt1))",
+        "(y_bte + 0 * gate_bt1)",
+        f"'{OF_FAMILY}[qwen2_moe]'",
+    ),
+    Breakage(
+        "lets the temperature of queries rise within a length",
+        "models/layers/attention/temperature.py",
+        "(ctx.positions_bt + self.settings.offset) // self.settings.length",
+        "(ctx.positions_bt + self.settings.offset) / self.settings.length",
+        "tests/models/test_temperature.py -k steps",
+    ),
+    Breakage(
+        "divides gates by a smaller sum than the least",
+        "models/layers/router.py",
+        "jnp.maximum(gates_btk.sum(-1, keepdims=True), smallest)",
+        "jnp.maximum(gates_btk.sum(-1, keepdims=True), SMALLEST_SUM)",
+        f"'{OF_FAMILY}[ernie4_5_moe]'",
+    ),
+    Breakage(
+        "adds no half to the lower slope of xIELU",
+        "models/layers/mlp.py",
+        "XIELU_BETA + jax.nn.softplus(alpha_n",
+        "0 + jax.nn.softplus(alpha_n",
+        f"'{OF_FAMILY}[apertus]'",
+    ),
+    Breakage(
+        "reads channels that turn together as halves",
+        "interop/paired_rotation.py",
+        "return (3, 2) if turns else (2, 3)",
+        "return (2, 3)",
+        "tests/interop/test_pieces.py -k adjacent",
+    ),
+    Breakage(
+        "writes the rows of an adapter in our order of channels",
+        "interop/peft.py",
+        "paired_rotation.to_pairs(rows, self.paired_dim) if self.paired_dim else rows",
+        "rows",
+        "tests/interop/test_peft.py -k 'merging and ernie4_5'",
     ),
 ]
