@@ -409,6 +409,35 @@ CONFIGS |= {
         "pad_token_id": 0,
     },
 }
+# Most layers have the gated delta rule; the depth is no multiple of their period.
+LINEAR = LIKE_LLAMA | {
+    "rms_norm_eps": 1e-3,
+    "num_hidden_layers": 5,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+    "partial_rotary_factor": 0.5,
+}
+LINEAR_ROUTED = LINEAR | {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+CONFIGS |= {
+    "qwen3_5_text": LINEAR
+    | {
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": 4,
+        "tie_word_embeddings": True,
+        "layer_types": ["linear_attention", FULL] * 2,
+        "mrope_section": [2, 1, 1],
+    },
+    "qwen3_5_moe_text": LINEAR_ROUTED | {"model_type": "qwen3_5_moe_text"},
+    "qwen3_next": LINEAR_ROUTED | {"model_type": "qwen3_next", "full_attention_interval": 3},
+}
 # The names of a layer's experts in published files: the router, its bias, the matrices of expert X,
 # and the mlp of the shared experts.
 NEWER = ("mlp.experts.X.gate_proj", "mlp.experts.X.up_proj", "mlp.experts.X.down_proj")
@@ -435,7 +464,10 @@ EXPERTS: dict[str, tuple[str, str, tuple[str, ...], str]] = {
     ),
     "hy_v3": ("mlp.router.gate.weight", "mlp.expert_bias", NEWER, "mlp.shared_mlp"),
     "granitemoe": ("block_sparse_moe.router.layer.weight", "", (), ""),
-    "qwen2_moe": ("mlp.gate.weight", "", NEWER, "mlp.shared_expert"),
+    **dict.fromkeys(
+        ("qwen2_moe", "qwen3_5_moe_text", "qwen3_next"),
+        ("mlp.gate.weight", "", NEWER, "mlp.shared_expert"),
+    ),
     "mistral4": ("mlp.gate.weight", "", (), "mlp.shared_experts"),
     "ernie4_5_moe": (
         "mlp.gate.weight",
@@ -459,6 +491,9 @@ QUERY_NORM_OF_HEAD = (
     "exaone4",
     "exaone_moe",
     "apertus",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "qwen3_next",
 )
 QUERY_NORM_OF_ALL = ("olmo2", "olmo3", "olmoe", "flex_olmo", "minimax_m2")
 # The matrices of all experts in one tensor each, in families that have no other layout.
@@ -566,6 +601,8 @@ def tensors_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     further = config.get("num_nextn_predict_layers", 0)
     for layer in range(layers + further):
         of_layer = _of_latents(config) if has_latents else _of_attention(config)
+        if _is_linear(config, layer):
+            of_layer = _of_delta(config)
         is_dense = kind not in EXPERTS or layer < _first_dense(config)
         if kind == "gpt_oss":
             of_layer |= _of_gpt_oss(config)
@@ -611,7 +648,8 @@ def _of_attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     if kind == "phi3":
         found["self_attn.qkv_proj.weight"] = ((heads + 2 * kv_heads) * dim, embed)
     else:
-        for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+        gated = 2 if "linear_key_head_dim" in config else 1
+        for name, count in (("q", gated * heads), ("k", kv_heads), ("v", kv_heads)):
             found[f"self_attn.{name}_proj.weight"] = (count * dim, embed)
             if has_bias:
                 found[f"self_attn.{name}_proj.bias"] = (count * dim,)
@@ -625,6 +663,33 @@ def _of_attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         found["self_attn.q_norm.weight"] = (heads * dim,)
         found["self_attn.k_norm.weight"] = (kv_heads * dim,)
     return found
+
+
+def _is_linear(config: dict[str, Any], layer: int) -> bool:
+    if "linear_key_head_dim" not in config:
+        return False
+    if kinds := config.get("layer_types"):
+        return kinds[layer] == "linear_attention"
+    return (layer + 1) % config.get("full_attention_interval", 4) != 0
+
+
+def _of_delta(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The gated delta rule, in Qwen3-Next with the rows of a key head side by side."""
+    embed = config["hidden_size"]
+    heads, value_heads = (config[f"linear_num_{kind}_heads"] for kind in ("key", "value"))
+    keys = heads * config["linear_key_head_dim"]
+    values = value_heads * config["linear_value_head_dim"]
+    mixed = 2 * keys + values
+    found = {"in_proj_qkv": mixed, "in_proj_z": values}
+    found |= {"in_proj_b": value_heads, "in_proj_a": value_heads}
+    if config["model_type"] == "qwen3_next":
+        found = {"in_proj_qkvz": mixed + values, "in_proj_ba": 2 * value_heads}
+    shapes: dict[str, tuple[int, ...]] = {f"{x}.weight": (rows, embed) for x, rows in found.items()}
+    shapes["conv1d.weight"] = (mixed, 1, config["linear_conv_kernel_dim"])
+    shapes["out_proj.weight"] = (embed, values)
+    shapes["norm.weight"] = (config["linear_value_head_dim"],)
+    shapes |= dict.fromkeys(("A_log", "dt_bias"), (value_heads,))
+    return {f"linear_attn.{name}": shape for name, shape in shapes.items()}
 
 
 def _of_latents(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -690,7 +755,7 @@ def _of_experts(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     if shared:
         counts = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
         wide = ffn * next((config[name] for name in counts if name in config), 0)
-        if kind == "qwen2_moe":
+        if shared == "mlp.shared_expert":
             wide = config["shared_expert_intermediate_size"]
             found["mlp.shared_expert_gate.weight"] = (1, embed)
         for name, shape in zip(
@@ -755,7 +820,8 @@ def drawn(
             found[name] = np.array(constants[0], dtype)
             continue
         if len(shape) == 1:
-            values = 0.2 * values + (scale if "norm" in name or "ln_" in name else 0.0)
+            own = 1.0 if "linear_attn" in name else scale
+            values = 0.2 * values + (own if "norm" in name or "ln_" in name else 0.0)
         else:
             width = 4.0 if "embed" in name or "wte" in name or "wpe" in name else shape[-1]
             values = values * 0.8 / width**0.5
@@ -817,7 +883,8 @@ def write(
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     narrow = config.get("dtype", config.get("torch_dtype")) == "bfloat16"
     if tensors is None:
-        scale = 0.0 if "gemma" in config["model_type"] else 1.0  # its files hold scale - 1
+        holds_less = "gemma" in config["model_type"] or "linear_key_head_dim" in config
+        scale = 0.0 if holds_less else 1.0  # files that hold scale - 1
         dtype = ml_dtypes.bfloat16 if narrow else np.float32
         tensors = drawn(tensors_of(config), dtype, scale)
     names = sorted(tensors)

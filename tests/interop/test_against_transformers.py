@@ -33,6 +33,8 @@ from spmdtrain.train.gradients.differentiable import make_gradients
 pytestmark = pytest.mark.hf
 CASES = directories.CONFIGS | directories.VARIANTS
 GRADIENTS = 5e-6  # rms of the difference of any tensor's gradient, relative
+# Norms of a state's small outputs enlarge rounding: two ways through transformers differ by 1e-5.
+OF_STATES = 4e-5
 
 
 def theirs(folder):
@@ -179,11 +181,11 @@ def test_gradients_are_those_of_transformers(name, tmp_path):
     directories.learn_all_tokens(model)
     model = model.double() if name in directories.IN_DOUBLE else model
     model(torch.tensor(tokens), labels=torch.tensor(tokens)).loss.backward()
-    worst = 0.0
+    worst, bound = 0.0, OF_STATES if setup.config.model.delta else GRADIENTS
     for tensor, want in directories.gradients_in_torch(model).items():
         difference = directories.apart(ours[tensor], want)
         worst = max(worst, difference)
-        assert difference < GRADIENTS, (tensor, difference)
+        assert difference < bound, (tensor, difference)
     print(f"\n{name}: worst gradient {worst:.1e}")
 
 

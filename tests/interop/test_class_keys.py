@@ -107,7 +107,7 @@ def logits_of_transformers(model, family: str, keys: dict, folder: Path) -> str:
     setup = shard(config, devices=jax.devices()[:1])
     target = Target(model, family, keys, "float32", config.finetune)
     shapes = {path: tuple(x.shape) for path, x in setup.state.params.items()}
-    scale = 0.0 if "gemma" in family else 1.0
+    scale = 0.0 if config.model.norm_offset else 1.0
     directories.write(folder, keys, directories.drawn(target.shapes(shapes), scale=scale))
     params, _ = read_weights(setup, read_published(folder))
     return check_logits(folder, setup, params)

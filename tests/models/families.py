@@ -51,6 +51,17 @@ FAMILIES = {
     "mistral": {**GIVEN_HEAD, "windows": [7]},
     "qwen2": {**FIXED_HEAD, "qkv_bias": True, "norm_epsilon": 1e-6},
     "qwen3": {**GIVEN_HEAD, "query_norm": "head", "rope_scaling": YARN, "norm_epsilon": 1e-6},
+    "qwen3_5": {
+        **GIVEN_HEAD,
+        "layers": 4,
+        "mixers": ["delta", "attention"],
+        "delta": {"key_heads": 2, "value_heads": 6, "key_dim": 8, "value_dim": 12},
+        "output_gate": "channel",
+        "query_norm": "head",
+        "norm_offset": 1.0,
+        "norm_epsilon": 1e-3,
+        "rope_share": 0.5,
+    },
     "gemma2": {**GEMMA, "windows": [7, 0], "score_cap": 5.0, "logit_cap": 3.0},
     "gemma3": {
         **GEMMA,

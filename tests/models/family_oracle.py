@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 import numpy as np
+from mixer_oracle import delta_layer
 
 Params = dict[str, np.ndarray]
 CLAMP = 7  # of gpt-oss: its gates and values
@@ -68,7 +69,7 @@ def head(model: Any, p: Params, norm: str, x: np.ndarray) -> np.ndarray:
 def block(
     model: Any, layer: Params, x: np.ndarray, number: int, routed: list | None = None
 ) -> np.ndarray:
-    y = attention(model, layer, normed(model, layer, "attention_norm", x), number)
+    y = mixed(model, layer, normed(model, layer, "attention_norm", x), number)
     x = x + model.residual_scale * normed(model, layer, "attention_out_norm", y)
     y = normed(model, layer, "mlp_norm", x)
     if "mlp.router.weight_ex" in layer:
@@ -83,9 +84,10 @@ def block(
 
 def layer_params(model: Any, p: Params, number: int) -> Params:
     """The parameters of one layer: of the first dense ones, or of its place in a round."""
-    prefix, first, every = "blocks.layer.", 0, 1
+    prefix, first = "blocks.layer.", 0
     if model.experts is not None:
-        first, every = model.experts.first_dense, model.experts.every
+        first = model.experts.first_dense
+    every = len(model.stack_pattern)
     if number < first:
         prefix = "first_blocks.layer."
     elif every > 1:
@@ -107,6 +109,13 @@ def normed(model: Any, p: Params, name: str, x: np.ndarray) -> np.ndarray:
     x = x / np.sqrt((x * x).mean(-1, keepdims=True) + model.norm_epsilon)
     x = x * (model.norm_offset + p[f"{name}.scale_e"])
     return x + p.get(f"{name}.bias_e", 0)
+
+
+def mixed(model: Any, p: Params, x: np.ndarray, number: int) -> np.ndarray:
+    """What a layer's attention, or its gated delta rule, adds to the stream."""
+    if "attention.qkvz_ehn" not in p:
+        return attention(model, p, x, number)
+    return delta_layer(model, lambda name: p[f"attention.{name}"], x, np.zeros(x.shape[:2], bool))
 
 
 def attention(model: Any, p: Params, x: np.ndarray, number: int) -> np.ndarray:

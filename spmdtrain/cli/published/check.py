@@ -22,7 +22,10 @@ OF_NO_AUTO_CLASS = {
     "mistral3": "Mistral3ForConditionalGeneration",
     "mistral4": "Mistral4ForCausalLM",
 }
-TOLERANCE = 2e-6  # relative error of the root mean square: several times the noise of float32
+# Relative errors of the root mean square, several times the noise of float32. Norms of a state's
+# small outputs enlarge it: after eight layers of the gated delta rule we and transformers are 5e-6
+# from float64 each.
+TOLERANCE, WITH_STATES = 2e-6, 1e-5
 
 
 def require_transformers() -> None:
@@ -51,9 +54,10 @@ def check_logits(folder: str | Path, setup: Setup, params: Mapping[str, jax.Arra
     ours = np.asarray(logits, np.float64)[..., : theirs.shape[-1]]
     difference = float(np.sqrt(np.mean((ours - theirs) ** 2) / np.mean(theirs**2)))
     line = f"logits of {length} random tokens differ from transformers' by {difference:.1e} (rms)"
-    if not difference <= TOLERANCE:
+    tolerance = WITH_STATES if "delta" in config.model.layer_mixers else TOLERANCE
+    if not difference <= tolerance:
         raise ConfigError(
-            f"{folder}: the {line}", asked=f"{TOLERANCE:.0e}", fix="an issue that names the model"
+            f"{folder}: the {line}", asked=f"{tolerance:.0e}", fix="an issue that names the model"
         )
     return line
 

@@ -23,7 +23,12 @@ DTYPES = ("float32", "bfloat16", "float16")
 SQUARES = "fp8"  # matrices with a scale for each square, in any family
 # Models with a vision tower, of which only the text part is read, and the family of that part where
 # its own keys do not name it.
-OF_VISION = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+OF_VISION = {
+    "gemma3": "gemma3_text",
+    "mistral3": "mistral",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
 TIES = "tie_word_embeddings"
 # Of these the outer key counts, true if it is absent, whatever that of the text part says.
 TIED_OUTSIDE = ("mistral3",)

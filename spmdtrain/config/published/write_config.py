@@ -24,8 +24,8 @@ from spmdtrain.config.schema import (
     TransformerConfig,
 )
 
-# Keys of an imported file that name its origin, or code that came with it.
-DROPPED = ("quantization_config", "auto_map", "_name_or_path")
+# Keys of an imported file that name its origin, code that came with it, or layers left out.
+DROPPED = ("quantization_config", "auto_map", "_name_or_path", "mtp_num_hidden_layers")
 OF_ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq")
 
 

@@ -9,6 +9,8 @@ from spmdtrain.interop.names.entry import EMBED, HEAD, NORM, POSITIONS, Part, Ta
 from spmdtrain.interop.names.expert_parts import Layouts
 from spmdtrain.interop.names.layer_parts import (
     ATTENTION,
+    DELTA,
+    DELTA_BY_HEAD,
     FUSED_ATTENTION,
     FUSED_MLP,
     LATENT,
@@ -72,6 +74,8 @@ GPT2 = FamilyNames(
 SINKS = {"attention.sinks": entry(pieces.copy, "self_attn.sinks")}
 
 
+QWEN_LINEAR = FamilyNames({**ATTENTION, **DELTA, **NORMS_BEFORE, **QUERY_NORMS})
+
 NAMES: Mapping[str, FamilyNames] = {
     "gpt2": GPT2,
     "llama": LLAMA,
@@ -96,6 +100,12 @@ NAMES: Mapping[str, FamilyNames] = {
     "exaone4": OLMO,
     "exaone_moe": FamilyNames(WITH_QUERY_NORMS, experts=expert_parts.EXAONE),
     "granitemoe": FamilyNames(OF_ATTENTION, experts=expert_parts.GRANITE),
+    "qwen3_5_text": QWEN_LINEAR,
+    "qwen3_5_moe_text": QWEN_LINEAR._replace(experts=expert_parts.GATED_SHARED),
+    "qwen3_next": FamilyNames(
+        {**ATTENTION, **DELTA_BY_HEAD, **NORMS_BEFORE, **QUERY_NORMS},
+        experts=expert_parts.GATED_SHARED,
+    ),
     "qwen2_moe": FamilyNames(OF_ATTENTION, experts=expert_parts.GATED_SHARED),
     "ministral3": LLAMA,
     "mistral4": FamilyNames({**LATENT, **NORMS_BEFORE}, experts=expert_parts.MISTRAL),

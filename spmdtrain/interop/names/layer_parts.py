@@ -1,6 +1,6 @@
 """The names of the parts of layers that families share: attention, mlp and norms."""
 
-from spmdtrain.interop import latent_attention, paired_rotation, pieces, xielu
+from spmdtrain.interop import delta_mixer, latent_attention, paired_rotation, pieces, xielu
 from spmdtrain.interop.names.entry import EMBED, HEAD, NORM, entry
 
 ATTENTION = {
@@ -90,6 +90,26 @@ LATENT = {
 PLAIN_QUERIES = {
     "attention.down_eu": entry(latent_attention.down, "self_attn.kv_a_proj_with_mqa.weight"),
     "attention.query_rkd": entry(latent_attention.queries, "self_attn.q_proj.weight"),
+}
+# The gated delta rule, with the rows of all queries, then of all keys, then of all values.
+DELTA = {
+    "attention.qkvz_ehn": entry(
+        delta_mixer.mixed, "linear_attn.in_proj_qkv.weight", "linear_attn.in_proj_z.weight"
+    ),
+    "attention.rates_ehn": entry(
+        delta_mixer.rates, "linear_attn.in_proj_b.weight", "linear_attn.in_proj_a.weight"
+    ),
+    "attention.taps_hnw": entry(delta_mixer.taps, "linear_attn.conv1d.weight"),
+    "attention.decay_log": entry(pieces.copy, "linear_attn.A_log"),
+    "attention.decay_bias": entry(pieces.copy, "linear_attn.dt_bias"),
+    "attention.norm_scale_v": entry(pieces.copy, "linear_attn.norm.weight"),
+    "attention.out_hrve": entry(pieces.heads_out, "linear_attn.out_proj.weight"),
+}
+# With those of a key head side by side, as ours are; the taps are in the other order all the same.
+DELTA_BY_HEAD = {
+    **DELTA,
+    "attention.qkvz_ehn": entry(pieces.heads_first, "linear_attn.in_proj_qkvz.weight"),
+    "attention.rates_ehn": entry(pieces.heads_first, "linear_attn.in_proj_ba.weight"),
 }
 LIKE_LLAMA = {
     EMBED: entry(pieces.copy, "model.embed_tokens.weight"),

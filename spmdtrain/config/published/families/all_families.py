@@ -20,6 +20,7 @@ from spmdtrain.config.published.families.mistral import MISTRAL
 from spmdtrain.config.published.families.olmo import OLMO
 from spmdtrain.config.published.families.phi import PHI
 from spmdtrain.config.published.families.qwen import QWEN
+from spmdtrain.config.published.families.qwen_linear import QWEN_LINEAR
 from spmdtrain.config.published.families.seed_oss import SEED_OSS
 from spmdtrain.config.published.families.smollm import SMOLLM
 
@@ -43,4 +44,5 @@ FAMILIES: Mapping[str, Family] = {
     **ARCEE,
     **APERTUS,
     **ERNIE,
+    **QWEN_LINEAR,
 }
