@@ -629,12 +629,17 @@ def _locate(loc: tuple[int | str, ...], values: TomlTable) -> tuple[str, str, An
             else:
                 path.append(str(part))
             value = value[part]
-        elif isinstance(value, list) and isinstance(part, int) and isinstance(value[part], dict):
+        elif isinstance(part, int) and part in _places_of_tables(value):
             inside = f"[{part}]"
             value = value[part]
         elif inside and isinstance(value, dict):  # a missing key
             inside += f".{part}"
     return ".".join(path), inside, value
+
+
+def _places_of_tables(value: Any) -> list[int]:
+    """Returns the places of a list at which it has a table; a location may name more places."""
+    return [at for at, x in enumerate(value) if isinstance(x, dict)] if type(value) is list else []
 
 
 def _refused(key: str, value: Any, where: str, *expected: str, inside: str = "") -> ConfigError:

@@ -73,6 +73,10 @@ def test_layers_are_named_by_what_they_have():
         (DELTA, "read by no layer"),
         ((*OTHERS, "model.mixers=['ssd', 'attention']"), r"\[model.conv\] is read by no layer"),
         ((*DELTA, "model.mixers=['mamba']"), "mixers"),
+        (
+            (*OTHERS, "model.mixers=['ssd', 'conv']", "model.ssd.factors=[2.0]"),
+            "has 1 numbers; set 5",
+        ),
     ],
 )
 def test_mixers_without_a_table_and_tables_without_a_layer_are_refused(settings, message):

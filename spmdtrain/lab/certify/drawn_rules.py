@@ -23,6 +23,7 @@ PARAMETERS = (
     ("vocab", "embed"),
     ("position", "embed"),
     ("norm",),
+    ("embed", "channels"),
 )
 ACTIVATIONS = (
     ("batch", "time", "embed"),
@@ -30,6 +31,7 @@ ACTIVATIONS = (
     ("batch", "time", "kv_heads", "head_dim"),
     ("batch", "time", "ffn"),
     ("batch", "time", "vocab"),
+    ("batch", "time", "channels"),
 )
 
 
@@ -53,7 +55,7 @@ def draw_rules(
 
 
 def sizes_of(config: RunConfig) -> dict[str, int]:
-    """Returns the size of each logical axis; 0 if any mesh will do."""
+    """Returns the size of each logical axis that the model has; 0 if any mesh will do."""
     model = config.model
     return {
         "batch": config.train.global_batch,
@@ -70,7 +72,7 @@ def sizes_of(config: RunConfig) -> dict[str, int]:
         "layer": 0,
         "chunk": 0,
         "stage": 0,
-    }
+    } | ({"channels": model.embed} if model.conv else {})
 
 
 def _one_table(
@@ -120,7 +122,7 @@ def legal(
         used = [axis for name in tensor for axis in table.get(name, ()) if mesh[axis] > 1]
         if len(used) != len(set(used)):
             return False
-    return all(divides(sizes[name], axes, mesh) for name, axes in table.items())
+    return all(divides(sizes[name], axes, mesh) for name, axes in table.items() if name in sizes)
 
 
 def divides(size: int, axes: Sequence[str], mesh: Mapping[str, int]) -> bool:

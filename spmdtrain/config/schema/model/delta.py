@@ -1,6 +1,6 @@
 """[model.delta]: layers that mix tokens by the gated delta rule, in a time linear in the length."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -13,6 +13,8 @@ class DeltaConfig(Settings):
     Each value head keeps a matrix of `key_dim` x `value_dim` numbers, whatever the length. A token
     lets it decay, corrects what it holds under the token's key, and reads it by the token's query.
     """
+
+    of_no_array: ClassVar = ("rate", "gate", "epsilon")
 
     key_heads: Count = Field(description="heads of queries and keys")
     value_heads: Count = Field(

@@ -1,12 +1,15 @@
 """[model.ssd]: layers that mix tokens by the state space of Mamba-2, in linear time."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from spmdtrain.config.settings import Count, NonNegative, Positive, Settings
 
-Factors = Annotated[tuple[Positive, Positive, Positive, Positive, Positive], Field(strict=False)]
+Factors = Annotated[tuple[Positive, ...], Field(strict=False)]
+
+
+PARTS = 5  # of the projection from the stream
 
 
 class SsdConfig(Settings):
@@ -15,6 +18,11 @@ class SsdConfig(Settings):
     Each head keeps a matrix of `state` x `head_dim` numbers, whatever the length. A token lets it
     decay, adds to it, and reads it; the heads of a group share the keys and queries of that.
     """
+
+    of_no_array: ClassVar = (
+        *("norm_first", "epsilon", "smallest_step", "largest_step"),
+        *("factors", "in_factor", "out_factor"),
+    )
 
     heads: Count = Field(description="heads of values")
     head_dim: Count = Field(description="channels of a head")
@@ -54,6 +62,11 @@ class SsdConfig(Settings):
         if self.heads % self.groups:
             raise ValueError(
                 f"model.ssd.heads={self.heads} is not a multiple of model.ssd.groups={self.groups}"
+            )
+        if len(self.factors) != PARTS:
+            raise ValueError(
+                f"model.ssd.factors has {len(self.factors)} numbers; set {PARTS}, for gates, "
+                "values, keys, queries and times"
             )
         if self.largest_step is not None and self.largest_step < self.smallest_step:
             raise ValueError(
