@@ -15,8 +15,8 @@ from spmdtrain.lab.certify.shrink import shrink
 from spmdtrain.lab.certify.stepper import Own
 from spmdtrain.lab.certify.witnesses.own_precision import narrow_gradients
 from spmdtrain.lab.certify.witnesses.witness import Witness
+from spmdtrain.parallel import wide_sums
 from spmdtrain.parallel.wide_sums import narrow_sums
-from spmdtrain.train.gradients import grad_accumulation
 from spmdtrain.train.items import ema
 from spmdtrain.train.step import make_gradients
 
@@ -78,7 +78,7 @@ def test_so_it_is_of_64k_tokens_of_a_tiny_vocabulary():
 @pytest.fixture
 def narrow_everywhere(monkeypatch):
     """The step as it was: sums over tokens in the dtype of their terms."""
-    monkeypatch.setattr(grad_accumulation, "with_wide_sums", lambda function, *_: function)
+    monkeypatch.setattr(wide_sums, "with_wide_sums", lambda function, *_: function)
 
 
 @pytest.mark.long

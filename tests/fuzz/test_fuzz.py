@@ -34,7 +34,7 @@ from fuzz.runs import Run, Seen
 from fuzz.settings import BASE_FILE, NOT_DRAWN, settings, values_of
 from fuzz.shrink import shrunk, spoken
 from spmdtrain.config import load
-from spmdtrain.parallel import reduce
+from spmdtrain.parallel import reduce, wide_sums
 from spmdtrain.pipeline.find_table import choose_table
 from spmdtrain.running import loop
 from spmdtrain.train import exchange
@@ -282,7 +282,7 @@ def test_a_planted_fault_of_the_gradients_is_found(planted, monkeypatch, oracles
 @of_the_fuzzer
 def test_a_planted_sum_in_16_bits_is_found(monkeypatch):
     """Both runs lose the same terms, and agree: only the comparison with float32 sees it."""
-    monkeypatch.setattr(grad_accumulation, "with_wide_sums", lambda function, *_: function)
+    monkeypatch.setattr(wide_sums, "with_wide_sums", lambda function, *_: function)
     report = Report(Draw(0, TWO | {"precision.compute": "bfloat16"}, {"mesh.data": 2}))
     check_narrow(report)
     assert report.kinds() == {"a step in 16 bits is not that of float32"}
