@@ -124,7 +124,7 @@ def test_experts_stay_in_as_many_kinds_of_layers(experts):
 
 def test_pairs_of_answers_are_refused():
     settings = ["train.preference=simpo", "data.corpus=tokens", "data.path=x.bin"]
-    real = load(CONFIGS[0], [*settings, "data.packing=best_fit"])
+    real = load(CONFIGS[0], [*settings, "data.packing=best_fit", "model.multi_token=none"])
     with pytest.raises(ConfigError, match="pairs of answers"):
         shrink(real)
 

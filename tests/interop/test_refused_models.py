@@ -77,8 +77,8 @@ def with_tensors(folder, change) -> None:
     ("changes", "line"),
     [
         (
-            {"model_type": "qwen3_5_text", "layer_types": ["linear_attention"]},
-            "model_type 'qwen3_5_text' is not supported; found linear_attention in layer_types; "
+            {"model_type": "qwen4_exp", "layer_types": ["linear_attention"]},
+            "model_type 'qwen4_exp' is not supported; found linear_attention in layer_types; "
             "try one of gpt2, llama,",
         ),
         ({"model_type": None}, "names no model_type"),

@@ -83,5 +83,6 @@ def _draw_turns(random: random.Random, small: RunConfig, mesh: Mapping[str, int]
         schedule = random.choice([name for name in SCHEDULES if even or name in ONE_CHUNK])
         chunks = 1 if schedule in ONE_CHUNK else random.choice((1, 2))
         settings += [f"pipeline.schedule={schedule}", f"pipeline.chunks={chunks}"]
+        remat = "full" if remat == "offload" else remat  # stages keep their inputs on the device
         remat = "none" if schedule == "zero_bubble" else remat
     return [*settings, f"train.remat={remat}"]
