@@ -6,8 +6,8 @@ other's weights, saves, and compares the copies. Every call of a guard is timed 
 it, and stands beside the time of a step in the same run. What the step itself does to judge spikes
 is the ratio of two compiled steps that take turns, one that judges and one that does not.
 
-All in one process: there the agreement about signals and the search for a slow process have nobody
-to ask, and cost less than among several.
+All in one process: there the agreement about signals has nobody to ask, and costs less than among
+several, and nothing searches for a slow process.
 
     make bench-guards, or
     python benchmarks/guards.py [--steps N] [--rounds N] [--set model.embed=256] [--json FILE]
@@ -56,7 +56,6 @@ from spmdtrain.running.device_batches import batches as device_batches
 from spmdtrain.running.guards.guard import Guard
 from spmdtrain.running.guards.interrupt import Interrupt
 from spmdtrain.running.guards.replicas import ReplicaCheck
-from spmdtrain.running.guards.stragglers import Stragglers
 from spmdtrain.running.record.step_record import StepRecord
 from spmdtrain.running.saves import Saves
 from spmdtrain.train.fresh import init_state
@@ -79,7 +78,6 @@ CONFIG = RunConfig(
 IN_EACH_STEP = {
     "judging the figures": (Guard, "check"),
     "signals": (Interrupt, "agreed"),
-    "slow processes": (Stragglers, "after_step"),
     "complete saves": (Saves, "announce"),
     "word to the launcher": (pulse, "tell"),
     "record of a step": (StepRecord, "after_step"),
