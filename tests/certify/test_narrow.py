@@ -36,6 +36,13 @@ LORA = ("finetune.kind=dora", "finetune.rank=4", "finetune.also_train=*norm*,tok
 
 AVERAGE = "optimizer.ema=0.999"
 EIGHT = "optimizer.moment_dtype=8bit"
+# Decays of channels, of heads without a correction, and a convolution alone.
+LINEAR = (
+    "model.mixers=delta,ssd,conv,attention",
+    *(f"model.delta.{size}" for size in ("key_heads=16", "value_heads=32", "decay=channel")),
+    *("model.delta.key_dim=128", "model.delta.value_dim=128", "model.conv.taps=3"),
+    *("model.ssd.heads=64", "model.ssd.head_dim=64", "model.ssd.groups=8"),
+)
 NARROW = ("precision.params=bfloat16", "precision.rounding=stochastic", AVERAGE)
 
 # (config, settings, layout): each kind of layer, of weight, of optimizer and of mesh at least once.
@@ -45,6 +52,7 @@ CASES = [
     ("gpt_oss_20b", (BFLOAT16, rule("adafactor")), ONE_DEVICE),  # sinks, windows, expert biases
     ("deepseek_v3", (BFLOAT16, rule("lion")), ONE_DEVICE),  # latents, shared experts, two tokens
     ("qwen3_30b_a3b", (BFLOAT16, rule("lamb")), EXPERTS),  # norms of queries and keys
+    ("llama3_8b", (BFLOAT16, *LINEAR, rule("sgd")), ONE_DEVICE),  # states and convolutions
     ("quickstart", (BFLOAT16, rule("sgd")), PIPELINE),
     ("quickstart", (BFLOAT16, *LORA, rule("schedule_free_adamw")), ONE_DEVICE),
     ("quickstart", (BFLOAT16, *NARROW, "train.z_loss=1e-3"), SHARDED),

@@ -175,6 +175,7 @@ def _model(config: RunConfig, lost: list[str]) -> dict[str, Any]:
         small["experts"] = _experts(config, embed, lost)
     if model.latent is not None:
         small |= {"kv_heads": None, "head_dim": None, "latent": _latent(config)}
+    small |= _mixers(config)
     if model.temperature is not None:
         length = round(model.temperature.length * LENGTH / config.train.sequence_length)
         small["temperature"] = model.temperature.as_given() | {"length": max(1, length)}
@@ -201,7 +202,8 @@ def _layers(config: RunConfig, lost: list[str]) -> int:
     """
     model = config.model
     places = max(config.mesh.pipeline, 1) * config.pipeline.chunks
-    period = min(max(len(model.windows), len(model.rope_layers), 1), model.layers)
+    patterns = (model.windows, model.rope_layers, model.mixers)
+    period = min(max(1, *map(len, patterns)), model.layers)
     layers = 3 if places == 1 or model.layers % places else 4
     if period > MOST_LAYERS:
         lost.append(f"a pattern of {period} layers beyond its first {MOST_LAYERS}")
@@ -252,6 +254,22 @@ def _latent(config: RunConfig) -> dict[str, Any]:
     assert latent is not None, "the caller checks"
     sizes = {"rank": 2 * WIDTH, "plain_dim": WIDTH, "rope_dim": WIDTH // 2, "value_dim": WIDTH - 2}
     return sizes | {"query_rank": 3 * WIDTH if latent.query_rank else None}
+
+
+def _mixers(config: RunConfig) -> dict[str, Any]:
+    """Returns the shrunk tables of mixers, with a different value for each width."""
+    model = config.model
+    tables: dict[str, Any] = {}
+    if model.delta is not None:
+        sizes = {"key_heads": HEADS, "value_heads": HEADS * min(model.delta.group, 2)}
+        sizes |= {"key_dim": WIDTH, "value_dim": WIDTH - 2}
+        ranks = {name: 4 for name in ("decay_rank", "gate_rank") if getattr(model.delta, name)}
+        tables["delta"] = model.delta.as_given() | sizes | ranks
+    if model.ssd is not None:
+        groups = HEADS if model.ssd.groups > 1 else 1
+        sizes = {"heads": HEADS * min(model.ssd.group, 2), "groups": groups}
+        tables["ssd"] = model.ssd.as_given() | sizes | {"head_dim": WIDTH, "state": WIDTH - 2}
+    return tables
 
 
 def _vocab(config: RunConfig) -> int:
