@@ -17,7 +17,7 @@ from spmdtrain.train.setup import Setup
 from spmdtrain.train.shard import shard_on
 
 TOKENS = 64
-# What AutoModelForCausalLM does not know (transformers 5.24), and its class.
+# Model types that AutoModelForCausalLM of transformers 5.24 does not know, and their classes.
 OF_NO_AUTO_CLASS = {
     "mistral3": "Mistral3ForConditionalGeneration",
     "mistral4": "Mistral4ForCausalLM",

@@ -30,7 +30,7 @@ OF_VISION = {
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
 TIES = "tie_word_embeddings"
-# Of these the outer key counts, true if it is absent, whatever that of the text part says.
+# In these the outer key decides, true if it is absent, whatever the text part says.
 TIED_OUTSIDE = ("mistral3",)
 KNOWN = ", ".join(name.removesuffix("_text") for name in FAMILIES)
 

@@ -13,7 +13,7 @@ class DocumentStarts(NamedTuple):
     """The documents of the pieces of a device, rows of its batch."""
 
     starts_bt: jax.Array  # bool: the first token of a document
-    # Of the tokens in front of a piece: in the document that the piece goes on with.
+    # For each token in front of a piece: it is in the document that the piece continues.
     is_same_bw: jax.Array
 
 
