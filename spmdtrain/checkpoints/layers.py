@@ -17,6 +17,7 @@ from spmdtrain.checkpoints.meta import Meta, prefix, unpadded_leaves
 from spmdtrain.checkpoints.saved_steps import SavedSteps
 from spmdtrain.config.errors import CheckpointError, ConfigError
 from spmdtrain.config.run_files import steps_in
+from spmdtrain.config.schema import IN_STACK
 from spmdtrain.pipeline.stage_layout import StageLayout
 from spmdtrain.processes.processes import gather_texts
 
@@ -47,7 +48,7 @@ class Layers:
         """Returns True if the parameter is a stack of layers."""
         shape = self._meta["leaves"][self._name(path)][0]
         of_stack = self._layout.shape
-        return path.startswith("blocks.") and tuple(shape[: len(of_stack)]) == of_stack
+        return path.startswith(IN_STACK) and tuple(shape[: len(of_stack)]) == of_stack
 
     def read(self, path: str, layer: int | None, *, counts: bool = True) -> np.ndarray:
         """Returns one layer of a parameter, or a parameter without layers, in its saved dtype.

@@ -32,6 +32,7 @@ from spmdtrain.checkpoints.meta import (
 from spmdtrain.checkpoints.retention import Retention
 from spmdtrain.checkpoints.store import Store, leaves_of, read_json, read_plain, saved_tree
 from spmdtrain.config.errors import CheckpointError, DamagedError, UserError
+from spmdtrain.config.schema import IN_STACK
 from spmdtrain.pipeline.stage_layout import StageLayout
 from spmdtrain.processes.processes import any_process
 from spmdtrain.train.all_parts import items_named
@@ -218,11 +219,7 @@ class SavedSteps:
 
 def _in_order(path: str, x: np.ndarray, saved: StageLayout | None) -> np.ndarray:
     """Returns a parameter with its layers, if it has any, as [layers, ...]."""
-    if (
-        saved is None
-        or not path.startswith("blocks.")
-        or x.shape[: len(saved.shape)] != saved.shape
-    ):
+    if saved is None or not path.startswith(IN_STACK) or x.shape[: len(saved.shape)] != saved.shape:
         return x
     return saved.unstaged(x)
 
@@ -231,6 +228,6 @@ def _shape_in_order(
     path: str, shape: tuple[int, ...], saved: StageLayout | None
 ) -> tuple[int, ...]:
     """Returns the shape of a parameter of this shape as `_in_order` gives it."""
-    if saved is None or not path.startswith("blocks.") or shape[: len(saved.shape)] != saved.shape:
+    if saved is None or not path.startswith(IN_STACK) or shape[: len(saved.shape)] != saved.shape:
         return shape
     return (saved.layers, *shape[len(saved.shape) :])

@@ -327,8 +327,12 @@ def _has_cache(config: RunConfig, module: Any, length: int) -> bool:
     """
     if length > config.model.max_length and config.model.positions == "learned":
         return False
-    layer = module.blocks.layer
-    blocks = list(layer.block) if isinstance(layer, Round) else [layer]
+    layers = [stack.layer for stack in module.blocks.stacks]
+    blocks = [
+        block
+        for layer in layers
+        for block in (layer.block if isinstance(layer, Round) else [layer])
+    ]
     return hasattr(module, "extend") and all(
         _belongs_to_call(type(block), "extend") and _has_parts(block) for block in blocks
     )

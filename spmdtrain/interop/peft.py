@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 from spmdtrain.config.errors import CheckpointError, ConfigError, StorageError
 from spmdtrain.config.schema import FinetuneConfig, RunConfig
 from spmdtrain.interop import paired_rotation
-from spmdtrain.interop.names.entry import EMBED, HEAD
+from spmdtrain.interop.names.entry import EMBED, HEAD, OURS
 from spmdtrain.interop.names.family_names import NAMES
 from spmdtrain.interop.names.model_table import stack_table
 from spmdtrain.interop.published_weights import sizes_of
@@ -104,10 +104,11 @@ def _refuse_layers_apart(config: RunConfig) -> None:
             found=f"first_dense={model.layers - model.stack_layers}",
             fix="--to hf, which merges them",
         )
-    if len(model.stack_pattern) > 1:
+    kinds = len(set(model.layer_parts))
+    if kinds > 1:
         raise ConfigError(
             "adapters of a model whose layers are of several kinds cannot be written for peft",
-            found=f"rounds of {len(model.stack_pattern)} layers",
+            found=f"{kinds} kinds of layers",
             fix="--to hf, which merges them",
         )
 
@@ -115,7 +116,7 @@ def _refuse_layers_apart(config: RunConfig) -> None:
 def _modules(values: Values, config: RunConfig, family: str) -> Iterator[Module]:
     """Yields the linear layers of the published model whose weights are in `values`."""
     for path, entry in stack_table(family, config.model).items():
-        if path not in values or not path.startswith("blocks.") or values[path].ndim < 3:
+        if path not in values or not path.startswith(OURS) or values[path].ndim < 3:
             continue
         parts = parts_of(path, values[path].shape)
         names = [name.removesuffix(".weight") for name in entry.names]
@@ -203,7 +204,7 @@ def _trained_whole(
         if path == EMBED and config.model.tied:
             yield _head_name(family), np.asarray(x)
         entry = stack_table(family, config.model)[path]
-        stacked = path.startswith("blocks.")
+        stacked = path.startswith(OURS)
         for layer, one in enumerate(x) if stacked else [(None, x)]:
             mapped = entry.rule(sizes_of(config.model), one.shape)
             yield from zip(entry.of_layer(layer), mapped.write(np.asarray(one)), strict=True)
@@ -304,7 +305,7 @@ def read_adapters(folder: Path, values: Values, config: RunConfig, family: str) 
                     )
                 trained[_at(module, part, name)] = x.reshape(like.shape)
     for path, x in _also_trained(values, config, family):
-        stacked = path.startswith("blocks.")
+        stacked = path.startswith(OURS)
         entry = stack_table(family, config.model)[path]
         whole = []
         for layer in range(len(x)) if stacked else [None]:

@@ -14,7 +14,7 @@ import numpy as np
 from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.published.read_config import Published
 from spmdtrain.config.schema import TransformerConfig
-from spmdtrain.interop.names.entry import EMBED, HEAD, LAYER, POSITIONS, Entry
+from spmdtrain.interop.names.entry import EMBED, HEAD, LAYER, OURS, POSITIONS, Entry
 from spmdtrain.interop.names.family_names import NAMES
 from spmdtrain.interop.names.layer_parts import SHARED_COPIES
 from spmdtrain.interop.names.model_table import layout_of, numbers_of_further, table_of
@@ -202,9 +202,7 @@ class Weights:
         return is_tied and embed not in self._in_files and head in self._in_files
 
     def _layers(self, path: str) -> Sequence[int | None]:
-        if not path.startswith("blocks."):
-            return (None,)
-        return range(self._model.stack_layers // len(self._model.stack_pattern))
+        return range(self._model.stacks[-1].rounds) if path.startswith(OURS) else (None,)
 
     def _check_none_missing(self, entries: Mapping[str, Entry]) -> None:
         wanted = [

@@ -8,7 +8,7 @@ from typing import Any
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import FinetuneConfig, TransformerConfig
 from spmdtrain.interop.imported_tensors import ImportedTensors
-from spmdtrain.interop.names.entry import Entry, Table
+from spmdtrain.interop.names.entry import OURS, Entry, Table
 from spmdtrain.interop.names.model_table import layout_of, table_of
 from spmdtrain.interop.names.spellings import spelled, spelling_of
 from spmdtrain.interop.pieces import AnyMapped, Shape
@@ -60,7 +60,7 @@ class Target:
 
     def mapped(self, path: str, shape: Shape) -> tuple[Entry, AnyMapped, Sequence[int | None]]:
         """Returns the tensors of a parameter of this shape, and the numbers of its layers."""
-        stacked = path.startswith("blocks.")
+        stacked = path.startswith(OURS)
         entry = self.table.get(path)
         if entry is None:
             raise ConfigError(

@@ -18,7 +18,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from spmdtrain.compiled.step_parts import part
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.schema import Narrow, PrecisionConfig, RunConfig
+from spmdtrain.config.schema import IN_STACK, Narrow, PrecisionConfig, RunConfig
 from spmdtrain.models.buffer import Buffer, refusing_writes
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.models.context import ForwardContext
@@ -108,7 +108,7 @@ class AbstractModel:
     def in_stack(self, path: str) -> bool:
         """Returns True if this parameter belongs to the layers that a pipeline distributes."""
         axes = self.stage_layout.axes
-        return path.startswith("blocks.") and self.parameters[path].axes[: len(axes)] == axes
+        return path.startswith(IN_STACK) and self.parameters[path].axes[: len(axes)] == axes
 
     @property
     def has_load_biases(self) -> bool:
@@ -298,6 +298,13 @@ def build_model(
     _name_axes(made)
     model = _check_parts(config, made)
     graphdef, state = nnx.split(model)
+    segments = len(model.blocks.stacks)
+    if stages > 1 and segments > 1:
+        raise ConfigError(
+            f"mesh.pipeline={stages}: its stages share out whole rounds of layers",
+            found=f"{segments} segments of layers, with a round each",
+            fix="--set mesh.pipeline=1, or a number of layers that a round of them divides",
+        )
     layout = lay_out(model.blocks.rounds, stages, chunks)
     variables = tuple(nnx.to_flat_state(state))
     parameters = {_dotted(path): _parameter(path, variable, layout) for path, variable in variables}
@@ -334,7 +341,7 @@ def _parameter(path: tuple, variable: nnx.Variable, layout: StageLayout) -> Para
         )
     shape = tuple(variable.shape)
     axes = tuple(variable.out_sharding)
-    if path[0] == "blocks" and axes[:1] == ("layer",):
+    if path[:2] == ("blocks", "layer") and axes[:1] == ("layer",):
         shape = layout.shape + shape[1:]
         axes = layout.axes + axes[1:]
     return Parameter(

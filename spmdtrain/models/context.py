@@ -135,6 +135,10 @@ class ForwardContext:
         noise_b = None if self.noise_b is None else _fold_in(self.noise_b, number)
         return replace(self, layer=layer, noise_b=noise_b)
 
+    def with_noise_of(self, number: int) -> "ForwardContext":
+        """Returns the context with the noise of layer `number`, for layers outside a stack."""
+        return replace(self, noise_b=self.at_layer(number).noise_b)
+
     def dropout(self, x: jax.Array, site: int, rate: float | None = None) -> jax.Array:
         """Applies dropout to x [b, t, ...]; `site` distinguishes places within a layer.
 

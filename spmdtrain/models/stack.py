@@ -93,6 +93,11 @@ class Stack(nnx.Module):
         stacked = nnx.vmap(make_block, transform_metadata={nnx.PARTITION_NAME: "layer"})
         self.layer = stacked(rngs.split(self.rounds))
 
+    @property
+    def stacks(self) -> "Sequence[Stack]":
+        """The stacks that run one after another: this one."""
+        return (self,)
+
     def __call__(self, x: jax.Array, ctx: ForwardContext) -> tuple[jax.Array, SideLosses]:
         """Returns x after the last block, and the side losses summed over the blocks."""
         graphdef, parameters = nnx.split(self.layer)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.schema import LayerParts, RunConfig, TransformerConfig
+from spmdtrain.config.schema import LayerParts, LayerStack, RunConfig, TransformerConfig
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers import (
     Attention,
@@ -126,6 +126,12 @@ def _own_parts(model: TransformerConfig, layer: LayerParts) -> dict[str, MakePar
     return own
 
 
+def _segments(stacks: Sequence[Stack]) -> Stack:
+    from spmdtrain.models.segments import Segments
+
+    return Segments(stacks)
+
+
 class Transformer(nnx.Module):
     """The transformer of `config.model`, whose vocab must be resolved, with `max_length` positions.
 
@@ -163,18 +169,18 @@ class Transformer(nnx.Module):
         learned = model.positions == "learned"
         shape = (config.model.max_length, model.embed)
         self.positions_te = weight(rngs, shape, ("position", "embed")) if learned else None
-        first = model.layers - model.stack_layers
 
         def maker(layer: LayerParts, first: int) -> MakeBlock:
             """Returns the maker of a layer of a stack that begins after `first` layers."""
             return partial(Block, model, first=first, **parts | _own_parts(model, layer))
 
-        def make_stack(pattern: Sequence[LayerParts], layers: int, first: int) -> Stack:
-            makers = [maker(layer, first) for layer in pattern]
-            return Stack(makers if len(makers) > 1 else makers[0], layers, rngs)
+        def make_stack(stack: LayerStack) -> Stack:
+            makers = [maker(layer, stack.first) for layer in stack.pattern]
+            return Stack(makers if len(makers) > 1 else makers[0], stack.layers, rngs)
 
-        self.first_blocks = make_stack(model.first_pattern, first, 0) if first else None
-        self.blocks = make_stack(model.stack_pattern, model.stack_layers, first)
+        stacks = [make_stack(stack) for stack in model.stacks]
+        self.first_blocks = stacks.pop(0) if model.stack_layers < model.layers else None
+        self.blocks = stacks[0] if len(stacks) == 1 else _segments(stacks)
         self.norm = norm(model)
         # Blocks like the last one, under its number, but always with attention.
         like_last = maker(model.layer_parts[-1]._replace(mixer="attention"), model.layers - 1)
@@ -207,9 +213,7 @@ class Transformer(nnx.Module):
 
     def _of_first(self, ctx: ForwardContext) -> ForwardContext:
         """Returns the context of the first layers, with noise that no other layer has."""
-        from spmdtrain.models.layers.multi_token import with_noise_of
-
-        return replace(with_noise_of(ctx, self.blocks.count + 1), frozen_layers=0)
+        return replace(ctx.with_noise_of(self.blocks.count + 1), frozen_layers=0)
 
     def _embedded(self, tokens_bt: jax.Array, ctx: ForwardContext) -> jax.Array:
         x_bte = self._of_tokens(tokens_bt, ctx)
@@ -251,11 +255,11 @@ class Transformer(nnx.Module):
         `x_bte` is the stream after the blocks; the products of hidden and table are the logits of
         the token after `tokens_nbt`, of which each depth reads its own.
         """
-        from spmdtrain.models.layers.multi_token import predict_further, with_noise_of
+        from spmdtrain.models.layers.multi_token import predict_further
 
         assert self.further is not None, "a model with model.multi_token"
         contexts = [
-            with_noise_of(ctx, self.blocks.count + 2 + depth) for depth, ctx in enumerate(contexts)
+            ctx.with_noise_of(self.blocks.count + 2 + depth) for depth, ctx in enumerate(contexts)
         ]
         embedded = [
             self._of_tokens(tokens_bt, ctx)
@@ -269,13 +273,18 @@ class Transformer(nnx.Module):
     ) -> tuple[jax.Array, ModelCache]:
         """Returns the logits [b, v] of the last token in float32, and the cache after it."""
         x_bte = self._embedded(tokens_bt, ctx)
-        of_first = cache.first
+        caches = iter(cache.stacks)
+        extended = []
         if self.first_blocks is not None:
-            x_bte, of_first = _extend_stack(self.first_blocks, x_bte, self._of_first(ctx), of_first)
-        x_bte, of_blocks = _extend_stack(self.blocks, x_bte, ctx, cache.blocks)
+            of_first = self._of_first(ctx)
+            x_bte, grown = _extend_stack(self.first_blocks, x_bte, of_first, next(caches))
+            extended.append(grown)
+        for stack, of_stack in zip(self.blocks.stacks, caches, strict=True):
+            x_bte, grown = _extend_stack(stack, x_bte, ctx, of_stack)
+            extended.append(grown)
         hidden, table = self.head(x_bte[:, -1:], ctx)
         logits = logits_of(hidden, table, self.logit_scale, self.logit_cap)[:, 0]
-        return logits, ModelCache(of_first, of_blocks, cache.length + tokens_bt.shape[1])
+        return logits, ModelCache(tuple(extended), cache.length + tokens_bt.shape[1])
 
 
 def _extend_stack(

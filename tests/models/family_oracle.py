@@ -84,15 +84,11 @@ def block(
 
 def layer_params(model: Any, p: Params, number: int) -> Params:
     """The parameters of one layer: of the first dense ones, or of its place in a round."""
-    prefix, first = "blocks.layer.", 0
-    if model.experts is not None:
-        first = model.experts.first_dense
-    every = len(model.stack_pattern)
-    if number < first:
-        prefix = "first_blocks.layer."
-    elif every > 1:
-        prefix += f"block.{(number - first) % every}."
-    place = number if number < first else (number - first) // every
+    stack = next(s for s in reversed(model.stacks) if s.first <= number)
+    place, at = divmod(number - stack.first, len(stack.pattern))
+    prefix = f"{stack.path}.layer."
+    if len(stack.pattern) > 1:
+        prefix += f"block.{at}."
     return {path.removeprefix(prefix): w[place] for path, w in p.items() if path.startswith(prefix)}
 
 

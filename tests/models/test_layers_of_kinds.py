@@ -6,19 +6,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from helpers import assert_gradients_of_one_device, initial_weights, tiny
 
-from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.errors import ConfigError, UserError
 from spmdtrain.config.schema.model.layer_kinds import LayerParts, shortest_round
+from spmdtrain.config.schema.model.segments import shortest_segments
 from spmdtrain.models.abstract import build_model
 from spmdtrain.models.choose import choose_model
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.counted_flops import counted_flops_per_token
 from spmdtrain.models.layers import empty_cache
+from spmdtrain.models.segments import NOISE as SEGMENT_NOISE
+from spmdtrain.models.segments import Segments
 from spmdtrain.models.size import train_flops_per_token
+from spmdtrain.models.stack import Stack
 from spmdtrain.planner.cost import shape
 from spmdtrain.planner.cost.flops import model_flops_per_token
 
+KEY = jax.random.key(0)
 SIZES = ("key_heads=2", "value_heads=4", "key_dim=8", "value_dim=6", "taps=3")
 DELTA = tuple(f"model.delta.{size}" for size in SIZES)
 SMALL = ("model.embed=16", "model.heads=2", "model.vocab=32", "train.sequence_length=12")
@@ -27,7 +33,7 @@ EXPERTS = ("model.experts.count=4", "model.experts.chosen=2", "model.experts.ffn
 OTHERS = ("model.ssd.heads=4", "model.ssd.head_dim=6", "model.ssd.state=8", "model.conv.taps=3")
 MODELS = {
     "rounds": ROUNDS,
-    "one round": (
+    "segments": (
         *DELTA,
         "model.layers=3",
         "model.mixers=['delta', 'delta', 'attention', 'delta']",
@@ -45,8 +51,9 @@ MODELS = {
         "model.mixers=['delta', 'delta', 'attention']",
     ),
 }
+WITHOUT_STAGES = "data 2 fsdp 2 tensor 2"
 MESHES = {
-    "data 2 fsdp 2 tensor 2": ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "train.microbatch=1"),
+    WITHOUT_STAGES: ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "train.microbatch=1"),
     "pipeline 2 tensor 2": ("mesh.pipeline=2", "mesh.tensor=2", "train.microbatch=2"),
 }
 
@@ -61,9 +68,9 @@ def test_a_round_repeats_as_a_whole(layers, expected):
 
 def test_layers_are_named_by_what_they_have():
     model = tiny(*MODELS["rounds with experts"]).model
-    assert model.first_pattern == (LayerParts("delta", "dense"),)
-    assert [layer.mixer for layer in model.stack_pattern] == ["delta", "attention"]
-    assert all(layer.mlp == "routed" for layer in model.stack_pattern)
+    assert model.stacks[0].pattern == (LayerParts("delta", "dense"),)
+    assert [layer.mixer for layer in model.stacks[1].pattern] == ["delta", "attention"]
+    assert all(layer.mlp == "routed" for layer in model.stacks[1].pattern)
 
 
 @pytest.mark.parametrize(
@@ -84,10 +91,74 @@ def test_mixers_without_a_table_and_tables_without_a_layer_are_refused(settings,
         tiny(*settings)
 
 
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        ("aaaba", [("a", 3), ("ba", 1)]),
+        ("ab" * 5 + "b", [("ab", 5), ("b", 1)]),
+        ("aab" * 3 + "ab" * 4, [("a", 1), ("aba", 3), ("ba", 3), ("b", 1)]),
+        ("ab", [("ab", 1)]),
+    ],
+)
+def test_segments_repeat_patterns_of_few_layers(layers, expected):
+    segments = shortest_segments(tuple(layers))
+    assert _written(segments) <= _written([(tuple(pattern), n) for pattern, n in expected])
+    assert "".join("".join(pattern) * rounds for pattern, rounds in segments) == layers
+
+
+def _written(segments):
+    return sum(len(pattern) for pattern, _ in segments), len(segments)
+
+
+def test_no_division_into_segments_has_fewer_layers_to_write_out():
+    draw = np.random.default_rng(3)
+    for _ in range(30):
+        layers = tuple(draw.integers(0, 2, draw.integers(1, 10)).tolist())
+        written, _ = _written(shortest_segments(layers))
+        assert written == _fewest(layers)
+
+
+def _fewest(layers):
+    """The layers of the patterns of the best division, by trying all."""
+    if not layers:
+        return 0
+    return min(
+        size + _fewest(layers[size * rounds :])
+        for size in range(1, len(layers) + 1)
+        for rounds in range(1, len(layers) // size + 1)
+        if layers[:size] * rounds == layers[: size * rounds]
+    )
+
+
+def test_segments_of_equal_layers_draw_noise_of_their_own():
+    x = jnp.ones((1, 4, 8))
+    ctx = ForwardContext(jnp.arange(4)[None], dropout_rate=0.5, noise_b=jax.random.split(KEY, 1))
+    stacks = [Stack(Dropped, 1, nnx.Rngs(0)) for _ in range(2)]
+    total, _ = Segments(stacks)(x, ctx)
+    of_first, _ = stacks[0](x, ctx.with_noise_of(SEGMENT_NOISE))
+    assert not np.array_equal(total - of_first, of_first - x)
+
+
+class Dropped(nnx.Module):
+    """Adds what dropout leaves of ones."""
+
+    def __init__(self, _: nnx.Rngs): ...
+
+    def __call__(self, x, ctx):
+        return x + ctx.dropout(jnp.ones_like(x), 0)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("mesh", MESHES)
-def test_gradients_on_a_mesh_are_those_of_one_device(mesh):
-    assert_gradients_of_one_device(ROUNDS, MESHES[mesh], 1e-5)
+@pytest.mark.parametrize(
+    ("model", "mesh"), [*(("rounds", mesh) for mesh in MESHES), ("segments", WITHOUT_STAGES)]
+)
+def test_gradients_on_a_mesh_are_those_of_one_device(model, mesh):
+    assert_gradients_of_one_device(MODELS[model], MESHES[mesh], 1e-5)
+
+
+def test_a_pipeline_over_segments_is_refused():
+    with pytest.raises(UserError, match="rounds"):
+        initial_weights(*SMALL, *MODELS["segments"], "mesh.pipeline=2", "train.microbatch=2")
 
 
 @pytest.mark.seconds

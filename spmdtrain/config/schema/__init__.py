@@ -23,12 +23,14 @@ from spmdtrain.config.schema.log import LogConfig
 from spmdtrain.config.schema.mesh import MESH_AXES, MeshConfig
 from spmdtrain.config.schema.model import (
     GPT,
+    IN_STACK,
     ConvConfig,
     DeltaConfig,
     ExpertsConfig,
     LatentConfig,
     LayerKind,
     LayerParts,
+    LayerStack,
     Llama,
     Mixer,
     MultiTokenConfig,
@@ -79,6 +81,8 @@ __all__ = [
     "LatentConfig",
     "LayerParts",
     "LayerKind",
+    "LayerStack",
+    "IN_STACK",
     "Lion",
     "Llama",
     "LogConfig",

@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
+from spmdtrain.config.schema import IN_STACK
 from spmdtrain.interop import pieces
 from spmdtrain.interop.pieces import Rule
 
 LAYER, EXPERT = "{}", "{x}"
-OURS, FIRST, FURTHER = "blocks.layer.", "first_blocks.layer.", "further."
+OURS, FURTHER = IN_STACK, "further."
 EMBED, HEAD, POSITIONS = "tokens.table_ve", "unembed_ve", "positions_te"
 NORM = "norm.scale_e"  # our path of the last norm, which every family has
 

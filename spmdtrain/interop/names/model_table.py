@@ -2,10 +2,9 @@
 
 from collections.abc import Collection, Iterator, Sequence
 
-from spmdtrain.config.schema import LayerParts, TransformerConfig
+from spmdtrain.config.schema import LayerParts, LayerStack, TransformerConfig
 from spmdtrain.interop import mxfp4
 from spmdtrain.interop.names.entry import (
-    FIRST,
     FURTHER,
     LAYER,
     OURS,
@@ -25,13 +24,9 @@ def table_of(family: str, model: TransformerConfig, layout: int = 0) -> Table:
 
     `layout` is that of its experts: see `layout_of`.
     """
-    first = model.layers - model.stack_layers
     table = {**NAMES[family].whole, **_further(family, model, layout)}
-    for place, path, entry in _of_rounds(family, model, model.first_pattern, layout):
-        numbers = range(place, first, len(model.first_pattern))
-        table[path.replace(OURS, FIRST)] = entry.of_all(numbers)
-    for place, path, entry in _of_rounds(family, model, model.stack_pattern, layout):
-        table[path] = entry._replace(first=first + place, step=len(model.stack_pattern))
+    for stack in model.stacks:
+        table |= _of_stack(family, model, stack, layout)
     count = model.experts.count if model.experts else 0
     return {path: entry.of_experts(count) for path, entry in table.items()}
 
@@ -49,6 +44,20 @@ def layout_of(family: str, model: TransformerConfig, names: Collection[str]) -> 
         if all(spelled(prefix + name, spelling) in names for name in wanted):
             return number
     return 0
+
+
+def _of_stack(family: str, model: TransformerConfig, stack: LayerStack, layout: int) -> Table:
+    """Returns the entries of a stack: of each layer in `blocks`, and of all layers in others."""
+    table = {}
+    step = len(stack.pattern)
+    for place, path, entry in _of_rounds(family, model, stack.pattern, layout):
+        first = stack.first + place
+        own = path.replace(OURS, stack.path + ".layer.")
+        if own == path:
+            table[own] = entry._replace(first=first, step=step)
+        else:
+            table[own] = entry.of_all(range(first, stack.first + stack.layers, step))
+    return table
 
 
 def _of_rounds(

@@ -1,13 +1,13 @@
 """Defines the caches of earlier tokens, for sampling: of a layer of each kind, and of a model."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from spmdtrain.config.schema import LayerParts, Mixer, TransformerConfig
+from spmdtrain.config.schema import LayerStack, Mixer, TransformerConfig
 from spmdtrain.models.layers.recurrent_cache import (
     empty_conv_cache,
     empty_delta_cache,
@@ -66,10 +66,9 @@ StackCache = tuple[Any, ...]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ModelCache:
-    """The caches of all layers after `length` tokens: of the first dense ones, and of the stack."""
+    """The caches of all stacks of a model (`TransformerConfig.stacks`) after `length` tokens."""
 
-    first: StackCache
-    blocks: StackCache
+    stacks: tuple[StackCache, ...]
     length: jax.Array
 
 
@@ -84,15 +83,10 @@ def empty_cache(
     `constrain(x, *logical axes)` shards its arrays.
     """
 
-    def of_stack(pattern: Sequence[LayerParts], layers: int) -> StackCache:
-        rounds = layers // max(len(pattern), 1)
+    def of_stack(stack: LayerStack) -> StackCache:
         return tuple(
-            EMPTY[layer.mixer](config, rounds, shape, dtype, constrain) for layer in pattern
+            EMPTY[layer.mixer](config, stack.rounds, shape, dtype, constrain)
+            for layer in stack.pattern
         )
 
-    first = config.layers - config.stack_layers
-    return ModelCache(
-        first=of_stack(config.first_pattern, first),
-        blocks=of_stack(config.stack_pattern, config.stack_layers),
-        length=jnp.int32(0),
-    )
+    return ModelCache(tuple(of_stack(stack) for stack in config.stacks), jnp.int32(0))

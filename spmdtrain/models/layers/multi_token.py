@@ -1,7 +1,6 @@
 """Defines the part of a model that predicts tokens after the next one, only in training."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -69,8 +68,3 @@ def predict_further(
         hidden.append(ctx.constrain(part.norm(x_bte, ctx), *STREAM))
         total = sum_losses(total, losses)
     return hidden, {name: loss for name, loss in total.items() if name != ENTROPY}
-
-
-def with_noise_of(ctx: ForwardContext, number: int) -> ForwardContext:
-    """Returns the context with the noise of layer `number`, for a layer outside the stack."""
-    return replace(ctx, noise_b=ctx.at_layer(number).noise_b)

@@ -125,8 +125,12 @@ def up_width(model: TransformerConfig) -> int:
 
 @lru_cache(maxsize=1000)
 def layers_of_round(model: TransformerConfig) -> int:
-    """Counts the layers of a round of the stack: a stage of a pipeline has whole rounds."""
-    return len(model.stack_pattern)
+    """Counts the layers of a round of the stack: a stage of a pipeline has whole rounds.
+
+    Segments are one round, however long: no pipeline shares them out.
+    """
+    stack = model.stacks[-1]
+    return len(stack.pattern) if stack.path == "blocks" else model.stack_layers
 
 
 def repeats(model: TransformerConfig) -> int:

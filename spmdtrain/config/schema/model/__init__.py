@@ -4,8 +4,10 @@ from spmdtrain.config.schema.model.conv import ConvConfig as ConvConfig
 from spmdtrain.config.schema.model.delta import DeltaConfig as DeltaConfig
 from spmdtrain.config.schema.model.experts import ExpertsConfig as ExpertsConfig
 from spmdtrain.config.schema.model.latent import LatentConfig as LatentConfig
+from spmdtrain.config.schema.model.layer_kinds import IN_STACK as IN_STACK
 from spmdtrain.config.schema.model.layer_kinds import LayerKind as LayerKind
 from spmdtrain.config.schema.model.layer_kinds import LayerParts as LayerParts
+from spmdtrain.config.schema.model.layer_kinds import LayerStack as LayerStack
 from spmdtrain.config.schema.model.layer_kinds import Mixer as Mixer
 from spmdtrain.config.schema.model.multi_token import MultiTokenConfig as MultiTokenConfig
 from spmdtrain.config.schema.model.rope_scaling import RopeScaling as RopeScaling

@@ -11,9 +11,10 @@ from spmdtrain.config.schema.model.latent import LatentConfig
 from spmdtrain.config.schema.model.layer_kinds import (
     LayerKind,
     LayerParts,
+    LayerStack,
     Mixer,
     repeated,
-    shortest_round,
+    stacks_of,
 )
 from spmdtrain.config.schema.model.multi_token import MultiTokenConfig
 from spmdtrain.config.schema.model.rope_scaling import RopeScaling
@@ -416,21 +417,13 @@ class TransformerConfig(Settings):
         )
 
     @property
-    def first_pattern(self) -> tuple[LayerParts, ...]:
-        """The layers of one round of the first dense ones; empty if there are none."""
-        return shortest_round(self.layer_parts[: self.layers - self.stack_layers])
-
-    @property
-    def stack_pattern(self) -> tuple[LayerParts, ...]:
-        """The layers of one round of the stack, which repeats after the first dense layers.
-
-        All layers of the stack are one round where nothing shorter repeats as a whole.
-        """
-        return shortest_round(self.layer_parts[self.layers - self.stack_layers :])
+    def stacks(self) -> tuple[LayerStack, ...]:
+        """The stacks of layers, one after another: of the first dense ones, and of the others."""
+        return stacks_of(self.layer_parts, self.layers - self.stack_layers)
 
     @property
     def stack_layers(self) -> int:
-        """The layers of the stack: all but the first dense ones."""
+        """The layers that a pipeline shares out: all but the first dense ones."""
         return self.layers - (self.experts.first_dense if self.experts else 0)
 
     @property
