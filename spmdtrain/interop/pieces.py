@@ -258,6 +258,16 @@ def one_row(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the othe
     return _one((1, *shape), shape, shape, (0,))
 
 
+def split_vector(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the other rules
+    """Takes a vector as a matrix with its parts in rows."""
+    return _one((math.prod(shape),), shape, shape, (0, 1))
+
+
+def taps(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the other rules
+    """Takes the taps [n, 1, w] of a convolution by channel as [n, w]."""
+    return _one((shape[0], 1, shape[1]), shape, shape, (0, 1))
+
+
 def heads_out(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the other rules
     """Takes the output projection [E, H d] as [K, G, d, E]."""
     *heads, embed = shape

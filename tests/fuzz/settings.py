@@ -64,6 +64,7 @@ VALUES: dict[str, Sequence[Any]] = {
     "model.experts.shared": (0, 1, 1, 2),
     "model.experts.shared_ffn": (None, None, 8, 24),
     "model.experts.smallest_sum": (1e-20, 1e-20, 1e-12, 0.9),
+    "model.experts.sum_epsilon": (0.0, 0.0, 1e-6, 0.3),
     "model.experts.first_dense": (0, 1, 1),
     "model.experts.every": (1, 1, 2),
     "model.experts.scale": (1.0, 1.0, 2.5),

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import mixer_directories
 import ml_dtypes
 import numpy as np
 import pytest
@@ -438,6 +439,7 @@ CONFIGS |= {
     "qwen3_5_moe_text": LINEAR_ROUTED | {"model_type": "qwen3_5_moe_text"},
     "qwen3_next": LINEAR_ROUTED | {"model_type": "qwen3_next", "full_attention_interval": 3},
 }
+CONFIGS |= mixer_directories.CONFIGS
 # The names of a layer's experts in published files: the router, its bias, the matrices of expert X,
 # and the mlp of the shared experts.
 NEWER = ("mlp.experts.X.gate_proj", "mlp.experts.X.up_proj", "mlp.experts.X.down_proj")
@@ -590,9 +592,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+VARIANTS |= mixer_directories.VARIANTS
+
+
 def tensors_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """The names and shapes of the tensors in the files of a family."""
     kind = config["model_type"]
+    if kind in mixer_directories.CONFIGS:
+        return mixer_directories.tensors_of(config)
     if kind == "gpt2":
         return _of_gpt2(config)
     embed, layers = config["hidden_size"], config["num_hidden_layers"]

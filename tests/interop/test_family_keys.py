@@ -60,6 +60,20 @@ def test_norms_of_latents_have_an_epsilon_of_their_own():
     assert function_of(plain) != function_of(model)
 
 
+def test_layers_of_lfm2_are_listed_or_numbered_and_its_mlps_are_narrower_than_their_key():
+    listed = settings("lfm2")
+    numbered = settings("lfm2", layer_types=..., full_attn_idxs=[1, 4])
+    assert listed == numbered | {"mixers": listed["mixers"]}
+    assert settings("lfm2", layer_types=...).get("mixers") is None  # the class then has attention
+    assert listed["ffn"] == 72  # a multiple of 12 of at least two thirds of 100
+    assert settings("lfm2", block_auto_adjust_ff_dim=False)["ffn"] == 100
+    assert settings("lfm2", block_ff_dim=200, block_ffn_dim_multiplier=0.5)["ffn"] == 72
+    assert settings("lfm2", block_ffn_dim_multiplier=None)["ffn"] == 66
+    assert settings("lfm2", tie_embedding=False)["tied"] is False
+    experts = settings("lfm2_moe")["experts"]
+    assert (experts["sum_epsilon"], experts["first_dense"]) == (1e-6, 1)
+
+
 def test_gpt_oss_is_read_as_transformers_5_saves_it():
     assert settings("gpt_oss", swiglu_alpha=1.702, swiglu_limit=7.0) == settings("gpt_oss")
 
@@ -87,6 +101,10 @@ def test_noise_and_losses_of_0_say_nothing(key):
         ("hy_v3", {"first_k_dense_replace": 1}, "first_k_dense_replace=1 has no setting"),
         ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace=1 has no setting"),
         ("dots1", {"n_routed_experts": ...}, "lacks n_routed_experts"),
+        ("lfm2", {"theta": 1e4}, "theta=10000.0 has no setting here; found model_type='lfm2'"),
+        ("lfm2", {"full_attn_idxs": [0]}, r"full_attn_idxs=\[0\] has no setting"),
+        ("lfm2", {"layer_types": ["mamba"] * 5}, r"layer_types='mamba' has no setting"),
+        ("lfm2", {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05 has no setting"),
         ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha=1.5 has no setting"),
         (
             "exaone4",

@@ -467,6 +467,7 @@ OTHER_OF_EXPERTS = {
     "shared_ffn": 40,
     "shared_gate": True,
     "smallest_sum": 0.5,
+    "sum_epsilon": 0.3,
     "first_dense": 1,
     "every": 2,
     "score": "sigmoid",

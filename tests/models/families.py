@@ -252,6 +252,24 @@ FAMILIES = {
             "smallest_sum": 0.5,
         },
     },
+    "lfm2": {
+        **GIVEN_HEAD,
+        "layers": 5,
+        "mixers": ["conv", "attention", "conv", "conv", "attention"],
+        "conv": {"taps": 3, "bias": True},
+        "query_norm": "head",
+        "norm_epsilon": 1e-3,
+        "tied": True,
+    },
+    "lfm2_moe": {
+        **GIVEN_HEAD,
+        "layers": 5,
+        "mixers": ["conv", "conv", "attention", "attention", "conv"],
+        "conv": {"taps": 4},
+        "query_norm": "head",
+        "norm_epsilon": 1e-3,
+        "experts": BY_SIGMOID | {"first_dense": 1, "sum_epsilon": 0.3},
+    },
     "exact": {"name": "gpt", "heads": 4, "embed": 48, "mlp": "gelu_exact", "mlp_bias": False},
 }
 
@@ -328,6 +346,13 @@ RICH = {
         *("model.experts.shared=1", "model.experts.shared_ffn=16"),
         "model.experts.shared_gate=true",
         *("model.multi_token.depth=2", "model.multi_token.weight=0.5"),
+    ),
+    "convolved": (
+        *("model.layers=5", "model.mixers=['conv', 'attention', 'conv', 'conv', 'attention']"),
+        *("model.conv.taps=3", "model.conv.bias=true", "model.query_norm=head"),
+        *("model.experts.count=4", "model.experts.chosen=2", "model.experts.ffn=24"),
+        *("model.experts.first_dense=1", "model.experts.bias_rate=0.01"),
+        *("model.experts.score=sigmoid", "model.experts.sum_epsilon=0.4"),
     ),
 }
 # What a model with latent attention has no use for.

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 import numpy as np
-from mixer_oracle import delta_layer
+from mixer_oracle import conv_layer, delta_layer
 
 Params = dict[str, np.ndarray]
 CLAMP = 7  # of gpt-oss: its gates and values
@@ -108,10 +108,13 @@ def normed(model: Any, p: Params, name: str, x: np.ndarray) -> np.ndarray:
 
 
 def mixed(model: Any, p: Params, x: np.ndarray, number: int) -> np.ndarray:
-    """What a layer's attention, or its gated delta rule, adds to the stream."""
-    if "attention.qkvz_ehn" not in p:
-        return attention(model, p, x, number)
-    return delta_layer(model, lambda name: p[f"attention.{name}"], x, np.zeros(x.shape[:2], bool))
+    """What a layer's attention, or what it has in its place, adds to the stream."""
+    own = {"attention.qkvz_ehn": delta_layer, "attention.in_e3c": conv_layer}  # their own weights
+    for path, layer in own.items():
+        if path in p:
+            starts = np.zeros(x.shape[:2], bool)
+            return layer(model, lambda name: p[f"attention.{name}"], x, starts)
+    return attention(model, p, x, number)
 
 
 def attention(model: Any, p: Params, x: np.ndarray, number: int) -> np.ndarray:
@@ -283,7 +286,7 @@ def gates(model: Any, p: Params, x: np.ndarray) -> tuple[np.ndarray, np.ndarray,
         allowed = [size * g + n for g in best[: of.groups_kept or of.groups] for n in range(size)]
         chosen = sorted(allowed, key=lambda one, place=place: -ranks[place][one])[: of.chosen]
         gate = scores[place][chosen]
-        total = max(gate.sum(), of.smallest_sum)
+        total = max(gate.sum(), of.smallest_sum) + of.sum_epsilon
         found[place][chosen] = of.scale * (gate / total if of.normalise else gate)
     return logits, scores, found
 

@@ -14,6 +14,7 @@ from families import FAMILIES, RICH, VOCAB, T, draw_params, family_config, rich
 from family_oracle import logits as logits_by_definition
 from flax import nnx
 from helpers import batches_of, prepared
+from mixer_oracle import conv_layer, convolution
 
 from spmdtrain.config import ConfigError
 from spmdtrain.models.abstract import build_model
@@ -65,6 +66,7 @@ PLACEMENTS = [
     ("latent", ("mesh.fsdp=2", "mesh.context=2", "mesh.tensor=2", "train.microbatch=2")),
     ("latent", ("mesh.pipeline=2", "mesh.fsdp=2", "mesh.tensor=2", "train.microbatch=2")),
     ("further", ("mesh.expert=2", "mesh.context=2", "mesh.tensor=2", "train.microbatch=2")),
+    ("convolved", ("mesh.expert=2", "mesh.context=2", "mesh.tensor=2", "train.microbatch=2")),
 ]
 
 
@@ -80,7 +82,7 @@ def rich_gradients(name: str, *placement: str) -> tuple[float, dict[str, np.ndar
     return float(sums["loss"] / sums["tokens"]), plain_arrays(setup, found)
 
 
-IDS = ["capped", "sunk", "latent", "staged", "further"]
+IDS = ["capped", "sunk", "latent", "staged", "further", "convolved"]
 
 
 @pytest.mark.long
@@ -197,6 +199,10 @@ MISTAKES = [
     ("minimax_m2", {"rope_share": 1.0}),
     ("minimax_m2", experts("minimax_m2", score="softmax")),
     ("exaone4", {"rope_layers": ()}),
+    ("lfm2", {"query_norm": "none"}),
+    ("lfm2_moe", experts("lfm2_moe", bias_rate=None)),
+    ("lfm2_moe", experts("lfm2_moe", normalise=False)),
+    ("lfm2_moe", experts("lfm2_moe", sum_epsilon=0.0)),
 ]
 
 
@@ -240,6 +246,33 @@ def silu_gate(model, p, x):
     return share * np.log(share / (1 - share))
 
 
+def in_another_order(config, weight, x, starts):
+    """The parts of a short convolution as C, B, x."""
+
+    def swapped(name):
+        return weight(name)[:, [1, 0, 2]] if name == "in_e3c" else weight(name)
+
+    return conv_layer(config, swapped, x, starts)
+
+
+def gated_behind_the_taps(_, weight, x, starts):
+    """A short convolution whose first gate comes behind it."""
+    before, after, value = (np.einsum("bte,ec->btc", x, part) for part in parts_of(weight))
+    y = after * before * convolution(value, weight("taps_cw"), starts)
+    return np.einsum("btc,ce->bte", y, weight("out_ce"))
+
+
+def activated(_, weight, x, starts):
+    """A short convolution with a silu, as in front of the delta rule."""
+    before, after, value = (np.einsum("bte,ec->btc", x, part) for part in parts_of(weight))
+    y = convolution(before * value, weight("taps_cw"), starts)
+    return np.einsum("btc,ce->bte", after * y / (1 + np.exp(-y)), weight("out_ce"))
+
+
+def parts_of(weight):
+    return np.moveaxis(weight("in_e3c"), 1, 0)
+
+
 family_oracle_output_gate = family_oracle.output_gate
 family_oracle_turned, family_oracle_gates = family_oracle.turned, family_oracle.gates
 # The same of formulas, for which there is no setting.
@@ -258,6 +291,10 @@ MISTAKEN_FORMULAS = [
     ("gated channels", "output_gate", silu_gate),
     ("deepseek_v3", "gates", scores_with_their_bias),
     ("minimax_m2", "gates", scores_with_their_bias),
+    ("lfm2_moe", "gates", scores_with_their_bias),
+    ("lfm2", "conv_layer", in_another_order),
+    ("lfm2_moe", "conv_layer", gated_behind_the_taps),
+    ("lfm2_moe", "conv_layer", activated),
 ]
 
 

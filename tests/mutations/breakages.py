@@ -1569,6 +1569,13 @@ BREAKAGES = [
         f"'{OF_FAMILY}[ernie4_5_moe]'",
     ),
     Breakage(
+        "divides gates by their sum without an epsilon",
+        "models/layers/router.py",
+        "sums = sums + self.experts.sum_epsilon",
+        "pass",
+        f"'{OF_FAMILY}[lfm2_moe]'",
+    ),
+    Breakage(
         "adds no half to the lower slope of xIELU",
         "models/layers/mlp.py",
         "XIELU_BETA + jax.nn.softplus(alpha_n",

@@ -26,7 +26,7 @@ HARMLESS = re.compile(
             # How numbers are computed, and with what a training begins.
             "use_mamba_kernels|mamba_ssm_cache_dtype|(mamba_)?chunk_size|num_logits_to_keep",
             "time_step_(min|max|floor)|rescale_prenorm_residual|moe_shared_expert_overlap",
-            "enable_moe_fp32_combine|mrope_.*",
+            "enable_moe_fp32_combine|mrope_.*|block_(mlp|out)_init_scale|.*_use_xavier_init",
         )
     )
 )

@@ -256,7 +256,7 @@ def _read_llama(name: str, keys: Keys) -> ModelSettings:
         "vocab": keys.count("vocab_size"),
         "max_length": keys.count("max_position_embeddings"),
         "mlp": _activation(keys, family.activation, family.activations),
-        "norm_epsilon": float(keys.positive("rms_norm_eps") or 0),
+        "norm_epsilon": float(keys.positive(family.epsilon) or 0),
         "tied": keys.flag("tie_word_embeddings"),
     }
     settings |= read_rope(keys, name, family) | dict(family.settings) | family.read(keys)

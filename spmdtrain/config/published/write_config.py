@@ -130,7 +130,7 @@ def _with_epsilon(
 
 def _function_of_experts(model: TransformerConfig, experts: ExpertsConfig) -> dict[str, Any]:
     names = ("count", "chosen", "score", "normalise", "scale", "logit_bias", "groups")
-    names += ("shared_width", "shared_gate", "smallest_sum")
+    names += ("shared_width", "shared_gate", "smallest_sum", "sum_epsilon")
     return {name: getattr(experts, name) for name in names} | {
         "ffn": experts.ffn,
         "layers": model.has_experts,
@@ -190,7 +190,7 @@ def _written(family: Family, name: str, model: TransformerConfig) -> dict[str, A
             "intermediate_size": model.ffn,
             "max_position_embeddings": model.max_length,
             family.activation: _name_of(family.activations, model.mlp),
-            "rms_norm_eps": model.norm_epsilon,
+            family.epsilon: model.norm_epsilon,
         }
         | write_rope(model, strictly=family.strict_scaling, by_kind=family.rope_by_kind)
         | family.write(model)

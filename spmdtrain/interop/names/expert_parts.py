@@ -12,6 +12,7 @@ from spmdtrain.interop import pieces
 from spmdtrain.interop.names.entry import Part, entry
 
 Layouts = tuple[Part, ...]  # the first one is written where nothing was imported
+LOAD_BIAS, NO_BIAS = "mlp.router.load_bias_x", entry(pieces.zeros)
 
 
 def _of_each(place: str, gate: str, up: str, down: str) -> Part:
@@ -42,10 +43,10 @@ def _stacked(place: str) -> Part:
 
 def _router(name: str, bias: str = "") -> Part:
     """Returns a router, and the bias by which it chooses if the family has one."""
-    load_bias = entry(pieces.copy, bias) if bias else entry(pieces.zeros)
+    load_bias = entry(pieces.copy, bias) if bias else NO_BIAS
     return {
         "mlp.router.weight_ex": entry(pieces.transpose, name),
-        "mlp.router.load_bias_x": load_bias,
+        LOAD_BIAS: load_bias,
     }
 
 
@@ -78,7 +79,7 @@ def _with_row_of_biases(place: str) -> Layouts:
     """Returns the layouts of ERNIE, whose biases are a matrix of one row."""
     router = {
         **_router("mlp.gate.weight"),
-        "mlp.router.load_bias_x": entry(pieces.one_row, f"{place}.{BIAS}"),
+        LOAD_BIAS: entry(pieces.one_row, f"{place}.{BIAS}"),
     }
     return _layouts(router, _shared("mlp.shared_experts"))
 
@@ -120,11 +121,18 @@ GRANITE = tuple(
     )
 )
 ERNIE = _with_row_of_biases("mlp.moe_statics") + _with_row_of_biases("mlp.gate.moe_statics")
+LFM = tuple(
+    {
+        **_router("feed_forward.gate.weight", "feed_forward.expert_bias"),
+        **matrices("feed_forward"),
+    }
+    for matrices in (_older, _stacked, _newer)
+)
 GPT_OSS = (
     {
         "mlp.router.weight_ex": entry(pieces.transpose, "mlp.router.weight"),
         "mlp.router.logit_bias_x": entry(pieces.copy, "mlp.router.bias"),
-        "mlp.router.load_bias_x": entry(pieces.zeros),
+        LOAD_BIAS: NO_BIAS,
         "mlp.up_xeu": entry(pieces.gate_up_interleaved, "mlp.experts.gate_up_proj"),
         "mlp.up_bias": entry(pieces.gate_up_interleaved, "mlp.experts.gate_up_proj_bias"),
         "mlp.down_xfe": entry(pieces.copy, "mlp.experts.down_proj"),

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from spmdtrain.interop import pieces
-from spmdtrain.interop.names import expert_parts, layer_parts
+from spmdtrain.interop.names import expert_parts, layer_parts, lfm_parts
 from spmdtrain.interop.names.entry import EMBED, HEAD, NORM, POSITIONS, Part, Table, entry
 from spmdtrain.interop.names.expert_parts import Layouts
 from spmdtrain.interop.names.layer_parts import (
@@ -71,6 +71,7 @@ GPT2 = FamilyNames(
     },
     prefix="transformer.h.{}.",
 )
+LFM = FamilyNames(lfm_parts.LAYER, lfm_parts.MLP, whole=lfm_parts.WHOLE)
 SINKS = {"attention.sinks": entry(pieces.copy, "self_attn.sinks")}
 
 
@@ -106,6 +107,8 @@ NAMES: Mapping[str, FamilyNames] = {
         {**ATTENTION, **DELTA_BY_HEAD, **NORMS_BEFORE, **QUERY_NORMS},
         experts=expert_parts.GATED_SHARED,
     ),
+    "lfm2": LFM,
+    "lfm2_moe": LFM._replace(experts=expert_parts.LFM),
     "qwen2_moe": FamilyNames(OF_ATTENTION, experts=expert_parts.GATED_SHARED),
     "ministral3": LLAMA,
     "mistral4": FamilyNames({**LATENT, **NORMS_BEFORE}, experts=expert_parts.MISTRAL),

@@ -12,6 +12,7 @@ from spmdtrain.interop.names.entry import (
     Table,
     in_layers,
 )
+from spmdtrain.interop.names.expert_parts import LOAD_BIAS, NO_BIAS, Layouts
 from spmdtrain.interop.names.family_names import NAMES
 from spmdtrain.interop.names.layer_parts import FURTHER_TOKEN, PLAIN_QUERIES
 from spmdtrain.interop.names.spellings import spelled, spelling_of
@@ -38,7 +39,7 @@ def layout_of(family: str, model: TransformerConfig, names: Collection[str]) -> 
     spelling = spelling_of(family, names)
     # The last layer has experts if any layer has.
     prefix = NAMES[family].prefix.replace(LAYER, str(model.layers - 1))
-    for number, part in enumerate(NAMES[family].experts if model.experts else ()):
+    for number, part in enumerate(_layouts(family, model) if model.experts else ()):
         own = (entry for path, entry in part.items() if not path.startswith(SHARED))
         wanted = (name for entry in own for name in entry.of_experts(1).names)
         if all(spelled(prefix + name, spelling) in names for name in wanted):
@@ -64,9 +65,9 @@ def _of_rounds(
     family: str, model: TransformerConfig, pattern: Sequence[LayerParts], layout: int
 ) -> Iterator[tuple[int, str, Entry]]:
     """Yields (place in the round, our path, entry) of the layers of a round."""
-    names = NAMES[family]
+    names, layouts = NAMES[family], _layouts(family, model)
     for place, layer in enumerate(pattern):
-        of_mlp = names.experts[layout] if layer.mlp == "routed" and names.experts else names.mlp
+        of_mlp = layouts[layout] if layer.mlp == "routed" and layouts else names.mlp
         ours = f"block.{place}." if len(pattern) > 1 else ""
         of_layer = {**_layer(family, model), **of_mlp}
         for path, entry in in_layers(names.prefix, of_layer, ours).items():
@@ -75,10 +76,18 @@ def _of_rounds(
 
 def stack_table(family: str, model: TransformerConfig, layout: int = 0) -> Table:
     """Returns the table of a family without first dense layers, for experts one by one."""
-    names = NAMES[family]
-    of_mlp = names.experts[layout] if model.experts and names.experts else names.mlp
+    names, layouts = NAMES[family], _layouts(family, model)
+    of_mlp = layouts[layout] if model.experts and layouts else names.mlp
     of_layer = {**_layer(family, model), **of_mlp}
     return {**names.whole, **in_layers(names.prefix, of_layer)}
+
+
+def _layouts(family: str, model: TransformerConfig) -> Layouts:
+    """Returns the layouts of experts; a model that chooses without a bias has no tensor for it."""
+    layouts = NAMES[family].experts
+    if model.experts is None or model.experts.bias_rate is not None:
+        return layouts
+    return tuple({**part, LOAD_BIAS: NO_BIAS} for part in layouts)
 
 
 def _layer(family: str, model: TransformerConfig) -> dict[str, Entry]:

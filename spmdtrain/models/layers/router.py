@@ -76,7 +76,10 @@ class Router(nnx.Module):
         gates_btk = jnp.where(chosen_btkx, scores_btx[:, :, None], 0).sum(-1)
         if self.experts.normalise:
             smallest = self.experts.smallest_sum
-            gates_btk = gates_btk / jnp.maximum(gates_btk.sum(-1, keepdims=True), smallest)
+            sums = jnp.maximum(gates_btk.sum(-1, keepdims=True), smallest)
+            if self.experts.sum_epsilon:
+                sums = sums + self.experts.sum_epsilon
+            gates_btk = gates_btk / sums
         gates_btk = gates_btk * self.experts.scale
         chosen_btx = chosen_btkx.any(2)
         losses = self._side_losses(logits_btx, scores_btx, chosen_btx, bias_x, ctx)

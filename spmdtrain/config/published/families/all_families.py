@@ -14,6 +14,7 @@ from spmdtrain.config.published.families.gpt2 import GPT2
 from spmdtrain.config.published.families.gpt_oss import GPT_OSS
 from spmdtrain.config.published.families.granite import GRANITE
 from spmdtrain.config.published.families.hunyuan import HUNYUAN
+from spmdtrain.config.published.families.lfm import LFM
 from spmdtrain.config.published.families.llama import LLAMA
 from spmdtrain.config.published.families.minimax import MINIMAX
 from spmdtrain.config.published.families.mistral import MISTRAL
@@ -45,4 +46,5 @@ FAMILIES: Mapping[str, Family] = {
     **APERTUS,
     **ERNIE,
     **QWEN_LINEAR,
+    **LFM,
 }

@@ -23,7 +23,8 @@ class ExpertsConfig(Settings):
     """
 
     of_no_array: ClassVar = (
-        *("chosen", "score", "normalise", "smallest_sum", "scale", "groups", "groups_kept"),
+        *("chosen", "score", "normalise", "smallest_sum", "sum_epsilon", "scale"),
+        *("groups", "groups_kept"),
         *("bias_rate", "balance", "balance_over", "z_loss", "jitter", "bucket_factor"),
     )
 
@@ -60,6 +61,9 @@ class ExpertsConfig(Settings):
     normalise: bool = Field(default=True, description="a token's gates are divided by their sum")
     smallest_sum: Positive = Field(
         default=1e-20, description="the sum that gates are divided by is at least this"
+    )
+    sum_epsilon: NonNegative = Field(
+        default=0.0, description="added to the sum that gates are divided by"
     )
     scale: Positive = Field(default=1.0, description="multiplies the gates")
     logit_bias: bool = Field(default=False, description="a bias in the router's logits")
