@@ -32,7 +32,9 @@ class Feature:
 
 FEATURES = {
     "adapters": Feature(
-        r"adapter|\blora|\bdora", ("models/adapters", "config/schema/finetune.py"), 23
+        r"adapter|\blora|\bdora",
+        ("models/adapters", "config/schema/finetune.py", "interop/peft"),
+        22,
     ),
     "certify": Feature(r"certif", ("lab/certify", "cli/run/certify.py"), 7),
     "chats": Feature(r"\bchat", ("data/chats",), 21),

@@ -4,8 +4,6 @@ Ours are half a head apart, as in all other models. The scores are the same, bec
 keys are reordered alike; values stay. Letters as in pieces.py.
 """
 
-import numpy as np
-
 from spmdtrain.interop.pieces import Mapped, Piece, Shape, Sizes
 
 Rows = tuple[int, ...]
@@ -43,16 +41,6 @@ def qkv_bias(sizes: Sizes, shape: Shape) -> Mapped:
     )
     shapes = tuple((heads * count * dim,) for count, *_ in _slots(slots))
     return Mapped(shape, (heads, slots, 2, dim // 2), shapes, pieces)
-
-
-def to_pairs(rows: np.ndarray, dim: int) -> np.ndarray:
-    """Returns rows [H d, ...] in the order of files, from ours."""
-    return rows.reshape(-1, 2, dim // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
-
-
-def to_halves(rows: np.ndarray, dim: int) -> np.ndarray:
-    """Returns rows [H d, ...] in our order, from that of files."""
-    return rows.reshape(-1, dim // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def _slots(slots: int) -> tuple[tuple[int, slice, bool], ...]:

@@ -18,7 +18,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from spmdtrain.compiled.step_parts import part
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.schema import IN_STACK, Narrow, PrecisionConfig, RunConfig
+from spmdtrain.config.schema import IN_STACK, Narrow, PrecisionConfig, RunConfig, TransformerConfig
 from spmdtrain.models.buffer import Buffer, refusing_writes
 from spmdtrain.models.choose import MakeModel
 from spmdtrain.models.context import ForwardContext
@@ -104,6 +104,7 @@ class AbstractModel:
     make: Callable[[jax.Array], LanguageModel]
     stage_layout: StageLayout  # of the parameters in the stack `blocks`
     rows: int  # of the whole table that `head` returns
+    config: TransformerConfig
 
     def in_stack(self, path: str) -> bool:
         """Returns True if this parameter belongs to the layers that a pipeline distributes."""
@@ -214,7 +215,7 @@ class AbstractModel:
         if any(parameter.is_of_adapter for parameter in self.parameters.values()):
             from spmdtrain.models.adapters.by_path import with_magnitudes
 
-            values = with_magnitudes(values)
+            values = with_magnitudes(values, self.config)
         for path, x in values.items():
             if self.in_stack(path):
                 values[path] = self.stage_layout.staged(x)
@@ -315,7 +316,7 @@ def build_model(
     names = {name for parameter in parameters.values() for name in parameter.axes if name}
     check_names(config.rules, names, lambda: _activation_axes(config, graphdef, state))
     rows = _table_rows(config, graphdef, state)
-    return AbstractModel(parameters, graphdef, variables, build, layout, rows)
+    return AbstractModel(parameters, graphdef, variables, build, layout, rows, config.model)
 
 
 def _replace_weights(model: nnx.Module, config: RunConfig, key: jax.Array) -> None:
@@ -323,7 +324,7 @@ def _replace_weights(model: nnx.Module, config: RunConfig, key: jax.Array) -> No
     if config.finetune.has_adapters:
         from spmdtrain.models.adapters.adapt import adapt
 
-        adapt(model, config.finetune, key)
+        adapt(model, config, key)
     if config.precision.matmul != "compute":
         from spmdtrain.models.layers.narrow import narrow
 

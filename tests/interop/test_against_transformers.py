@@ -311,6 +311,9 @@ def test_preferences_have_the_gradients_of_torch(mesh, tmp_path):
         ("qwen3", ("finetune.kind=dora", "finetune.rank_stabilised=true", "finetune.targets=q,v")),
         ("gpt2", ("finetune.kind=lora",)),
         ("phi3", ("finetune.kind=lora", "finetune.targets=gate,up,down,q,k,v")),
+        ("qwen3_5_text", ("finetune.kind=dora",)),
+        ("qwen3_next", ("finetune.kind=lora",)),
+        ("deepseek_v3", ("finetune.kind=lora",)),
     ],
 )
 def test_adapters_load_in_peft_and_give_the_logits_of_the_merged_model(family, settings, tmp_path):

@@ -9,17 +9,35 @@ from helpers import tiny
 from safetensors.numpy import save_file
 
 import spmdtrain as st
-from spmdtrain.interop.names.model_table import stack_table
-from spmdtrain.interop.peft import CONFIG, WEIGHTS, read_adapters, write_adapters
+from spmdtrain.interop.names.model_table import table_of
+from spmdtrain.interop.peft.adapter_config import CONFIG
+from spmdtrain.interop.peft.adapter_files import WEIGHTS, read_adapters, write_adapters
 from spmdtrain.interop.published_weights import sizes_of
 from spmdtrain.interop.safetensors_files import open_file
 from spmdtrain.models.adapters.by_path import merged
 
+OF_DELTA = ("key_heads=2", "value_heads=6", "key_dim=8", "value_dim=6", "taps=3")
+MIXED = (
+    *("model.name=llama", "model.kv_heads=2", "model.ffn=24", "model.output_gate=channel"),
+    *(f"model.delta.{size}" for size in OF_DELTA),
+)
 FAMILIES = {
     "gpt2": ("model.name=gpt",),
     "llama": ("model.name=llama", "model.kv_heads=2", "model.ffn=24"),
     "ernie4_5": ("model.name=llama", "model.kv_heads=2", "model.ffn=24"),
     "phi3": ("model.name=llama", "model.kv_heads=2", "model.ffn=24"),
+    "qwen3_5_text": (*MIXED, "model.mixers=['delta', 'delta', 'attention']", "model.layers=4"),
+    "qwen3_next": (*MIXED, "model.mixers=['delta', 'attention']", "model.layers=4"),
+    "glm4_moe": (
+        *("model.name=llama", "model.kv_heads=2", "model.ffn=24"),
+        *(
+            "model.experts.count=4",
+            "model.experts.chosen=2",
+            "model.experts.ffn=8",
+            "model.experts.shared=1",
+        ),
+        *("model.experts.first_dense=1", "model.layers=3"),
+    ),
 }
 SIZES = ("model.layers=2", "model.embed=16", "model.heads=4", "model.vocab=32", "finetune.rank=3")
 
@@ -37,8 +55,8 @@ def published(values, config, family: str) -> dict[str, np.ndarray]:
     """The tensors of the published model, by name."""
     found = {}
     for path, x in values.items():
-        entry = stack_table(family, config.model).get(path)
-        stacked = path.startswith("blocks.")
+        entry = table_of(family, config.model).get(path)
+        stacked = path.startswith("blocks.layer.")
         if entry is not None:
             for layer, one in enumerate(x) if stacked else [(None, x)]:
                 written = entry.rule(sizes_of(config.model), one.shape).write(one)
@@ -55,10 +73,11 @@ def by_the_formula(folder, base: dict[str, np.ndarray]) -> dict[str, np.ndarray]
         module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
         if not name.endswith(".lora_A.weight"):
             continue
-        last = module.rpartition(".")[2]
-        assert last in said["target_modules"]
-        rank = said["rank_pattern"].get(last, said["r"])
-        alpha = said["alpha_pattern"].get(last, said["lora_alpha"])
+        parameters = said["target_parameters"] or ()
+        endings = [*said["target_modules"], *(x.removesuffix(".weight") for x in parameters)]
+        (target,) = (ending for ending in endings if f".{module}".endswith(f".{ending}"))
+        rank = said["rank_pattern"].get(target, said["r"])
+        alpha = said["alpha_pattern"].get(target, said["lora_alpha"])
         a, b = tensors[name], tensors[name.replace("lora_A", "lora_B")]
         assert a.shape[0] == rank
         scale = alpha / (rank**0.5 if said["use_rslora"] else rank)
@@ -85,9 +104,13 @@ def by_the_formula(folder, base: dict[str, np.ndarray]) -> dict[str, np.ndarray]
 )
 def test_the_files_say_what_merging_does(family, settings, tmp_path):
     config, values = drawn(*FAMILIES[family], *settings)
+    if config.model.experts and config.finetune.kind == "dora":
+        with pytest.raises(st.UserError, match="no DoRA for .* in a model with experts"):
+            write_adapters(tmp_path / "out", values, config, family, "base")
+        return
     write_adapters(tmp_path / "out", values, config, family, "base")
     got = by_the_formula(tmp_path / "out", published(values, config, family))
-    want = published(merged(values, config.finetune), config, family)
+    want = published(merged(values, config.finetune, config.model), config, family)
     if config.model.tied and config.finetune.also_train:
         # peft replaces the head, too, which would stay as it was.
         assert np.array_equal(got.pop("lm_head.weight"), values["tokens.table_ve"])
@@ -96,15 +119,26 @@ def test_the_files_say_what_merging_does(family, settings, tmp_path):
         assert np.allclose(got[name], x, rtol=1e-5, atol=1e-5), name
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora"])
-@pytest.mark.parametrize("family", ["llama", "ernie4_5"])
-def test_what_is_written_is_read_back_to_the_bit(family, kind, tmp_path):
-    also = "finetune.also_train=norm.*,blocks.layer.mlp_norm.*"
+@pytest.mark.parametrize(
+    ("family", "kind", "modules", "adapters"),
+    [
+        ("llama", "lora", 2 * 7, 7),
+        ("llama", "dora", 2 * 7, 7),
+        ("ernie4_5", "dora", 2 * 7, 7),
+        ("phi3", "lora", 2 * 4, 7),
+        ("qwen3_5_text", "dora", 3 * (5 + 3) + 7, (6 + 1 + 3) + (4 + 3) + (6 + 1 + 3)),
+        ("qwen3_next", "lora", 2 * (3 + 3) + 2 * 7, 3 + 7 + 7),
+        ("glm4_moe", "lora", 7 + 2 * 7, 7 + 7),
+    ],
+)
+def test_what_is_written_is_read_back_to_the_bit(family, kind, modules, adapters, tmp_path):
+    also = "finetune.also_train=norm.*,*mlp_norm.*"
     config, values = drawn(*FAMILIES[family], f"finetune.kind={kind}", also)
+    whole = [path for path in values if path == "norm.scale_e" or "mlp_norm" in path]
     tensors = write_adapters(tmp_path / "out", values, config, family)
-    assert tensors == 2 * 7 * (3 if kind == "dora" else 2) + 1 + 2
+    assert tensors == modules * (3 if kind == "dora" else 2) + 1 + config.model.layers
     found = read_adapters(tmp_path / "out", values, config, family)
-    assert len(found) == 7 * (3 if kind == "dora" else 2) + 2
+    assert len(found) == adapters * (3 if kind == "dora" else 2) + len(whole)
     for path, x in found.items():
         assert np.array_equal(x, values[path]), path
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import assert_gradients_of_one_device, initial_weights, tiny
+from helpers import assert_gradients_of_one_device, gradients, initial_weights, tiny
 
 from spmdtrain.config.errors import ConfigError, UserError
 from spmdtrain.config.schema.model.layer_kinds import LayerParts, shortest_round
@@ -180,6 +180,25 @@ def test_token_by_token_with_a_cache_gives_the_logits_of_the_whole(name):
     for at in range(5, 12):
         logits, cache = extend(tokens_bt[:, at : at + 1], cache)
     np.testing.assert_allclose(logits, whole, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.long
+def test_adapters_of_mixers_have_the_gradients_of_one_device_on_a_mesh():
+    numbers = (*SMALL, *MODELS["rounds"], "finetune.kind=dora", "finetune.rank=2")
+    _, expected = gradients(numbers)
+    _, on_mesh = gradients(numbers, MESHES[WITHOUT_STAGES])
+    assert on_mesh.keys() == expected.keys()
+    for path, gradient in expected.items():  # 0 for each A, because B is
+        assert np.linalg.norm(on_mesh[path] - gradient) <= 1e-5 * np.linalg.norm(gradient), path
+
+
+@pytest.mark.parametrize("name", ["rounds", "state spaces and convolutions"])
+def test_every_matmul_of_a_mixer_has_an_adapter(name):
+    config = tiny(*SMALL, *MODELS[name], "finetune.kind=lora")
+    parameters = build_model(*choose_model(config)).parameters
+    of_matmuls = {path for path, one in parameters.items() if one.is_of_matmuls}
+    adapted = {path.rsplit(".", 2)[0] for path in of_matmuls if path.endswith(".a")}
+    assert {path for path in of_matmuls if not path.endswith(".a")} == adapted
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -67,7 +67,7 @@ def test_weights_of_zero_stay_zero(kind):
 def test_what_was_quantised_is_not_merged():
     finetune = tiny("finetune.kind=lora", "finetune.base=nf4").finetune
     with pytest.raises(st.UserError, match="finetune.base='nf4': adapters are merged with the or"):
-        merged({}, finetune)
+        merged({}, finetune, tiny().model)
 
 
 def test_what_gives_no_blocks_is_refused():

@@ -1591,9 +1591,9 @@ BREAKAGES = [
     ),
     Breakage(
         "writes the rows of an adapter in our order of channels",
-        "interop/peft.py",
-        "paired_rotation.to_pairs(rows, self.paired_dim) if self.paired_dim else rows",
-        "rows",
+        "interop/peft/linear_layers.py",
+        "row_of[order] = np.arange(order.size)",
+        "row_of[np.sort(order)] = np.arange(order.size)",
         "tests/interop/test_peft.py -k 'merging and ernie4_5'",
     ),
 ]

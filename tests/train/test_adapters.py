@@ -11,7 +11,7 @@ from helpers import MESHES_OF_WEIGHTS, batches_of, mesh_of, tiny, trained
 
 import spmdtrain as st
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.interop.peft import read_adapters
+from spmdtrain.interop.peft.adapter_files import read_adapters
 from spmdtrain.models.adapters.by_path import merged
 from spmdtrain.models.adapters.quantised import dequantised
 from spmdtrain.planner.cost.memory import SAFE_SHARE
@@ -134,7 +134,7 @@ def test_a_model_with_adapters_computes_what_the_merged_one_does():
     assert len([each for each in setup.model.parameters.values() if each.is_of_adapter]) == 7 * 3
     params = moved(setup, st.init_state(setup).params)
     plain = st.shard(tiny(*MODEL, GATED), devices=jax.devices()[:1])
-    weights = merged(jax.device_get(params), setup.config.finetune)
+    weights = merged(jax.device_get(params), setup.config.finetune, setup.config.model)
     assert {path: x.shape for path, x in weights.items()} == {
         path: x.shape for path, x in plain.state.params.items()
     }

@@ -14,7 +14,9 @@ from spmdtrain.config.settings import (
     Strings,
 )
 
-LINEAR = ("q", "k", "v", "out", "gate", "up", "down")  # the linear layers of a shipped block
+# The linear layers of a shipped block: of attention and of the gated delta rule, which has those
+# behind "out" as well; of other mixers ("in"), and of the mlp.
+LINEAR = ("q", "k", "v", "out", "z", "rate", "decay", "in", "gate", "up", "down")
 
 
 class FinetuneConfig(Settings):

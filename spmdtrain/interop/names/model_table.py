@@ -1,6 +1,7 @@
 """Makes the table of names of one model, of as many layers and experts as it has."""
 
 from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
 from spmdtrain.config.schema import LayerParts, LayerStack, TransformerConfig
 from spmdtrain.interop import mxfp4
@@ -17,6 +18,7 @@ from spmdtrain.interop.names.family_names import NAMES
 from spmdtrain.interop.names.layer_parts import FURTHER_TOKEN, PLAIN_QUERIES
 from spmdtrain.interop.names.spellings import spelled, spelling_of
 
+OF_EXPERTS = ("mlp.up_xeu", "mlp.down_xfe")
 SHARED = "mlp.shared."  # which a model may lack
 
 
@@ -45,6 +47,28 @@ def layout_of(family: str, model: TransformerConfig, names: Collection[str]) -> 
         if all(spelled(prefix + name, spelling) in names for name in wanted):
             return number
     return 0
+
+
+class LayerEntry(NamedTuple):
+    """The tensors of one parameter, at our `path`, of the layer at `place` of its stack."""
+
+    path: str
+    place: int
+    entry: Entry
+
+
+def entries_of_layers(family: str, model: TransformerConfig) -> Iterator[LayerEntry]:
+    """Yields the entries of all layers, one by one, without those of experts."""
+    for stack in model.stacks:
+        of_rounds = list(_of_rounds(family, model, stack.pattern, 0))
+        for place in range(stack.rounds):
+            for at, path, entry in of_rounds:
+                if path.endswith(OF_EXPERTS):
+                    continue
+                numbered = entry._replace(first=stack.first + at, step=len(stack.pattern))
+                names = numbered.of_layer(place)
+                path_in_stack = path.replace(OURS, stack.path + ".layer.")
+                yield LayerEntry(path_in_stack, place, Entry(entry.rule, names))
 
 
 def _of_stack(family: str, model: TransformerConfig, stack: LayerStack, layout: int) -> Table:
@@ -122,7 +146,7 @@ def numbers_of_further(model: TransformerConfig) -> range:
 def in_mxfp4(table: Table) -> Table:
     """Returns the table of files in which the matrices of experts are MXFP4."""
     packed = dict(table)
-    for ours in ("mlp.up_xeu", "mlp.down_xfe"):
+    for ours in OF_EXPERTS:
         rule, (name,), first, step = table[OURS + ours]
         names = (name + mxfp4.BLOCKS, name + mxfp4.SCALES)
         packed[OURS + ours] = Entry(mxfp4.of_blocks(rule), names, first, step)

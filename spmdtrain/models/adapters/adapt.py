@@ -13,10 +13,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.schema import FinetuneConfig
+from spmdtrain.config.schema import FinetuneConfig, RunConfig, TransformerConfig
 from spmdtrain.config.schema.finetune import LINEAR
 from spmdtrain.models.adapters.adapted import (
-    SIDE,
     AdaptedWeight,
     Adapter,
     LinearPart,
@@ -27,7 +26,7 @@ from spmdtrain.models.projection import MatmulWeight, matmul_weights
 from spmdtrain.parallel.axes import STACK_AXES
 
 
-def adapt(model: nnx.Module, config: FinetuneConfig, key: jax.Array) -> None:
+def adapt(model: nnx.Module, run: RunConfig, key: jax.Array) -> None:
     """Replaces the adapted weights of a model that is being built by weights with adapters.
 
     At first they change nothing: a ~ U(-1, 1) / sqrt(size of i) and b = 0, as in peft. Each is
@@ -35,11 +34,12 @@ def adapt(model: nnx.Module, config: FinetuneConfig, key: jax.Array) -> None:
 
     Raises ConfigError if a target names no weight.
     """
+    config = run.finetune
     weights = {path: (module, name) for path, module, name in matmul_weights(model)}
-    _check_targets(config, weights)
+    _check_targets(config, weights, run.model)
     for path, (module, name) in weights.items():
         weight = getattr(module, name)
-        parts = parts_of(path, weight.shape)
+        parts = parts_of(path, weight.shape, run.model)
         site = zlib.crc32(path.encode()) >> 1
         chosen = [
             part for part in parts if part.name in config.targets or _matches(path, config.targets)
@@ -57,7 +57,9 @@ def adapt(model: nnx.Module, config: FinetuneConfig, key: jax.Array) -> None:
         setattr(module, name, adapted)
 
 
-def _check_targets(config: FinetuneConfig, weights: Mapping[str, Any]) -> None:
+def _check_targets(
+    config: FinetuneConfig, weights: Mapping[str, Any], model: TransformerConfig
+) -> None:
     """Refuses a pattern that matches no weight, and targets that produce no adapter at all."""
     for target in config.targets:
         if target not in LINEAR and not _matched(weights, target):
@@ -71,7 +73,7 @@ def _check_targets(config: FinetuneConfig, weights: Mapping[str, Any]) -> None:
     layers = {
         part.name
         for path, (module, name) in weights.items()
-        for part in parts_of(path, getattr(module, name).shape)
+        for part in parts_of(path, getattr(module, name).shape, model)
     }
     if not layers & set(config.targets) and not any(_matched(weights, t) for t in config.targets):
         raise ConfigError(
@@ -112,7 +114,9 @@ def _adapter(
     stacked, cut = _cut(path, weight)
     stack, ins, outs = weight.shape[:stacked], weight.shape[stacked:cut], weight.shape[cut:]
     if part.stop is not None:
-        outs = (*outs[:SIDE], part.stop - part.start, *outs[SIDE + 1 :])
+        widths = list(outs)
+        widths[part.side] = part.stop - part.start
+        outs = tuple(widths)
     # Not split over fsdp: the matrices are small, and each would have to be gathered.
     whole = tuple(None if axis == "embed" else axis for axis in axes)
     bound = math.prod(ins) ** -0.5

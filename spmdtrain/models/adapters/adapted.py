@@ -6,7 +6,9 @@ queries, keys and values. Each of them is a *part*, with its own adapter.
 i: the dims that a matmul contracts, o: its other ones, r: the rank.
 """
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,16 +17,31 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from spmdtrain.config.schema import FinetuneConfig
+from spmdtrain.config.schema import DeltaConfig, FinetuneConfig, TransformerConfig
 from spmdtrain.models.adapters.quantised import QuantisedWeight, dequantised
 from spmdtrain.models.projection import Product
 
-SIDE = -2  # the dim along which parts are concatenated: the last but one of o
+SLOTS, CHANNELS = -2, -1  # the dims along which parts lie side by side: of slots, or the last
+
+# The weights that are one linear layer, by their names.
+WHOLE = {
+    "up_ef": "up",
+    "down_fe": "down",
+    "out_kgde": "out",
+    "out_hrve": "out",
+    "out_ce": "out",
+    # The projections of a mixer whose published model has one for all of them.
+    "zxt_ehrn": "in",
+    "kq_ehn": "in",
+    "in_e3c": "in",
+}
+# The parts of the weights of `DeltaMixer`, by their names.
+OF_DELTA = {"qkvz_ehn": ("q", "k", "v", "z"), "rates_ehn": ("rate", "decay")}
 
 
 @dataclass(frozen=True)
 class LinearPart:
-    """A linear layer in a weight: its places [start, stop) along `SIDE`.
+    """A linear layer in a weight: its places [start, stop) along the dim `side`.
 
     `stop` is None if the weight is one linear layer.
     """
@@ -32,29 +49,55 @@ class LinearPart:
     name: str
     start: int = 0
     stop: int | None = None
+    side: int = SLOTS
 
     def of(self, x: Any) -> Any:
         """Returns the places of this part in a weight [*i, *o], or in an array [..., *o]."""
-        return x if self.stop is None else x[..., self.start : self.stop, :]
+        if self.stop is None:
+            return x
+        places = slice(self.start, self.stop)
+        return x[..., places, :] if self.side == SLOTS else x[..., places]
 
 
-def parts_of(path: str, shape: tuple[int, ...]) -> tuple[LinearPart, ...]:
+def parts_of(path: str, shape: tuple[int, ...], model: TransformerConfig) -> tuple[LinearPart, ...]:
     """Returns the linear layers in the weight at a dotted path, of this shape.
 
     Names are those of the shipped block. A weight with another name is one linear layer, `adapter`.
     """
     name = path.rpartition(".")[2]
+    if name in OF_DELTA and model.delta:
+        return _side_by_side_parts(OF_DELTA[name], _widths_of_delta(name, model.delta), shape)
     if name == "qkv_eknd":
-        queries = shape[SIDE] - 2  # and the gates of their channels
+        queries = shape[SLOTS] - 2  # and the gates of their channels
         return (
             LinearPart("q", 0, queries),
             LinearPart("k", queries, queries + 1),
             LinearPart("v", queries + 1, queries + 2),
         )
-    if name == "up_ef" and shape[SIDE] == 2:
+    if name == "up_ef" and shape[SLOTS] == 2:
         return LinearPart("gate", 0, 1), LinearPart("up", 1, 2)
-    whole = {"up_ef": "up", "down_fe": "down", "out_kgde": "out"}
-    return (LinearPart(whole.get(name, "adapter")),)
+    return (LinearPart(WHOLE.get(name, "adapter")),)
+
+
+def _widths_of_delta(name: str, delta: DeltaConfig) -> tuple[int, ...]:
+    """Returns the channels of each part in a key head of a weight of `DeltaMixer`."""
+    if name == "rates_ehn":
+        return (delta.group,) * 2
+    of_values = delta.group * delta.value_dim
+    return delta.key_dim, delta.key_dim, of_values, of_values
+
+
+def _side_by_side_parts(
+    names: Sequence[str], widths: Sequence[int], shape: tuple[int, ...]
+) -> tuple[LinearPart, ...]:
+    """Returns parts of these widths, of which a weight of this shape has as many as fit."""
+    stops = list(itertools.accumulate(widths))
+    places = zip(names, [0, *stops], stops, strict=False)
+    return tuple(
+        LinearPart(name, start, stop, CHANNELS)
+        for name, start, stop in places
+        if stop <= shape[CHANNELS]
+    )
 
 
 class Adapter(nnx.Module):
@@ -107,9 +150,12 @@ class AdaptedWeight(nnx.Module):
             low = low[..., len(b) :]
             if adapter.magnitude is not None:
                 factors.append(self._factor(product, part, adapter))
-        y = y + self.scale * _side_by_side(added)
+        y = y + self.scale * self._side_by_side(added)
         has_magnitudes = len(factors) == len(added)
-        return y * _side_by_side(factors).astype(y.dtype) if has_magnitudes else y
+        return y * self._side_by_side(factors).astype(y.dtype) if has_magnitudes else y
+
+    def _side_by_side(self, parts: list[jax.Array]) -> jax.Array:
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, self.parts[0].side)
 
     def _wide(self, ins: int) -> jax.Array:
         weight = self.adapted_weight
@@ -135,10 +181,6 @@ class AdaptedWeight(nnx.Module):
         # The padding layers of a pipeline have weights of zero.
         norms = jnp.maximum(jax.lax.stop_gradient(raw_norms), jnp.finfo(jnp.float32).tiny)
         return adapter.magnitude[...].astype(jnp.float32).reshape(norms.shape) / norms
-
-
-def _side_by_side(parts: list[jax.Array]) -> jax.Array:
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, SIDE)
 
 
 def _norm(w: jax.Array, a: jax.Array, *, part: LinearPart, b: jax.Array, scale: float) -> jax.Array:

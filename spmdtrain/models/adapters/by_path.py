@@ -9,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.schema import FinetuneConfig
+from spmdtrain.config.schema import FinetuneConfig, TransformerConfig
 from spmdtrain.models.adapters.adapted import LinearPart, parts_of
 from spmdtrain.models.adapters.quantised import NAMES, Kind, dequantised, quantised
 
 
-def with_magnitudes(values: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+def with_magnitudes(
+    values: Mapping[str, jax.Array], model: TransformerConfig
+) -> dict[str, jax.Array]:
     """Returns the values of a model's parameters, each magnitude set to its weight's norms over i.
 
     Stacked dims come first, however many. Padded layers have norms of zero.
@@ -23,7 +25,7 @@ def with_magnitudes(values: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     if not any(path.endswith(".magnitude") for path in values):
         return completed
     weights = wide(values)
-    for path, part, adapter in _adapters(weights):
+    for path, part, adapter in _adapters(weights, model):
         if "magnitude" in adapter:
             w = part.of(weights[path])
             stacked, ins = _dims(w, adapter)
@@ -70,7 +72,9 @@ def dims_in(values: Mapping[str, Any], path: str, w: Any) -> tuple[int, int]:
     return stacked, len(values[a].shape) - 1 - stacked
 
 
-def merged(values: Mapping[str, np.ndarray], config: FinetuneConfig) -> dict[str, np.ndarray]:
+def merged(
+    values: Mapping[str, np.ndarray], config: FinetuneConfig, model: TransformerConfig
+) -> dict[str, np.ndarray]:
     """Returns the weights of the plain model that computes the same as one with adapters.
 
     `values` are keyed by dotted path, with layers in order, as `spmdtrain.weights` returns them. A
@@ -81,7 +85,7 @@ def merged(values: Mapping[str, np.ndarray], config: FinetuneConfig) -> dict[str
     """
     check_merges(config)
     plain = dict(values)
-    for path, part, adapter in _adapters(values):
+    for path, part, adapter in _adapters(values, model):
         whole = np.array(plain[path], np.float32)  # a copy, which is changed
         mine = part.of(whole)
         mine[...] = _merged_part(mine, adapter, config.scale)
@@ -123,10 +127,12 @@ def magnitude_paths(values: Mapping[str, Any]) -> set[str]:
     }
 
 
-def _adapters(values: Mapping[str, Any]) -> Iterator[tuple[str, LinearPart, dict[str, Any]]]:
+def _adapters(
+    values: Mapping[str, Any], model: TransformerConfig
+) -> Iterator[tuple[str, LinearPart, dict[str, Any]]]:
     """Yields (path of the weight, part, its adapter's arrays by name) of each adapter."""
     for path, w in values.items():
-        for part in parts_of(path, w.shape) if w.ndim > 1 else ():
+        for part in parts_of(path, w.shape, model) if w.ndim > 1 else ():
             prefix = f"{path}.{part.name}."
             names = [name for name in ("a", "b", "magnitude") if prefix + name in values]
             if names:

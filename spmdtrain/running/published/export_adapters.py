@@ -9,7 +9,8 @@ from spmdtrain.checkpoints.restore import read_step, run_config
 from spmdtrain.checkpoints.saved_steps import SavedSteps
 from spmdtrain.config.arguments import as_flag, as_path, as_step
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.interop.peft import Values, write_adapters
+from spmdtrain.interop.peft.adapter_files import write_adapters
+from spmdtrain.interop.peft.linear_layers import Values
 from spmdtrain.interop.published_weights import in_words
 from spmdtrain.interop.writer import refuse_full
 from spmdtrain.models.abstract import build_model

@@ -192,14 +192,16 @@ def _merged_layers(
 ) -> MergedLayers:
     """Returns the weights after one step, with all adapters merged."""
     target = export.target
-    first = OfRun(export.run, Layers(checkpoints, step, ema=export.ema), target.finetune)
+    first = OfRun(
+        export.run, Layers(checkpoints, step, ema=export.ema), target.finetune, target.model
+    )
     others = []
     for run, finetune in export.others.items():
         opened = held.enter_context(contextlib.closing(SavedSteps(run)))
         newest = opened.newest()
         if newest is None:
             raise CheckpointError(f"{run} holds no checkpoint")
-        others.append(OfRun(run, Layers(opened, newest, ema=export.ema), finetune))
+        others.append(OfRun(run, Layers(opened, newest, ema=export.ema), finetune, target.model))
     if export.base is None:
         return MergedLayers(first, others, first.own_shapes())
     wide = target.finetune.model_copy(update={"kind": "full", "base": "float"})

@@ -33,6 +33,7 @@ class OfRun:
     run: Path
     layers: Layers
     finetune: FinetuneConfig
+    model: TransformerConfig
 
     def adapters(self, path: str) -> list[str]:
         """Returns the paths of the adapters of the weight at `path`."""
@@ -105,7 +106,7 @@ class MergedLayers:
             arrays = {one: run.layers.read(one, layer, counts=counts) for one in run.adapters(path)}
             # Adapters are merged into the original weights, not into the quantised ones.
             plain = run.finetune.model_copy(update={"base": "float"})
-            value = merged({path: value, **arrays}, plain)[path]
+            value = merged({path: value, **arrays}, plain, run.model)[path]
         return value
 
     def verify(self) -> None:

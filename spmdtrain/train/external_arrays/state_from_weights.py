@@ -80,7 +80,7 @@ def _magnitudes(
 
     def compute(params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         values = {path: setup.padding.from_rest(path, x) for path, x in params.items()}
-        values = with_magnitudes(values)
+        values = with_magnitudes(values, setup.config.model)
         return {path: setup.padding.to_rest(path, values[path]) for path in of_adapters}
 
     shardings = {path: setup.state.params[path].sharding for path in of_adapters}

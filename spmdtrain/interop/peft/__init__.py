@@ -1,0 +1,1 @@
+"""Adapters in the format of the package peft."""

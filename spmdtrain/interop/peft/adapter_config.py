@@ -1,0 +1,113 @@
+"""Writes and checks `adapter_config.json`, which tells peft where adapters belong."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from spmdtrain.config.errors import CheckpointError, ConfigError
+from spmdtrain.config.schema import FinetuneConfig, RunConfig
+
+CONFIG = "adapter_config.json"
+# The names of matrices that transformers 5 stacks over experts.
+MLP_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+
+
+def config_of(
+    config: RunConfig,
+    family: str,
+    base: str | None,
+    targets: Mapping[str, int],
+    whole: Sequence[str],
+) -> dict[str, Any]:
+    """Returns adapter_config.json: the keys that every version of peft reads.
+
+    With transformers 5, peft 0.21 takes a module `gate_proj` of a model with experts for a part of
+    their stacked weights. It adapts such a layer as a parameter.
+    """
+    finetune = config.finetune
+    renamed = MLP_OF_EXPERTS if config.model.experts else ()
+    parameters = [name for name in targets if name.rpartition(".")[2] in renamed]
+    if parameters and finetune.kind == "dora":
+        raise ConfigError(
+            f"peft has no DoRA for {parameters[0]} in a model with experts",
+            fix="--to hf, which merges adapters, or finetune.targets without gate, up and down",
+        )
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": finetune.rank,
+        "lora_alpha": finetune.alpha,
+        "lora_dropout": 0.0 if parameters else finetune.dropout,  # of parameters peft has none
+        "target_modules": sorted(targets.keys() - parameters),
+        "target_parameters": sorted(f"{name}.weight" for name in parameters) or None,
+        "bias": "none",
+        "fan_in_fan_out": family == "gpt2",
+        "use_rslora": finetune.rank_stabilised,
+        "use_dora": finetune.kind == "dora",
+        "modules_to_save": [name.rpartition(".")[0] for name in whole] or None,
+        **_patterns(finetune, targets),
+        "layers_to_transform": None,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def _patterns(finetune: FinetuneConfig, targets: Mapping[str, int]) -> dict[str, dict[str, float]]:
+    """Returns the ranks and alphas of the layers that hold several parts."""
+    several = {name: count for name, count in targets.items() if count > 1}
+    root = 0.5 if finetune.rank_stabilised else 1.0
+    return {
+        "rank_pattern": {name: count * finetune.rank for name, count in several.items()},
+        # The scale alpha / rank, or alpha / sqrt(rank), must not change.
+        "alpha_pattern": {name: count**root * finetune.alpha for name, count in several.items()},
+    }
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    try:
+        document = json.loads((folder / CONFIG).read_bytes())
+        if not isinstance(document, dict):
+            raise ValueError("it is not a table")
+    except OSError as error:
+        what = f"{folder} is not a peft adapter: {CONFIG}: {error.strerror}"
+        raise CheckpointError(what, fix="the folder that holds it") from None
+    except ValueError as error:
+        raise CheckpointError(f"{folder / CONFIG} is damaged: {error}") from None
+    return document
+
+
+def check_config(
+    folder: Path,
+    document: Mapping[str, Any],
+    finetune: FinetuneConfig,
+    targets: Mapping[str, int],
+) -> None:
+    """Refuses an adapter that computes something other than [finetune] says.
+
+    Layers that hold several parts have a rank for each, or one that the parts share.
+    """
+    patterns = _patterns(finetune, targets)
+    if not any(document.get(key) for key in patterns):
+        patterns = dict.fromkeys(patterns, {})
+    # key -> (the value expected, peft's default)
+    expected: dict[str, tuple[Any, Any]] = {
+        "peft_type": ("LORA", None),
+        "r": (finetune.rank, 8),
+        "lora_alpha": (finetune.alpha, 8),
+        "use_rslora": (finetune.rank_stabilised, False),
+        "use_dora": (finetune.kind == "dora", False),
+        "bias": ("none", "none"),
+        **{key: (pattern, {}) for key, pattern in patterns.items()},
+    }
+    settings = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "rank_stabilised"}
+    for key, (wanted, default) in expected.items():
+        value = document.get(key) or default
+        if value != wanted:
+            name = settings.get(key)
+            raise CheckpointError(
+                f"{folder / CONFIG}: {key}={json.dumps(value)}",
+                asked=json.dumps(wanted),
+                fix=f"--set finetune.{name}={json.dumps(value)}" if name else "another adapter",
+            )
