@@ -343,8 +343,11 @@ def _has_parts(block: Any) -> bool:
     sequence.
     """
     if isinstance(block, Block):
-        keeps = _belongs_to_call(type(block.attention), "keeps_cache")
-        return keeps and not needs_order(block.mlp)
+        mixers = getattr(block.attention, "mixers", (block.attention,))
+        keeps = all(
+            _belongs_to_call(type(mixer), "keeps_cache") for mixer in mixers if mixer is not None
+        )
+        return keeps and (block.mlp is None or not needs_order(block.mlp))
     return True
 
 

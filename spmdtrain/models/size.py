@@ -1,6 +1,7 @@
 """Counts the FLOPs of a model in closed form."""
 
-from spmdtrain.config.schema import Mixer, TransformerConfig
+from spmdtrain.config.schema import LayerParts, TransformerConfig
+from spmdtrain.config.schema.model.layer_kinds import singles_of
 from spmdtrain.models.mixer_sizes import chunk_of, matrices, mixer_sizes
 
 
@@ -12,28 +13,31 @@ def matmul_parameters(config: TransformerConfig) -> int:
     each token that is predicted from one.
     """
     depth = config.multi_token.depth if config.multi_token else 0
-    per_hidden = (3 if config.is_gated else 2) * config.embed
-    layers = (*config.has_experts, *config.has_experts[-1:] * depth)
-    total = 0
-    for mixer in _mixers(config):
-        sizes = mixer_sizes(config, mixer)
-        total += matrices(sizes, config.embed) if sizes else _attention_parameters(config)
-    total += (1 + depth) * config.embed * (config.vocab or 0) + 2 * depth * config.embed**2
-    for has_experts in layers:
-        if not has_experts or config.experts is None:
-            total += per_hidden * config.ffn
-            continue
-        experts = config.experts
-        total += per_hidden * (experts.chosen * experts.ffn + experts.shared_width)
-        total += config.embed * (experts.count + experts.shared_gate)
+    total = (1 + depth) * config.embed * (config.vocab or 0) + 2 * depth * config.embed**2
+    for layer in _blocks(config):
+        for mixer in singles_of(layer.mixer):
+            sizes = mixer_sizes(config, mixer)
+            total += matrices(sizes, config.embed) if sizes else _attention_parameters(config)
+        total += _mlp_parameters(config, layer)
     return total
 
 
-def _mixers(config: TransformerConfig) -> tuple[Mixer, ...]:
-    """Returns the mixer of each layer, and of the blocks that predict further tokens."""
+def _blocks(config: TransformerConfig) -> tuple[LayerParts, ...]:
+    """Returns the parts of each layer, and of the blocks that predict further tokens."""
     depth = config.multi_token.depth if config.multi_token else 0
-    further: tuple[Mixer, ...] = ("attention",) * depth
-    return config.layer_mixers + further
+    return config.layer_parts + (config.further_parts,) * depth
+
+
+def _mlp_parameters(config: TransformerConfig, layer: LayerParts) -> int:
+    """Counts the parameters of the matrices of a layer's mlp that a token goes through."""
+    per_hidden = (3 if config.is_gated else 2) * config.embed
+    if layer.mlp == "none":
+        return 0
+    experts = config.experts
+    if layer.mlp == "mlp" or experts is None:
+        return per_hidden * config.ffn
+    of_experts = per_hidden * (experts.chosen * experts.ffn + experts.shared_width)
+    return of_experts + config.embed * (experts.count + experts.shared_gate)
 
 
 def _attention_parameters(config: TransformerConfig) -> int:
@@ -61,11 +65,12 @@ def train_flops_per_token(config: TransformerConfig, sequence_length: int) -> fl
     kinds = (*config.layer_kinds, *config.layer_kinds[-1:] * depth)
     of_pair = 6 * config.heads * (config.head_dim + config.value_width)
     mixing = 0.0
-    for kind, mixer in zip(kinds, _mixers(config), strict=True):
-        if sizes := mixer_sizes(config, mixer):
-            mixing += 3 * sizes.flops(chunk_of(sequence_length))
-        else:
-            mixing += of_pair * seen_pairs(sequence_length, kind.window) / sequence_length
+    for kind, layer in zip(kinds, _blocks(config), strict=True):
+        for mixer in singles_of(layer.mixer):
+            if sizes := mixer_sizes(config, mixer):
+                mixing += 3 * sizes.flops(chunk_of(sequence_length))
+            else:
+                mixing += of_pair * seen_pairs(sequence_length, kind.window) / sequence_length
     return 6 * matmul_parameters(config) + mixing
 
 

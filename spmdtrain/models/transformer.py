@@ -37,7 +37,8 @@ class Block(nnx.Module):
     """A block of a transformer: attention and mlp, each added to the residual stream, with norms.
 
     `model.norm_places` says where: `attention_norm` and `mlp_norm` on the input of a part,
-    `attention_out_norm` and `mlp_out_norm` on its output.
+    `attention_out_norm` and `mlp_out_norm` on its output. A block may lack one of its two parts,
+    and has no norm of it then.
 
     Its parts may be replaced: `norm(config)` makes a module called as `norm(x_bte, ctx)`,
     `mlp(config, rngs)` one called in the same way, and `attention(config, rngs)` one called as
@@ -55,19 +56,19 @@ class Block(nnx.Module):
         rngs: nnx.Rngs,
         *,
         norm: MakeNorm = Norm,
-        attention: MakePart = Attention,
-        mlp: MakePart = Mlp,
+        attention: MakePart | None = Attention,
+        mlp: MakePart | None = Mlp,
         first: int = 0,
     ):
         self.first = first
         is_before = config.norm_places in ("before", "both")
         is_after = config.norm_places in ("after", "both")
-        self.attention_norm = norm(config) if is_before else None
-        self.attention = attention(config, rngs)
-        self.attention_out_norm = norm(config) if is_after else None
-        self.mlp_norm = norm(config) if is_before else None
-        self.mlp = mlp(config, rngs)
-        self.mlp_out_norm = norm(config) if is_after else None
+        self.attention_norm = norm(config) if attention and is_before else None
+        self.attention = attention(config, rngs) if attention else None
+        self.attention_out_norm = norm(config) if attention and is_after else None
+        self.mlp_norm = norm(config) if mlp and is_before else None
+        self.mlp = mlp(config, rngs) if mlp else None
+        self.mlp_out_norm = norm(config) if mlp and is_after else None
         self.residual_scale = config.residual_scale
 
     def __call__(self, x_bte: jax.Array, ctx: ForwardContext) -> Any:
@@ -84,11 +85,15 @@ class Block(nnx.Module):
         """
         if self.first and ctx.layer is not None:
             ctx = replace(ctx, layer=ctx.layer + self.first)
-        y, cache = self.attention(_normed(self.attention_norm, x_bte, ctx), ctx, cache)
-        y, of_attention = with_losses(y, self.attention)
-        x_bte = self._added(x_bte, _normed(self.attention_out_norm, y, ctx), ctx, ATTENTION_SITE)
-        y, of_mlp = with_losses(self.mlp(_normed(self.mlp_norm, x_bte, ctx), ctx), self.mlp)
-        x_bte = self._added(x_bte, _normed(self.mlp_out_norm, y, ctx), ctx, MLP_SITE)
+        of_attention, of_mlp = {}, {}
+        if self.attention is not None:
+            y, cache = self.attention(_normed(self.attention_norm, x_bte, ctx), ctx, cache)
+            y, of_attention = with_losses(y, self.attention)
+            y = _normed(self.attention_out_norm, y, ctx)
+            x_bte = self._added(x_bte, y, ctx, ATTENTION_SITE)
+        if self.mlp is not None:
+            y, of_mlp = with_losses(self.mlp(_normed(self.mlp_norm, x_bte, ctx), ctx), self.mlp)
+            x_bte = self._added(x_bte, _normed(self.mlp_out_norm, y, ctx), ctx, MLP_SITE)
         return x_bte, cache, sum_losses(of_attention, of_mlp)
 
     def _added(self, x_bte: jax.Array, y_bte: jax.Array, ctx: ForwardContext, site: int):
@@ -108,22 +113,28 @@ def _rows(table_te: jax.Array, positions_bt: jax.Array) -> jax.Array:
     return table_te[positions_bt]
 
 
-def _own_parts(model: TransformerConfig, layer: LayerParts) -> dict[str, MakePart]:
-    """Returns the makers of the parts that the settings of a layer name."""
-    own: dict[str, MakePart] = {}
+def _parts_of(
+    model: TransformerConfig, layer: LayerParts, attention: MakePart, mlp: MakePart
+) -> dict[str, MakePart | None]:
+    """Returns the makers of the parts that the settings of a layer name: `attention` and `mlp`
+    where they name no others.
+    """
+    if model.latent:
+        from spmdtrain.models.layers.attention.latent import LatentAttention
+
+        attention = LatentAttention
+    parts: dict[str, MakePart | None] = {"attention": attention, "mlp": mlp}
     if layer.mixer != "attention":
         from spmdtrain.models.layers.mixers.all_mixers import mixer_of
 
-        own["attention"] = mixer_of(layer.mixer)
-    elif model.latent:
-        from spmdtrain.models.layers.attention.latent import LatentAttention
-
-        own["attention"] = LatentAttention
-    if layer.mlp == "routed":
+        parts["attention"] = mixer_of(layer.mixer, attention)
+    if layer.mlp == "experts":
         from spmdtrain.models.layers.expert_mlp import ExpertMlp
 
-        own["mlp"] = ExpertMlp
-    return own
+        parts["mlp"] = ExpertMlp
+    elif layer.mlp == "none":
+        parts["mlp"] = None
+    return parts
 
 
 def _segments(stacks: Sequence[Stack]) -> Stack:
@@ -172,7 +183,8 @@ class Transformer(nnx.Module):
 
         def maker(layer: LayerParts, first: int) -> MakeBlock:
             """Returns the maker of a layer of a stack that begins after `first` layers."""
-            return partial(Block, model, first=first, **parts | _own_parts(model, layer))
+            of_layer = _parts_of(model, layer, attention, mlp)
+            return partial(Block, model, norm=norm, first=first, **of_layer)
 
         def make_stack(stack: LayerStack) -> Stack:
             makers = [maker(layer, stack.first) for layer in stack.pattern]
@@ -182,8 +194,7 @@ class Transformer(nnx.Module):
         self.first_blocks = stacks.pop(0) if model.stack_layers < model.layers else None
         self.blocks = stacks[0] if len(stacks) == 1 else _segments(stacks)
         self.norm = norm(model)
-        # Blocks like the last one, under its number, but always with attention.
-        like_last = maker(model.layer_parts[-1]._replace(mixer="attention"), model.layers - 1)
+        like_last = maker(model.further_parts, model.layers - 1)  # under its number
         depth = model.multi_token.depth if model.multi_token else 0
         further = None
         if depth:

@@ -98,7 +98,7 @@ def inference_time(
     tensor_sum = all_reduce_seconds(
         batch * model.embed * size, workload.mesh.group("tensor"), hardware
     )
-    network = 2 * model.layers * tensor_sum  # after attention and after the MLP
+    network = shape.parts(model) * model.layers * tensor_sum  # after a mixer, and after an mlp
     token = max(compute + reading_cache, reading_all) + network
     return InferenceEstimate(
         batch=batch,
@@ -171,7 +171,7 @@ def _decode_matmuls(
         up = seconds(shape.up_width(layer) // tensor, model.embed)
         return up + seconds(model.embed, layer.ffn // tensor)
 
-    layer = shape.mean_of_mixers(model, of_mixer) + shape.mean_of_layers(model, of_mlp)
+    layer = shape.mean_of_mixers(model, of_mixer) + shape.mean_of_mlps(model, of_mlp)
     if model.experts:
         # Each expert that is used at all has a matmul of few rows.
         used = max(1, round(_used_share(model, batch) * model.experts.count))

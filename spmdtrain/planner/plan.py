@@ -389,7 +389,7 @@ def _divides_mlps(model: TransformerConfig, tensor: int) -> bool:
     experts = model.experts
     if experts is None:
         return model.ffn % tensor == 0
-    dense = model.ffn if shape.expert_share(model) < 1 else 0
+    dense = model.ffn if "mlp" in model.layer_mlps else 0
     return dense % tensor == experts.ffn % tensor == 0
 
 

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.schema import RunConfig, TransformerConfig
+from spmdtrain.config.schema import RunConfig
 from spmdtrain.planner.cost import shape
 from spmdtrain.planner.cost.collective_time import all_gather_seconds, all_reduce_seconds
 from spmdtrain.planner.cost.hardware import Hardware
@@ -270,13 +270,8 @@ def _weight_elements(kind: str, workload: Workload) -> int:
     if kind == "vocabulary":
         return shape.vocab(model) * model.embed * shape.vocabulary_tables(model)
     if kind == "attention":
-        return round(shape.mean_of_mixers(model, _mixer_elements))
-    return model.embed * (shape.up_width(model) + model.ffn)
-
-
-def _mixer_elements(model: TransformerConfig) -> int:
-    qkv = sum(columns * rows for columns, rows, _ in shape.qkv_matmuls(model))
-    return qkv + model.embed * shape.attention_width(model)
+        return round(shape.mean_of_mixers(model, shape.mixer_matrices))
+    return round(shape.mean_of_mlps(model, shape.mlp_matrices))
 
 
 def _unsplit_bytes(kind: str, workload: Workload) -> float:

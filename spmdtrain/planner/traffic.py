@@ -5,6 +5,7 @@ and a reduce-scatter over n devices send (n - 1) / n each, and an all-reduce sen
 not count.
 """
 
+from spmdtrain.config.schema.model.layer_kinds import singles_of
 from spmdtrain.planner.cost import shape
 from spmdtrain.planner.cost.collective_time import data_sums
 from spmdtrain.planner.cost.experts import BACKWARD_EXCHANGES, FORWARD_EXCHANGES
@@ -112,18 +113,21 @@ def _data_bytes(workload: Workload) -> float:
 
 
 def _tensor_bytes(workload: Workload) -> float:
-    """Counts the activations that are summed: two per layer in the forward and in the backward.
+    """Counts the activations that are summed: one for each mixer and mlp of a layer, in the forward
+    and in the backward.
 
-    With remat "full" the first of them is summed again. With sequence parallelism a sum is a gather
-    before a matmul and a scatter after one, each half as much; the tokens that the two matmuls of a
-    layer gathered are gathered again for the gradients of their weights, and for remat "full"
+    With remat "full" all but the last of them are summed again. With sequence parallelism a sum is
+    a gather before a matmul and a scatter after one, each half as much; the tokens that the matmuls
+    of a layer gathered are gathered again for the gradients of their weights, and for remat "full"
     (arXiv:2205.05198, section 4.2.2). The embedding and the input's gradient of the head are sums
     over `tensor` too. If stages share the vocabulary, three slices of a whole stream are also
     gathered; a gather moves half of what a sum does.
     """
-    per_layer = 5.0 if workload.remat == "full" else 4.0
+    mixers_and_mlps = shape.mixers_and_mlps(workload.model)
+    is_recomputed = workload.remat == "full"
+    per_layer = 2 * mixers_and_mlps + is_recomputed * (mixers_and_mlps - 1)
     if workload.stream_ways > 1:
-        per_layer += 3 / 2 if workload.remat == "full" else 1
+        per_layer += (mixers_and_mlps + is_recomputed) / 2
     if workload.experts_over_tensor:  # joins in place of sums, and no tokens gathered
         joined = 1.0 if workload.stream_ways == 1 else 5 / 2
         per_layer -= shape.expert_share(workload.model) * joined
@@ -175,8 +179,9 @@ def _attention_bytes(workload: Workload) -> float:
     else:
         gathers = 1 if workload.remat == "none" else 2
         sent = (gathers + 1) * (ways - 1) * 2 * kv_heads * head_bytes
-    of_attention = model.layer_mixers.count("attention") / model.layers
-    return workload.accumulation * workload.layers_per_stage * of_attention * sent
+    of_attention = sum("attention" in singles_of(mixer) for mixer in model.layer_mixers)
+    sent *= of_attention / model.layers
+    return workload.accumulation * workload.layers_per_stage * sent
 
 
 def _of_ring(workload: Workload) -> float:

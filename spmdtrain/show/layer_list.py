@@ -1,9 +1,10 @@
-"""Describes the layers of a model: windows, rotary positions, experts."""
+"""Describes the layers of a model: mixers, windows, rotary positions, mlps, experts."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from spmdtrain.config.schema import TransformerConfig
+from spmdtrain.config.schema import LayerKind, TransformerConfig
+from spmdtrain.config.schema.model.layer_kinds import singles_of
 
 
 def layer_rows(model: TransformerConfig) -> list[dict[str, Any]]:
@@ -11,19 +12,38 @@ def layer_rows(model: TransformerConfig) -> list[dict[str, Any]]:
 
     `window`: tokens that attention sees, 0 for all. `rope_theta`: None without rotary positions.
     """
-    kinds = model.layer_kinds
+    kinds = [
+        (_without_attention(kind) if "attention" not in singles_of(parts.mixer) else kind, parts)
+        for kind, parts in zip(model.layer_kinds, model.layer_parts, strict=True)
+    ]
     return [
-        {"layers": [number for number, one in enumerate(kinds) if one == kind], **kind._asdict()}
-        for kind in dict.fromkeys(kinds)
+        {
+            "layers": [number for number, one in enumerate(kinds) if one == (kind, parts)],
+            **kind._asdict(),
+            **parts._asdict(),
+        }
+        for kind, parts in dict.fromkeys(kinds)
     ]
 
 
+def _without_attention(kind: LayerKind) -> LayerKind:
+    """Returns the kind of a layer that reads nothing of it."""
+    return kind._replace(window=0, rope_theta=None, is_scaled=False)
+
+
 def describe_layers(model: TransformerConfig) -> str:
-    """Returns a line for each kind of layer, or "" if all layers are alike and see all tokens."""
+    """Returns a line for each kind of layer, or "" if all layers are alike and see all tokens.
+
+    Whether a layer has experts is said by `describe_experts`.
+    """
     rows = layer_rows(model)
-    if len(rows) == 1 and not rows[0]["window"]:
+    lines: dict[str, list[int]] = {}
+    for row in rows:
+        lines.setdefault(_line(row, model), []).extend(row["layers"])
+    is_plain = rows[0]["mixer"] == "attention" and not rows[0]["window"]
+    if len(lines) == 1 and is_plain and rows[0]["mlp"] != "none":
         return ""
-    return "\n".join(_line(row, model) for row in rows)
+    return "\n".join(f"layers {_ranges(sorted(layers))} {line}" for line, layers in lines.items())
 
 
 def experts_row(model: TransformerConfig) -> dict[str, Any] | None:
@@ -31,7 +51,7 @@ def experts_row(model: TransformerConfig) -> dict[str, Any] | None:
     if model.experts is None:
         return None
     return {
-        "layers": [number for number, has in enumerate(model.has_experts) if has],
+        "layers": [number for number, mlp in enumerate(model.layer_mlps) if mlp == "experts"],
         "count": model.experts.count,
         "chosen": model.experts.chosen,
         "shared": model.experts.shared,
@@ -59,8 +79,17 @@ def describe_experts(model: TransformerConfig) -> str:
 
 
 def _line(row: dict[str, Any], model: TransformerConfig) -> str:
+    """Returns what a layer of a row does, after its numbers."""
     span = f"the last {row['window']:,} tokens" if row["window"] else "all tokens"
-    parts = [f"layers {_ranges(row['layers'])} see {span}"]
+    parts = {
+        "attention": [f"see {span}"],
+        "both": [f"see {span} beside ssd"],
+        "none": ["mix no tokens"],
+    }.get(row["mixer"], [f"mix tokens by {row['mixer']}"])
+    if row["mlp"] == "none":
+        parts.append("no mlp")
+    if "attention" not in singles_of(row["mixer"]):
+        return ", ".join(parts)
     if model.positions == "rope":
         theta = row["rope_theta"]
         parts.append("no rotary positions" if theta is None else f"theta {theta:,.10g}")

@@ -122,6 +122,22 @@ def test_experts_stay_in_as_many_kinds_of_layers(experts):
     assert_kept(shrink(real).config, real)
 
 
+def test_a_long_pattern_keeps_each_kind_of_layer_once():
+    patterns = (
+        f"model.mixers={['ssd', 'none'] * 8 + ['attention', 'none']}",
+        f"model.mlps={['none', 'experts'] * 8 + ['none', 'mlp']}",
+        *("model.layers=18", "model.ssd.heads=32", "model.ssd.head_dim=64", "model.ssd.groups=4"),
+    )
+    path = Path(__file__).parents[2] / "configs" / "mixtral_8x7b.toml"
+    small = shrink(load(path, patterns)).config.model
+    assert [tuple(layer) for layer in small.layer_parts] == [
+        ("ssd", "none"),
+        ("none", "experts"),
+        ("attention", "none"),
+        ("none", "mlp"),
+    ]
+
+
 def test_pairs_of_answers_are_refused():
     settings = ["train.preference=simpo", "data.corpus=tokens", "data.path=x.bin"]
     real = load(CONFIGS[0], [*settings, "data.packing=best_fit", "model.multi_token=none"])

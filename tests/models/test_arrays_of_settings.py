@@ -41,6 +41,10 @@ WITH: dict[str, tuple[dict[str, str], ...]] = {
     "model.ssd": (
         {"model.mixers": "ssd,attention", "model.ssd.heads": "4", "model.ssd.head_dim": "2"},
     ),
+    "model.both": (
+        {"model.mixers": "both", "model.ssd.heads": "4", "model.ssd.head_dim": "2"}
+        | {"model.both.in_factor": "2"},
+    ),
     "model.conv": ({"model.mixers": "conv,attention", "model.conv.taps": "2"},),
     "model.temperature": ({"model.temperature.weight": "0.2", "model.temperature.length": "2"},),
     "model.rope_scaling": (
@@ -52,6 +56,7 @@ WITH: dict[str, tuple[dict[str, str], ...]] = {
 UNTRIED = {
     "finetune.frozen_layers",  # decides what the optimizer keeps
     *("model.name", "model.make", "model.extra", "finetune.targets", "finetune.also_train"),
+    "model.mlps",  # asks for experts, or a mixer in each layer without one
     "model.mixers",  # asks for a table of each, which those of the tables below have
     *(f"model.rope_scaling.{name}" for name in ("kind", "short", "long", "use")),
 }

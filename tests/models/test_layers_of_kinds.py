@@ -31,6 +31,7 @@ SMALL = ("model.embed=16", "model.heads=2", "model.vocab=32", "train.sequence_le
 ROUNDS = (*DELTA, "model.layers=4", "model.mixers=['delta', 'attention']", "model.name=llama")
 EXPERTS = ("model.experts.count=4", "model.experts.chosen=2", "model.experts.ffn=16")
 OTHERS = ("model.ssd.heads=4", "model.ssd.head_dim=6", "model.ssd.state=8", "model.conv.taps=3")
+SSD = ("model.ssd.heads=4", "model.ssd.head_dim=16", "model.ssd.state=12", "model.ssd.groups=2")
 MODELS = {
     "rounds": ROUNDS,
     "segments": (
@@ -43,6 +44,31 @@ MODELS = {
         "model.layers=3",
         "model.mixers=['ssd', 'conv', 'attention']",
     ),
+    "one part": (
+        *SSD,
+        "model.layers=4",
+        "model.mixers=['ssd', 'none']",
+        "model.mlps=['none', 'mlp']",
+    ),
+    "one part, with experts": (
+        *SSD,
+        *EXPERTS,
+        "model.layers=5",
+        "model.mixers=['ssd', 'none', 'attention', 'none', 'ssd']",
+        "model.mlps=['none', 'mlp', 'none', 'experts', 'none']",
+        "model.mlp=relu2",
+        "model.norm_places=both",
+    ),
+    "two mixers": (
+        *SSD,
+        "model.layers=2",
+        "model.mixers=['both']",
+        "model.both.in_factor=1.5",
+        "model.both.out_factor=0.5",
+        "model.windows=[5, 0]",
+        "model.name=llama",
+    ),
+    "no attention": (*SSD, "model.layers=2", "model.mixers=['ssd', 'none']"),
     "rounds with experts": (
         *ROUNDS,
         *EXPERTS,
@@ -68,9 +94,9 @@ def test_a_round_repeats_as_a_whole(layers, expected):
 
 def test_layers_are_named_by_what_they_have():
     model = tiny(*MODELS["rounds with experts"]).model
-    assert model.stacks[0].pattern == (LayerParts("delta", "dense"),)
+    assert model.stacks[0].pattern == (LayerParts("delta", "mlp"),)
     assert [layer.mixer for layer in model.stacks[1].pattern] == ["delta", "attention"]
-    assert all(layer.mlp == "routed" for layer in model.stacks[1].pattern)
+    assert all(layer.mlp == "experts" for layer in model.stacks[1].pattern)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +106,15 @@ def test_layers_are_named_by_what_they_have():
         (DELTA, "read by no layer"),
         ((*OTHERS, "model.mixers=['ssd', 'attention']"), r"\[model.conv\] is read by no layer"),
         ((*DELTA, "model.mixers=['mamba']"), "mixers"),
+        (("model.mixers=['both']",), r"needs the table \[model.ssd\]"),
+        (("model.both.in_factor=2",), r"\[model.both\] is read by no layer"),
+        (("model.mixers=none", "model.mlps=['mlp', 'none']"), "layer 1 has neither"),
+        (("model.mlps=['experts']",), r"needs the table \[model.experts\]"),
+        ((*EXPERTS, "model.mlps=['mlp']"), r"\[model.experts\] is read by no layer"),
+        (
+            (*EXPERTS, "model.mlps=['mlp', 'experts']", "model.experts.first_dense=1"),
+            "both say which layers have experts",
+        ),
         (
             (*OTHERS, "model.mixers=['ssd', 'conv']", "model.ssd.factors=[2.0]"),
             "has 1 numbers; set 5",
@@ -150,7 +185,12 @@ class Dropped(nnx.Module):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("model", "mesh"), [*(("rounds", mesh) for mesh in MESHES), ("segments", WITHOUT_STAGES)]
+    ("model", "mesh"),
+    [
+        *(("rounds", mesh) for mesh in MESHES),
+        ("segments", WITHOUT_STAGES),
+        *((model, mesh) for model in ("one part", "two mixers") for mesh in MESHES),
+    ],
 )
 def test_gradients_on_a_mesh_are_those_of_one_device(model, mesh):
     assert_gradients_of_one_device(MODELS[model], MESHES[mesh], 1e-5)

@@ -29,6 +29,17 @@ def test_experts_are_a_line_with_the_numbers_of_their_layers():
     assert describe_experts(GEMMA) == ""
 
 
+def test_layers_of_other_mixers_and_of_one_part_are_named():
+    ssd = {"heads": 4, "head_dim": 8}
+    patterns = {"mixers": ("ssd", "none", "both", "attention"), "mlps": ("none", "mlp")}
+    assert describe_layers(Llama(layers=5, ssd=ssd, **patterns)).splitlines() == [
+        "layers 0, 4 mix tokens by ssd, no mlp",
+        "layers 1 mix no tokens",
+        "layers 2 see all tokens beside ssd, no mlp, theta 10,000",
+        "layers 3 see all tokens, theta 10,000",
+    ]
+
+
 def test_a_layer_without_rotary_positions_is_named_and_layers_alike_are_not():
     smol = Llama(layers=4, rope_layers=(True, True, True, False))
     assert describe_layers(smol).splitlines()[1] == "layers 3 see all tokens, no rotary positions"

@@ -99,7 +99,7 @@ def function_of(model: TransformerConfig) -> dict[str, Any]:
     return {name: getattr(model, name) for name in plain} | {
         "kv_heads": model.kv_heads,
         "head_dim": model.head_dim,
-        "ffn": None if all(model.has_experts) else model.ffn,
+        "ffn": model.ffn if "mlp" in model.layer_mlps else None,
         "norm_bias": model.bias and model.norm == "layernorm",
         "qkv_bias": model.qkv_bias,
         "out_bias": model.out_bias,
@@ -112,12 +112,14 @@ def function_of(model: TransformerConfig) -> dict[str, Any]:
         "layer_kinds": model.layer_kinds,
         "latent": model.latent and _with_epsilon(model, model.latent),
         "mixers": model.layer_mixers,
+        "mlps": model.layer_mlps,
         "delta": model.delta and _with_epsilon(model, model.delta),
         "ssd": model.ssd and _with_epsilon(model, model.ssd),
         "conv": model.conv and model.conv.model_dump(),
+        "both": model.both and model.both.model_dump(),
         "temperature": model.temperature and model.temperature.model_dump(),
         "multi_token": model.multi_token and model.multi_token.depth,
-        "experts": model.experts and _function_of_experts(model, model.experts),
+        "experts": model.experts and _function_of_experts(model.experts),
     }
 
 
@@ -128,12 +130,11 @@ def _with_epsilon(
     return part.model_dump() | {"epsilon": part.epsilon or model.norm_epsilon}
 
 
-def _function_of_experts(model: TransformerConfig, experts: ExpertsConfig) -> dict[str, Any]:
+def _function_of_experts(experts: ExpertsConfig) -> dict[str, Any]:
     names = ("count", "chosen", "score", "normalise", "scale", "logit_bias", "groups")
     names += ("shared_width", "shared_gate", "smallest_sum", "sum_epsilon")
     return {name: getattr(experts, name) for name in names} | {
         "ffn": experts.ffn,
-        "layers": model.has_experts,
         "groups_kept": experts.groups_kept,
         "has_bias": experts.bias_rate is not None,
     }

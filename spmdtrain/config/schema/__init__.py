@@ -24,6 +24,7 @@ from spmdtrain.config.schema.mesh import MESH_AXES, MeshConfig
 from spmdtrain.config.schema.model import (
     GPT,
     IN_STACK,
+    BothConfig,
     ConvConfig,
     DeltaConfig,
     ExpertsConfig,
@@ -71,6 +72,7 @@ __all__ = [
     "EvalConfig",
     "ExpertsConfig",
     "CompressionConfig",
+    "BothConfig",
     "ConvConfig",
     "FinetuneConfig",
     "GPT",

@@ -39,9 +39,9 @@ def layout_of(family: str, model: TransformerConfig, names: Collection[str]) -> 
     none has all of its tensors.
     """
     spelling = spelling_of(family, names)
-    # The last layer has experts if any layer has.
-    prefix = NAMES[family].prefix.replace(LAYER, str(model.layers - 1))
-    for number, part in enumerate(_layouts(family, model) if model.experts else ()):
+    with_experts = [number for number, mlp in enumerate(model.layer_mlps) if mlp == "experts"]
+    prefix = NAMES[family].prefix.replace(LAYER, str(with_experts[-1] if with_experts else 0))
+    for number, part in enumerate(_layouts(family, model) if with_experts else ()):
         own = (entry for path, entry in part.items() if not path.startswith(SHARED))
         wanted = (name for entry in own for name in entry.of_experts(1).names)
         if all(spelled(prefix + name, spelling) in names for name in wanted):
@@ -91,7 +91,7 @@ def _of_rounds(
     """Yields (place in the round, our path, entry) of the layers of a round."""
     names, layouts = NAMES[family], _layouts(family, model)
     for place, layer in enumerate(pattern):
-        of_mlp = layouts[layout] if layer.mlp == "routed" and layouts else names.mlp
+        of_mlp = layouts[layout] if layer.mlp == "experts" and layouts else names.mlp
         ours = f"block.{place}." if len(pattern) > 1 else ""
         of_layer = {**_layer(family, model), **of_mlp}
         for path, entry in in_layers(names.prefix, of_layer, ours).items():

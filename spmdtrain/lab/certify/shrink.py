@@ -175,7 +175,7 @@ def _model(config: RunConfig, lost: list[str]) -> dict[str, Any]:
         small["experts"] = _experts(config, embed, lost)
     if model.latent is not None:
         small |= {"kv_heads": None, "head_dim": None, "latent": _latent(config)}
-    small |= _mixers(config)
+    small |= _mixers(config) | _pattern(config)
     if model.temperature is not None:
         length = round(model.temperature.length * LENGTH / config.train.sequence_length)
         small["temperature"] = model.temperature.as_given() | {"length": max(1, length)}
@@ -202,7 +202,10 @@ def _layers(config: RunConfig, lost: list[str]) -> int:
     """
     model = config.model
     places = max(config.mesh.pipeline, 1) * config.pipeline.chunks
-    patterns = (model.windows, model.rope_layers, model.mixers)
+    pattern = _pattern(config)
+    if pattern:
+        return len(pattern["mixers"])
+    patterns = (model.windows, model.rope_layers, model.mixers, model.mlps)
     period = min(max(1, *map(len, patterns)), model.layers)
     layers = 3 if places == 1 or model.layers % places else 4
     if period > MOST_LAYERS:
@@ -212,6 +215,20 @@ def _layers(config: RunConfig, lost: list[str]) -> int:
         return layers
     every, dense = min(model.experts.every, 2), min(model.experts.first_dense, 1)
     return layers + (dense - layers) % every
+
+
+def _pattern(config: RunConfig) -> dict[str, Any]:
+    """Returns [model]'s patterns of mixers and mlps with each kind of layer once, if the first few
+    layers do not have them all; else nothing.
+    """
+    model = config.model
+    mlps = model.layer_mlps if model.mlps else ("mlp",) * model.layers
+    parts = list(zip(model.layer_mixers, mlps, strict=True))
+    kinds = list(dict.fromkeys(parts))
+    if len(kinds) == len(set(parts[:MOST_LAYERS])):
+        return {}
+    pattern = {"mixers": [mixer for mixer, _ in kinds]}
+    return pattern | ({"mlps": [mlp for _, mlp in kinds]} if model.mlps else {})
 
 
 def _ffn(config: RunConfig, embed: int) -> int | None:

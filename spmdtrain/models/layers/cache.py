@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from spmdtrain.config.schema import LayerStack, Mixer, TransformerConfig
 from spmdtrain.models.layers.recurrent_cache import (
+    RecurrentCache,
     empty_conv_cache,
     empty_delta_cache,
     empty_ssd_cache,
@@ -53,11 +54,24 @@ def empty_keys_and_values(
     return Cache(zeros(widths[0]), zeros(widths[1]), jnp.zeros(layers, jnp.int32))
 
 
+class CacheOfBoth(NamedTuple):
+    """The caches of a layer whose mixer is attention and a state space."""
+
+    attention: Cache
+    ssd: RecurrentCache
+
+
+def _empty_of_both(*of_layers: Any) -> CacheOfBoth:
+    return CacheOfBoth(empty_keys_and_values(*of_layers), empty_ssd_cache(*of_layers))
+
+
 EMPTY: Mapping[Mixer, Callable[..., Any]] = {
     "attention": empty_keys_and_values,
     "delta": empty_delta_cache,
     "ssd": empty_ssd_cache,
     "conv": empty_conv_cache,
+    "both": _empty_of_both,
+    "none": lambda *_: None,
 }
 # The caches of a stack: one for each layer of a round, with a leading dim of the rounds.
 StackCache = tuple[Any, ...]

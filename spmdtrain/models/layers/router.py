@@ -51,7 +51,7 @@ class Router(nnx.Module):
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         assert config.experts is not None, "a model with experts"
         self.experts: ExpertsConfig = config.experts
-        self.layers = sum(config.has_experts)
+        self.layers = config.layer_mlps.count("experts")
         count = self.experts.count
         # It maps the whole width to a few numbers, without a multiplier: Table 3 of muP.
         std = INIT_STD / config.width_factor

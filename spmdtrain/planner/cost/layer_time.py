@@ -173,23 +173,16 @@ class _Half(NamedTuple):
 def _half_time(
     half: str, sizes: LayerSizes, hardware: Hardware, software: Software
 ) -> Mapping[str, Work]:
-    """Returns term -> work of a half. With experts, that of the mlp is the mean over the layers."""
+    """Returns term -> work of a half: the mean over the layers."""
     model = sizes.model
-    mixers = shape.mixer_shares(model)
-    if half == "attention" and len(mixers) > 1:
-        return _mean_work(
-            (share, _half_time(half, replace(sizes, model=alike), hardware, software))
-            for share, alike in mixers
-        )
-    if half == "attention" or model.experts is None:
-        return _dense_half_time(half, sizes, hardware, software)
-    share = shape.expert_share(model)
-    dense, beside = (
-        _dense_half_time(half, replace(sizes, model=layer), hardware, software)
-        for layer in (shape.dense_layer(model), shape.beside_experts(model))
-    )
-    own = _expert_time(sizes, hardware, software)
-    return _mean_work(((1 - share, dense), (share, beside), (share, own)))
+    shares = shape.mixer_shares(model) if half == "attention" else shape.mlp_shares(model)
+    works = [
+        (share, _dense_half_time(half, replace(sizes, model=alike), hardware, software))
+        for share, alike in shares
+    ]
+    if half == "mlp" and model.experts is not None:
+        works.append((shape.expert_share(model), _expert_time(sizes, hardware, software)))
+    return works[0][1] if len(works) == 1 and works[0][0] == 1 else _mean_work(works)
 
 
 def _mean_work(parts: Iterable[tuple[float, Mapping[str, Work]]]) -> Mapping[str, Work]:
@@ -215,7 +208,7 @@ def _dense_half_time(
     forward_bytes = own.forward_bytes + (5.5 if sizes.model.dropout else 5) * norm_bytes
     backward_bytes = own.backward_bytes + (6.5 if sizes.model.dropout else 6) * norm_bytes
     # A further norm reads and writes; its backward reads its input and a gradient and writes one.
-    more_norms = shape.norms(sizes.model) // 2 - 1
+    more_norms = shape.norms_of_part(sizes.model) - 1
     forward_bytes += 2 * more_norms * norm_bytes
     backward_bytes += 3 * more_norms * norm_bytes
 

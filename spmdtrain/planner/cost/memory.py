@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pallas_kernels.attention.xla import BLOCK
 from pallas_kernels.loss.api import KERNEL
@@ -175,9 +175,7 @@ def _whole_under_zero(workload: Workload) -> float:
     whole = 0.0
     layers = workload.layers_per_stage // workload.chunks
     if mesh.tensor > 1 and workload.chunks % mesh.data and layers % mesh.data:
-        mlp = model.embed * shape.mean_of_layers(
-            model, lambda layer: shape.up_width(layer) + layer.ffn
-        )
+        mlp = shape.mean_of_mlps(model, shape.mlp_matrices)
         whole += workload.layers_per_stage * mlp / mesh.tensor
     if mesh.tensor * mesh.pipeline > 1:
         whole += _outside_elements(workload)
@@ -244,17 +242,14 @@ def kept_bytes(workload: Workload, remat: str | None = None) -> int:
     A test holds it equal to `LayerGradient.saved`.
     """
     policy = remat or workload.remat
-    of_dense = shape.mean_of_layers(
-        workload.model,
-        lambda layer: _kept_bytes(
-            layer,
-            workload.tokens,
-            workload.mesh.tensor,
-            workload.compute_bytes,
-            policy,
-            workload.stream_ways,
-        ),
+    keeping = _Keeping(
+        workload.tokens,
+        workload.mesh.tensor,
+        workload.compute_bytes,
+        policy,
+        workload.stream_ways,
     )
+    of_dense = _kept_of_layer(workload.model, keeping)
     return int(of_dense + shape.expert_share(workload.model) * _kept_of_experts(workload, policy))
 
 
@@ -275,34 +270,50 @@ def _kept_of_experts(workload: Workload, remat: str) -> float:
     return tokens * (read + scores + FLOAT32 * (3 * experts.chosen + 1))
 
 
-@lru_cache(maxsize=10_000)
-def _kept_bytes(
-    model: TransformerConfig, tokens: int, tensor: int, size: int, remat: str, stream_ways: int
-) -> int:
-    """Returns `kept_bytes`. `size`: bytes of an element. `stream_ways`: as in Workload."""
-    layer_input = size * tokens * model.embed // stream_ways
-    if remat == "full":
-        return layer_input
+class _Keeping(NamedTuple):
+    """The sizes by which a part of a layer keeps bytes: of one microbatch, on one device."""
 
-    # Attention keeps its result, and its log-sum-exp in float32.
-    heads = 0 if shape.linear_mixer(model) else model.heads
-    attention = size * shape.attention_width(model) + FLOAT32 * heads
-    of_heads, whole = shape.qkv_columns(model)
+    tokens: int
+    tensor: int
+    size: int  # bytes of an element
+    remat: str
+    stream_ways: int  # as in Workload
+
+
+@lru_cache(maxsize=10_000)
+def _kept_of_layer(model: TransformerConfig, keeping: _Keeping) -> float:
+    """Returns the bytes that a layer keeps without its experts."""
+    tokens, tensor, size, remat, stream_ways = keeping
+    if remat == "full":
+        return size * tokens * model.embed // stream_ways
+    mixer = shape.mean_of_mixers(model, lambda alike: _kept_of_mixer(alike, keeping))
+    mlp = shape.mean_of_mlps(model, lambda alike: _kept_of_mlp(alike, keeping))
+    parts = shape.parts(model)
     if remat == "dots":
-        matmuls = size * (of_heads + shape.up_width(model))
-        # The layer's input, and what attention adds to it; a norm after the mlp reads its output.
-        streams = 2 if model.norm_places == "before" else 3
-        stream = streams * size * model.embed // stream_ways
-        if model.sinks:
-            attention *= 2  # once more for what the sinks take of it
-        return tokens * (stream + (matmuls + attention) // tensor + size * whole)
+        # The input of each part; a norm behind the last one reads its output.
+        streams = parts if model.norm_places == "before" else parts + 1
+        return tokens * (streams * size * model.embed // stream_ways) + mixer + mlp
 
     # A norm keeps its input and output, and in float32 its deviation (and its mean, if centred).
     statistics = 2 * FLOAT32 if model.norm == "layernorm" else FLOAT32
     norm = tokens * (2 * size * model.embed + statistics) // stream_ways
     # The output of a norm after attention or mlp is added to the stream, and not kept.
     out_norm = tokens * (size * model.embed + statistics) // stream_ways
-    norms = 2 * norm + (shape.norms(model) - 2) * out_norm
+    norms = parts * (norm + (shape.norms_of_part(model) - 1) * out_norm)
+    return norms + mixer + mlp
+
+
+def _kept_of_mixer(model: TransformerConfig, keeping: _Keeping) -> int:
+    """Returns the bytes that a mixer keeps, without its norms."""
+    tokens, tensor, size, remat, _ = keeping
+    # Attention keeps its result, and its log-sum-exp in float32.
+    heads = 0 if shape.linear_mixer(model) else model.heads
+    attention = size * shape.attention_width(model) + FLOAT32 * heads
+    of_heads, whole = shape.qkv_columns(model)
+    if remat == "dots":
+        if model.sinks:
+            attention *= 2  # once more for what the sinks take of it
+        return tokens * ((size * of_heads + attention) // tensor + size * whole)
     # It also keeps its input, and the matmul after it keeps its own.
     attention += size * (shape.qkv_width(model) + shape.attention_width(model))
     if model.query_norm != "none":
@@ -310,10 +321,16 @@ def _kept_bytes(
     if model.output_gate != "none":  # the output before its gates, and those of heads
         of_heads = model.heads if model.output_gate == "head" else 0
         attention += size * (shape.attention_width(model) + of_heads)
-    mlp = size * (shape.up_width(model) + model.ffn)
     # Latents, before and after their norms, are whole on every device of `tensor`.
     latents = 2 * size * shape.latent_norm_width(model) if model.latent else 0
-    return norms + tokens * ((attention + mlp) // tensor + latents)
+    return tokens * (attention // tensor + latents)
+
+
+def _kept_of_mlp(model: TransformerConfig, keeping: _Keeping) -> int:
+    """Returns the bytes that an mlp keeps, without its norms."""
+    tokens, tensor, size, remat, _ = keeping
+    columns = shape.up_width(model) + (0 if remat == "dots" else model.ffn)
+    return tokens * (size * columns // tensor)
 
 
 def deferred_bytes(workload: Workload) -> int:
@@ -321,8 +338,21 @@ def deferred_bytes(workload: Workload) -> int:
 
     A test holds it equal to `LayerGradient.deferred`.
     """
-    model = workload.model
-    deferred = shape.mean_of_layers(model, lambda layer: _deferred_bytes(layer, workload))
+    model, size = workload.model, workload.compute_bytes
+    tensor, tokens = workload.mesh.tensor, workload.tokens
+
+    def of_mixer(alike: TransformerConfig) -> int:
+        of_heads, others = shape.qkv_columns(alike)
+        columns = size * of_heads // tensor + size * others
+        # The gradients of these vectors are complete in float32.
+        vectors = shape.query_norm_size(alike) + shape.latent_norm_width(alike)
+        return tokens * columns + FLOAT32 * (vectors + shape.head_sinks(alike))
+
+    def of_mlp(alike: TransformerConfig) -> int:
+        return tokens * (size * shape.up_width(alike) // tensor) + FLOAT32 * shape.slopes(alike)
+
+    stream = tokens * (size * shape.parts(model) + 8 * shape.norms(model)) * model.embed
+    deferred = stream + shape.mean_of_mixers(model, of_mixer) + shape.mean_of_mlps(model, of_mlp)
     return int(deferred + shape.expert_share(model) * _deferred_of_experts(workload))
 
 
@@ -348,21 +378,6 @@ def _expert_columns(workload: Workload) -> float:
     assert experts is not None, "a model with experts"
     split = 1 if workload.experts_over_tensor else workload.mesh.tensor
     return experts.ffn * (3 if workload.model.is_gated else 2) / split
-
-
-def _deferred_bytes(model: TransformerConfig, workload: Workload) -> int:
-    size = workload.compute_bytes
-    of_heads, others = shape.qkv_columns(model)
-    whole = (2 * size + 8 * shape.norms(model)) * model.embed + size * others
-    split = size * (shape.up_width(model) + of_heads) // workload.mesh.tensor
-    # The gradients of these vectors are complete in float32.
-    vectors = FLOAT32 * (
-        shape.query_norm_size(model)
-        + shape.latent_norm_width(model)
-        + shape.head_sinks(model)
-        + shape.slopes(model)
-    )
-    return workload.tokens * (whole + split) + vectors
 
 
 def ring_slots(workload: Workload) -> RingSlots:
@@ -643,9 +658,9 @@ def _widened_bytes(workload: Workload) -> float:
     if workload.trained.base_bytes is None:
         return 0.0
     model = workload.model
-    up_width = shape.mean_of_layers(model, shape.up_width)
-    widths = [shape.qkv_width(alike) for _, alike in shape.mixer_shares(model)]
-    widest = model.embed * max(*widths, up_width) / workload.mesh.tensor
+    up_width = shape.mean_of_mlps(model, shape.up_width)
+    widths = (shape.qkv_width(alike) for _, alike in shape.mixer_shares(model))
+    widest = model.embed * max(up_width, *widths) / workload.mesh.tensor
     return (FLOAT32 + workload.compute_bytes) * widest
 
 
@@ -664,8 +679,8 @@ def _workspace_bytes(workload: Workload) -> float:
     tile = min(BLOCK, workload.train.sequence_length) * min(BLOCK, queries)
     scores = 2 * FLOAT32 * workload.microbatch * model.heads / tensor * tile
     widths = [shape.qkv_width(alike) for _, alike in shape.mixer_shares(model)]
-    qkv_gradients = FLOAT32 * workload.tokens * max(widths) / tensor
-    mlp_columns = shape.mean_of_layers(model, lambda layer: shape.up_width(layer) + layer.ffn)
+    qkv_gradients = FLOAT32 * workload.tokens * max(widths, default=0) / tensor
+    mlp_columns = shape.mean_of_mlps(model, lambda layer: shape.up_width(layer) + layer.ffn)
     mlp_gradients = workload.tokens * mlp_columns / tensor * workload.compute_bytes
     return max(scores + qkv_gradients, mlp_gradients)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from spmdtrain.config.schema import LatentConfig, TransformerConfig
+from spmdtrain.config.schema.model.layer_kinds import LayerMlp, singles_of
 from spmdtrain.models.mixer_sizes import MixerSizes, mixer_sizes
 from spmdtrain.models.size import seen_pairs
 
@@ -141,7 +142,7 @@ def repeats(model: TransformerConfig) -> int:
 @lru_cache(maxsize=1000)
 def expert_share(model: TransformerConfig) -> float:
     """Returns the share of the layers that have experts."""
-    return sum(model.has_experts) / model.layers
+    return model.layer_mlps.count("experts") / model.layers
 
 
 # Settings of attention that another mixer does not read, and what they are without it.
@@ -150,9 +151,12 @@ OF_ATTENTION = {"latent": None, "output_gate": "none", "query_norm": "none", "si
 
 @lru_cache(maxsize=1000)
 def mixer_shares(model: TransformerConfig) -> tuple[tuple[float, TransformerConfig], ...]:
-    """Returns, for each mixer of tokens, its share of the layers and a model that has it in all."""
-    counts = Counter(model.layer_mixers)
-    if set(counts) == {"attention"}:
+    """Returns, for each mixer of tokens, its share of the layers and a model that has it in all.
+
+    A layer with two mixers counts among those of both, and one without any among none.
+    """
+    counts = Counter(mixer for layer in model.layer_mixers for mixer in singles_of(layer))
+    if counts == {"attention": model.layers}:
         return ((1.0, model),)
     return tuple(
         (count / model.layers, model.model_copy(update={"mixers": (mixer,)} | others))
@@ -162,61 +166,77 @@ def mixer_shares(model: TransformerConfig) -> tuple[tuple[float, TransformerConf
 
 
 @lru_cache(maxsize=1000)
+def mlp_shares(model: TransformerConfig) -> tuple[tuple[float, TransformerConfig], ...]:
+    """Returns, for each kind of mlp, its share of the layers and a model that has it in all; with
+    experts it is the one that all tokens go through.
+    """
+    counts = Counter(model.layer_mlps)
+    if counts == {"mlp": model.layers}:
+        return ((1.0, model),)
+    alike: tuple[tuple[LayerMlp, Callable[[TransformerConfig], TransformerConfig]], ...]
+    alike = (("mlp", dense_layer), ("experts", beside_experts))
+    return tuple((counts[mlp] / model.layers, of(model)) for mlp, of in alike if counts[mlp])
+
+
 def dense_layer(model: TransformerConfig) -> TransformerConfig:
     """Returns a model whose layers are all like those without experts."""
-    return model.model_copy(update={"experts": None})
+    return model.model_copy(update={"experts": None, "mlps": ()})
 
 
-@lru_cache(maxsize=1000)
 def beside_experts(model: TransformerConfig) -> TransformerConfig:
     """Returns a model whose layers are all like those with experts, reduced to the shared ones."""
     assert model.experts is not None, "a model with experts"
     ffn = model.experts.shared_width
-    narrow = {"experts": None, "ffn": ffn, "mlp_bias": model.mlp_bias and ffn > 0}
+    narrow = {"experts": None, "mlps": (), "ffn": ffn, "mlp_bias": model.mlp_bias and ffn > 0}
     return model.model_copy(update=narrow)
 
 
-def mean_of_layers(
-    model: TransformerConfig, of_layer: Callable[[TransformerConfig], float]
-) -> float:
-    """Returns the mean of `of_layer` over the layers, without their experts.
-
-    What mixes the tokens of a layer and its mlp add up, so their means do too: `of_layer` gets each
-    mixer with each mlp.
+def mean_of_mlps(model: TransformerConfig, of_mlp: Callable[[TransformerConfig], float]) -> float:
+    """Returns the mean over the layers of `of_mlp`, which depends on their mlps alone, of those
+    without experts, and beside them.
     """
-    (_, alike), *others = mixer_shares(model)
-    if others:
-        return mean_of_mixers(model, lambda alike: mean_of_layers(alike, of_layer))
-    model = alike
-    share = expert_share(model)
-    if not share:
-        return of_layer(model)
-    dense = (1 - share) * of_layer(dense_layer(model)) if share < 1 else 0.0
-    return dense + share * of_layer(beside_experts(model))
+    return _mean(mlp_shares(model), of_mlp)
 
 
 def mean_of_mixers(
-    model: TransformerConfig, of_layer: Callable[[TransformerConfig], float]
+    model: TransformerConfig, of_mixer: Callable[[TransformerConfig], float]
 ) -> float:
-    """Returns the mean of `of_layer` over the layers, which depends on their mixers alone."""
-    (_, alike), *others = mixer_shares(model)
-    if not others:
-        return of_layer(alike)
-    return sum(share * of_layer(alike) for share, alike in mixer_shares(model))
+    """Returns the mean over the layers of `of_mixer`, which depends on their mixers alone; in a
+    layer with two of them it is their sum.
+    """
+    return _mean(mixer_shares(model), of_mixer)
+
+
+def _mean(
+    shares: tuple[tuple[float, TransformerConfig], ...],
+    of_part: Callable[[TransformerConfig], float],
+) -> float:
+    if [share for share, _ in shares] == [1.0]:
+        return of_part(shares[0][1])
+    return sum(share * of_part(alike) for share, alike in shares)
 
 
 def layer_matrices(model: TransformerConfig) -> float:
     """Counts the parameters of one layer that multiply every token, except those of experts.
 
-    In a model with experts this is the mean over its layers, as in the functions below.
+    This is the mean over the layers, as in the functions below.
     """
-    if len(mixer_shares(model)) > 1:
-        return mean_of_mixers(model, layer_matrices)
-    if model.experts is None:
-        qkv = sum(columns * rows for columns, rows, _ in qkv_matmuls(model))
-        return qkv + model.embed * (attention_width(model) + up_width(model) + model.ffn)
-    scores = model.experts.count + model.experts.shared_gate
-    return mean_of_layers(model, layer_matrices) + expert_share(model) * model.embed * scores
+    router = 0.0
+    if model.experts is not None:
+        scores = model.experts.count + model.experts.shared_gate
+        router = expert_share(model) * model.embed * scores
+    return mean_of_mixers(model, mixer_matrices) + mean_of_mlps(model, mlp_matrices) + router
+
+
+def mixer_matrices(model: TransformerConfig) -> int:
+    """Counts the parameters of the matrices of a mixer."""
+    qkv = sum(columns * rows for columns, rows, _ in qkv_matmuls(model))
+    return qkv + model.embed * attention_width(model)
+
+
+def mlp_matrices(model: TransformerConfig) -> int:
+    """Counts the parameters of the matrices of an mlp."""
+    return model.embed * (up_width(model) + model.ffn)
 
 
 def active_matrices(model: TransformerConfig) -> float:
@@ -247,17 +267,12 @@ def expert_parameters(model: TransformerConfig) -> float:
 
 def layer_parameters(model: TransformerConfig) -> float:
     """Counts the parameters of one layer, except those of its experts."""
-    if len(mixer_shares(model)) > 1:
-        return mean_of_mixers(model, layer_parameters)
+    vectors = norms(model) * model.embed * vectors_per_norm(model)
+    vectors += mean_of_mixers(model, mixer_vectors) + mean_of_mlps(model, mlp_vectors)
     if model.experts is not None:
         # A router has a bias for the choice of each expert, and may have one for its logit.
-        router = model.experts.count * (model.embed + (2 if model.experts.logit_bias else 1))
-        router += model.embed * model.experts.shared_gate
-        others = mean_of_layers(model, layer_parameters)
-        return others + expert_share(model) * router
-    vectors = norms(model) * model.embed * vectors_per_norm(model) + mixer_vectors(model)
-    vectors += (up_width(model) + model.embed) * model.mlp_bias
-    vectors += slopes(model)
+        biases = model.experts.count * (2 if model.experts.logit_bias else 1)
+        vectors += expert_share(model) * biases
     return layer_matrices(model) + vectors
 
 
@@ -269,9 +284,31 @@ def mixer_vectors(model: TransformerConfig) -> int:
     return biases + query_norm_size(model) + latent_norm_width(model) + head_sinks(model)
 
 
-def norms(model: TransformerConfig) -> int:
+def mlp_vectors(model: TransformerConfig) -> int:
+    """Counts the parameters of an mlp that are in no matrix."""
+    return (up_width(model) + model.embed) * model.mlp_bias + slopes(model)
+
+
+def parts(model: TransformerConfig) -> float:
+    """Counts the parts of one layer that are added to the stream: a mixer, an mlp, or both."""
+    return sum(layer.parts for layer in model.layer_parts) / model.layers
+
+
+def mixers_and_mlps(model: TransformerConfig) -> float:
+    """Counts the mixers and mlps of one layer, each of which the devices of `tensor` sum."""
+    mixers = sum(len(singles_of(mixer)) for mixer in model.layer_mixers)
+    mlps = sum(mlp != "none" for mlp in model.layer_mlps)
+    return (mixers + mlps) / model.layers
+
+
+def norms_of_part(model: TransformerConfig) -> int:
+    """Counts the norms of a mixer or an mlp."""
+    return 2 if model.norm_places == "both" else 1
+
+
+def norms(model: TransformerConfig) -> float:
     """Counts the norms of one layer."""
-    return 4 if model.norm_places == "both" else 2
+    return norms_of_part(model) * parts(model)
 
 
 def query_key_width(model: TransformerConfig) -> int:
@@ -310,7 +347,7 @@ def visible_share(model: TransformerConfig, sequence_length: int) -> float:
     pairs = [
         seen_pairs(sequence_length, kind.window)
         for kind, mixer in zip(model.layer_kinds, model.layer_mixers, strict=True)
-        if mixer == "attention"
+        if "attention" in singles_of(mixer)
     ]
     return sum(pairs) / max(len(pairs), 1) / seen_pairs(sequence_length)
 
@@ -322,11 +359,11 @@ def outside_parameters(model: TransformerConfig) -> int:
 
 
 def last_layer(model: TransformerConfig) -> TransformerConfig:
-    """Returns a model whose layers are all like the last one, with attention."""
-    if model.experts is None and not model.mixers:
+    """Returns a model whose layers are all like the blocks of further tokens."""
+    parts = model.further_parts
+    if set(model.layer_parts) == {parts}:
         return model
-    experts = model.experts and model.experts.model_copy(update={"first_dense": 0, "every": 1})
-    return model.model_copy(update={"experts": experts, "mixers": ()})
+    return model.model_copy(update={"mixers": (parts.mixer,), "mlps": (parts.mlp,)})
 
 
 def further_parameters(model: TransformerConfig) -> float:

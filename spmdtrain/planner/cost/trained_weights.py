@@ -40,8 +40,8 @@ class Trained:
         widths = {
             ("q", "k", "v"): shape.qkv_width(model),
             ("out",): shape.attention_width(model),
-            ("gate", "up"): shape.mean_of_layers(model, shape.up_width),
-            ("down",): shape.mean_of_layers(model, lambda layer: layer.ffn),
+            ("gate", "up"): shape.mean_of_mlps(model, shape.up_width),
+            ("down",): shape.mean_of_mlps(model, lambda layer: layer.ffn),
         }
         targets = set(self.finetune.targets)
         adapted = [width for parts, width in widths.items() if targets.intersection(parts)]
@@ -74,7 +74,7 @@ class Trained:
         heads = shape.attention_width(model) / tensor
         queries = heads + shape.gate_width(model) / tensor
         kv_heads = model.kv_heads * model.head_dim / tensor
-        ffn = shape.mean_of_layers(model, lambda layer: layer.ffn) / tensor
+        ffn = shape.mean_of_mlps(model, lambda layer: layer.ffn) / tensor
         wide = {"q": queries, "k": kv_heads, "v": kv_heads, "out": heads, "up": ffn, "down": ffn}
         if model.is_gated:
             wide["gate"] = ffn

@@ -98,4 +98,4 @@ def read_first_dense(keys: Keys) -> int:
 
 def mlp_layer_types_of(model: TransformerConfig) -> list[str]:
     """Returns the key `mlp_layer_types` of a model."""
-    return [SPARSE if has_experts else DENSE for has_experts in model.has_experts]
+    return [SPARSE if mlp == "experts" else DENSE for mlp in model.layer_mlps]

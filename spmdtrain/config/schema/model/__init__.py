@@ -1,5 +1,6 @@
 """[model]: the shape of a transformer, and the families that preset it."""
 
+from spmdtrain.config.schema.model.both import BothConfig as BothConfig
 from spmdtrain.config.schema.model.conv import ConvConfig as ConvConfig
 from spmdtrain.config.schema.model.delta import DeltaConfig as DeltaConfig
 from spmdtrain.config.schema.model.experts import ExpertsConfig as ExpertsConfig

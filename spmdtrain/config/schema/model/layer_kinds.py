@@ -5,7 +5,8 @@ positions), and the stacks in which layers of the same parts repeat.
 from collections.abc import Hashable, Sequence
 from typing import Literal, NamedTuple, TypeVar
 
-Mixer = Literal["attention", "delta", "ssd", "conv"]
+Mixer = Literal["attention", "delta", "ssd", "conv", "both", "none"]
+LayerMlp = Literal["mlp", "experts", "none"]
 Item = TypeVar("Item", bound=Hashable)
 FIRST = "first_blocks"  # the attribute of a model that runs its first dense layers
 BLOCKS = "blocks"  # the attribute that runs all others
@@ -16,7 +17,12 @@ class LayerParts(NamedTuple):
     """The parts of a layer. Layers with the same parts have weights of the same shapes."""
 
     mixer: Mixer
-    mlp: Literal["dense", "routed"]
+    mlp: LayerMlp
+
+    @property
+    def parts(self) -> int:
+        """The parts that the layer adds to the stream: two, or the one that it has."""
+        return (self.mixer != "none") + (self.mlp != "none")
 
 
 class LayerKind(NamedTuple):
@@ -25,6 +31,13 @@ class LayerKind(NamedTuple):
     window: int  # tokens that attention sees, itself among them; 0: all
     rope_theta: float | None  # None: queries and keys are not rotated
     is_scaled: bool  # `rope_scaling` stretches its positions
+
+
+def singles_of(mixer: Mixer) -> tuple[Mixer, ...]:
+    """Returns the mixers that a layer runs on its input: one, the two of "both", or none."""
+    if mixer == "none":
+        return ()
+    return ("attention", "ssd") if mixer == "both" else (mixer,)
 
 
 def repeated(pattern: Sequence, layers: int) -> list:

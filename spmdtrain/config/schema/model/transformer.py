@@ -4,16 +4,19 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from spmdtrain.config.schema.model.both import BothConfig
 from spmdtrain.config.schema.model.conv import ConvConfig
 from spmdtrain.config.schema.model.delta import DeltaConfig
 from spmdtrain.config.schema.model.experts import ExpertsConfig
 from spmdtrain.config.schema.model.latent import LatentConfig
 from spmdtrain.config.schema.model.layer_kinds import (
     LayerKind,
+    LayerMlp,
     LayerParts,
     LayerStack,
     Mixer,
     repeated,
+    singles_of,
     stacks_of,
 )
 from spmdtrain.config.schema.model.multi_token import MultiTokenConfig
@@ -39,6 +42,7 @@ GATED = ("swiglu", "geglu", "swiglu_clamped")
 Windows = Annotated[tuple[CountOrZero, ...], Field(strict=False)]
 Switches = Annotated[tuple[bool, ...], Field(strict=False)]
 Mixers = Annotated[tuple[Mixer, ...], Field(strict=False)]
+Mlps = Annotated[tuple[LayerMlp, ...], Field(strict=False)]
 
 
 class TransformerConfig(Settings):
@@ -144,8 +148,15 @@ class TransformerConfig(Settings):
     mixers: Mixers = Field(
         default=(),
         description="what mixes the tokens of a layer: attention, or in linear time delta, ssd or "
-        "conv (the tables [model.delta], [model.ssd], [model.conv]); repeats over the layers; "
-        "default: attention",
+        "conv (the tables [model.delta], [model.ssd], [model.conv]); both: the sum of attention "
+        "and ssd, which read one normed input; none: the layer is its mlp alone; repeats over the "
+        "layers; default: attention",
+    )
+    mlps: Mlps = Field(
+        default=(),
+        description="what follows the mixer of a layer: mlp, experts (the table [model.experts]), "
+        "or none: the layer is its mixer alone; repeats over the layers; default: mlp, and with "
+        "experts what model.experts.first_dense and model.experts.every say",
     )
     latent: LatentConfig | None = Field(
         default=None,
@@ -166,6 +177,11 @@ class TransformerConfig(Settings):
         default=None,
         description="the table [model.conv]: a short convolution in place of attention; "
         "default: none",
+    )
+    both: BothConfig | None = Field(
+        default=None,
+        description="the table [model.both]: factors of attention in layers that also have a state "
+        "space; default: none",
     )
     temperature: TemperatureConfig | None = Field(
         default=None,
@@ -261,6 +277,7 @@ class TransformerConfig(Settings):
             self._refuse_rope()
         if self.experts:
             self._check_experts(self.experts)
+        self._check_mlps()
         self._check_mixers()
         temperature = self.temperature
         if temperature and temperature.layers == "no_rope" and self._has_rope_everywhere:
@@ -327,14 +344,40 @@ class TransformerConfig(Settings):
     def _check_mixers(self) -> None:
         """Refuses a mixer without its table, and a table that no layer reads."""
         for mixer in ("delta", "ssd", "conv"):
-            if mixer in self.mixers and getattr(self, mixer) is None:
-                raise ValueError(
-                    f"model.mixers has {mixer!r}, which needs the table [model.{mixer}]"
-                )
-            if getattr(self, mixer) and mixer not in self.mixers:
+            names = (mixer, "both") if mixer == "ssd" else (mixer,)
+            if readers := [name for name in self.mixers if name in names]:
+                if getattr(self, mixer) is None:
+                    raise ValueError(
+                        f"model.mixers has {readers[0]!r}, which needs the table [model.{mixer}]"
+                    )
+            elif getattr(self, mixer):
                 raise ValueError(
                     f"[model.{mixer}] is read by no layer; set "
                     f"model.mixers=['{mixer}', 'attention']"
+                )
+        if self.both and "both" not in self.mixers:
+            raise ValueError("[model.both] is read by no layer; set model.mixers=['both']")
+
+    def _check_mlps(self) -> None:
+        """Refuses experts that the pattern of mlps does not name, and layers of no part."""
+        if "experts" in self.mlps and self.experts is None:
+            raise ValueError("model.mlps has 'experts', which needs the table [model.experts]")
+        if self.mlps and self.experts:
+            for name, default in (("first_dense", 0), ("every", 1)):
+                if getattr(self.experts, name) != default:
+                    raise ValueError(
+                        f"model.experts.{name} and model.mlps both say which layers have experts; "
+                        f"leave model.experts.{name} out"
+                    )
+            if "experts" not in self.layer_mlps:
+                raise ValueError(
+                    "[model.experts] is read by no layer; set model.mlps=['experts', 'mlp']"
+                )
+        for number, layer in enumerate(self.layer_parts):
+            if not layer.parts:
+                raise ValueError(
+                    f"layer {number} has neither a mixer nor an mlp: model.mixers and model.mlps "
+                    "are both 'none' there"
                 )
 
     def _check_experts(self, experts: ExpertsConfig) -> None:
@@ -364,7 +407,7 @@ class TransformerConfig(Settings):
             heads["delta"] = self.delta.key_heads
         if self.ssd:
             heads["ssd"] = self.ssd.groups if self.ssd.groups > 1 else self.ssd.heads
-        return tuple(heads[mixer] for mixer in dict.fromkeys(self.layer_mixers))
+        return tuple(heads[mixer] for mixer in self.single_mixers)
 
     @property
     def value_width(self) -> int:
@@ -374,7 +417,7 @@ class TransformerConfig(Settings):
     @property
     def exchangeable_heads(self) -> dict[str, int]:
         """The numbers of heads that may be exchanged for tokens, by setting."""
-        heads = {"model.kv_heads": self.kv_heads} if "attention" in self.layer_mixers else {}
+        heads = {"model.kv_heads": self.kv_heads} if "attention" in self.single_mixers else {}
         if self.delta:
             heads["model.delta.key_heads"] = self.delta.key_heads
         if self.ssd:
@@ -395,26 +438,40 @@ class TransformerConfig(Settings):
         return self.kv_heads, self.head_dim, self.value_width
 
     @property
-    def has_experts(self) -> tuple[bool, ...]:
-        """The layers in order, True for those with experts in place of the mlp."""
-        if self.experts is None:
-            return (False,) * self.layers
-        first, every = self.experts.first_dense, self.experts.every
-        numbers = range(1 - first, self.layers + 1 - first)
-        return tuple(number > 0 and number % every == 0 for number in numbers)
-
-    @property
     def layer_mixers(self) -> tuple[Mixer, ...]:
         """The mixer of tokens of each layer, in order."""
         return tuple(repeated(self.mixers or ("attention",), self.layers))
 
     @property
+    def single_mixers(self) -> tuple[Mixer, ...]:
+        """The mixers that the layers have, in order of appearance, of "both" its two."""
+        singles = (singles_of(mixer) for mixer in self.layer_mixers)
+        return tuple(dict.fromkeys(mixer for mixers in singles for mixer in mixers))
+
+    @property
+    def layer_mlps(self) -> tuple[LayerMlp, ...]:
+        """The mlp of each layer, in order."""
+        if self.mlps or self.experts is None:
+            return tuple(repeated(self.mlps or ("mlp",), self.layers))
+        first, every = self.experts.first_dense, self.experts.every
+        numbers = range(1 - first, self.layers + 1 - first)
+        mlps: list[LayerMlp] = [
+            "experts" if number > 0 and number % every == 0 else "mlp" for number in numbers
+        ]
+        return tuple(mlps)
+
+    @property
     def layer_parts(self) -> tuple[LayerParts, ...]:
         """The parts of each layer, in order."""
-        return tuple(
-            LayerParts(mixer, "routed" if has_experts else "dense")
-            for mixer, has_experts in zip(self.layer_mixers, self.has_experts, strict=True)
-        )
+        return tuple(map(LayerParts, self.layer_mixers, self.layer_mlps))
+
+    @property
+    def further_parts(self) -> LayerParts:
+        """The parts of a block that predicts a further token: attention, and the last mlp that a
+        layer has.
+        """
+        mlps = [mlp for mlp in self.layer_mlps if mlp != "none"]
+        return LayerParts("attention", mlps[-1] if mlps else "mlp")
 
     @property
     def stacks(self) -> tuple[LayerStack, ...]:
