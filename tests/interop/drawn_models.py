@@ -114,6 +114,7 @@ OTHER_VALUES: dict[str, Any] = {
     "final_logit_softcapping": 2.0,
     "first_k_dense_replace": 2,
     "head_dim": 8,
+    "linear_allow_neg_eigval": False,
     "linear_conv_kernel_dim": 3,
     "linear_key_head_dim": 6,
     "linear_num_key_heads": 1,

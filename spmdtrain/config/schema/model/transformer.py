@@ -38,6 +38,7 @@ Attention = Literal["auto", "xla", "triton", "mosaic", "cudnn"]
 ContextAttention = Literal["auto", "ring", "gather", "ulysses"]
 MlpKind = Literal["gelu", "gelu_exact", "relu2", "xielu", "swiglu", "geglu", "swiglu_clamped"]
 GATED = ("swiglu", "geglu", "swiglu_clamped")
+NormPlaces = Literal["before", "after", "both"]
 # Patterns of values that repeat over the layers; TOML has lists only.
 Windows = Annotated[tuple[CountOrZero, ...], Field(strict=False)]
 Switches = Annotated[tuple[bool, ...], Field(strict=False)]
@@ -189,7 +190,7 @@ class TransformerConfig(Settings):
         "none",
     )
     norm_epsilon: Positive = 1e-5
-    norm_places: Literal["before", "after", "both"] = Field(
+    norm_places: NormPlaces = Field(
         default="before",
         description="where the norms of attention and mlp stand: on their input or output",
     )
@@ -441,6 +442,11 @@ class TransformerConfig(Settings):
     def layer_mixers(self) -> tuple[Mixer, ...]:
         """The mixer of tokens of each layer, in order."""
         return tuple(repeated(self.mixers or ("attention",), self.layers))
+
+    def norm_places_of(self, mixer: Mixer) -> NormPlaces:
+        """Returns where the norms of the layers with a mixer stand."""
+        own = self.delta.norm_places if self.delta and mixer == "delta" else None
+        return own or self.norm_places
 
     @property
     def single_mixers(self) -> tuple[Mixer, ...]:
