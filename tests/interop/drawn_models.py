@@ -151,7 +151,7 @@ OTHER_VALUES: dict[str, Any] = {
     "num_key_value_heads": 1,
     "num_local_experts": 2,
     "num_shared_experts": 2,
-    "partial_rotary_factor": 0.5,
+    "partial_rotary_factor": 0.25,
     "q_lora_rank": None,
     "qkv_bias": False,
     "qk_nope_head_dim": 8,
