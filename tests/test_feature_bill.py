@@ -100,7 +100,7 @@ FEATURES = {
             "models/layers/multi_token.py",
             "train/gradients/further_losses.py",
         ),
-        11,
+        10,
     ),
     "muP": Feature(r"\bmup|width_rule", ("config/schema/model/mup.py",), 14),
     "page": Feature(r"spmdtrain\.lab\.page", ("lab/page",), 4),

@@ -14,13 +14,12 @@ import numpy as np
 from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.published.read_config import Published
 from spmdtrain.config.schema import TransformerConfig
-from spmdtrain.interop.names.entry import EMBED, HEAD, LAYER, OURS, POSITIONS, Entry
+from spmdtrain.interop.names.entry import EMBED, FURTHER, HEAD, OURS, POSITIONS, Entry
 from spmdtrain.interop.names.family_names import NAMES
-from spmdtrain.interop.names.layer_parts import SHARED_COPIES
-from spmdtrain.interop.names.model_table import layout_of, numbers_of_further, table_of
-from spmdtrain.interop.names.spellings import SAY_NOTHING, name_in, spelled, spelling_of
+from spmdtrain.interop.names.model_table import layout_of, table_of
+from spmdtrain.interop.names.spellings import SAY_NOTHING, spelled, spelling_of
 from spmdtrain.interop.packings import UNPACKINGS, open_published
-from spmdtrain.interop.pieces import AnyMapped, Index, Shape, Sizes, other_shapes
+from spmdtrain.interop.pieces import AnyMapped, Index, Shape, Sizes
 from spmdtrain.interop.safetensors_files import AGAIN, Tensor
 
 ROWS_AT_ONCE = 4096  # of a matrix that is compared or averaged
@@ -139,8 +138,7 @@ class Weights:
         return self._means[path]
 
     def _names(self, entry: Entry, layer: int | None) -> tuple[str, ...]:
-        names = (spelled(name, self._spelling) for name in entry.of_layer(layer))
-        return tuple(name_in(self._in_files, name, self._published.family) for name in names)
+        return tuple(spelled(name, self._spelling) for name in entry.of_layer(layer))
 
     def _check_tied(self, table: Mapping[str, Entry]) -> None:
         """Accepts a head in the files of a tied model, if it is the embedding."""
@@ -161,11 +159,11 @@ class Weights:
         """Accepts copies of the model's tensors in a layer of model.multi_token, if they are
         equal.
         """
-        for number in numbers_of_further(self._model):
-            for path, ending in SHARED_COPIES.items():
+        further = NAMES[self._published.family].further
+        for number in further.numbers(self._model):
+            for path, copy in further.copies_of(number).items():
                 ours = self._names(table[EMBED if self._model.tied else path], None)[0]
-                prefix = NAMES[self._published.family].prefix.replace(LAYER, str(number))
-                name = spelled(prefix + ending, self._spelling)
+                name = spelled(copy, self._spelling)
                 if name not in self._in_files:
                     continue
                 if ours in self._in_files and not _are_equal(
@@ -214,7 +212,7 @@ class Weights:
         ]
         missing = [name for name in wanted if name not in self._in_files]
         if missing:
-            self._refuse_without_further(missing)
+            self._refuse_without_further(missing, entries)
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise CheckpointError(
                 f"{self.folder} lacks {missing[0]}{more}",
@@ -224,11 +222,16 @@ class Weights:
             )
         self._used |= set(wanted)
 
-    def _refuse_without_further(self, missing: Sequence[str]) -> None:
-        """Raises CheckpointError if just the layers that predict further tokens are missing."""
+    def _refuse_without_further(self, missing: Sequence[str], entries: Mapping[str, Entry]) -> None:
+        """Raises CheckpointError if just the blocks that predict further tokens are missing."""
+        of_further = {
+            name
+            for path, entry in entries.items()
+            if path.startswith(FURTHER)
+            for name in self._names(entry, None)
+        }
         depth = self._model.multi_token.depth if self._model.multi_token else 0
-        further = range(self._model.layers, self._model.layers + depth)
-        if further and all(_layer_of(name) in further for name in missing):
+        if of_further.issuperset(missing):
             raise CheckpointError(
                 f"{self.folder} lacks the layers that predict further tokens",
                 asked=f"model.multi_token.depth={depth}",
@@ -252,12 +255,19 @@ class Weights:
         if not unread:
             return
         more = f", and {len(unread) - 1} more" if len(unread) > 1 else ""
-        pattern = _pattern(unread[0])
+        pattern = self._pattern(unread[0])
         raise CheckpointError(
             f"{self.folder} holds {unread[0]}, which nothing reads{more}",
             asked=f"{self._model.layers} layers",
             fix=f"--ignore '{pattern}'",
         )
+
+    def _pattern(self, name: str) -> str:
+        """Returns a pattern of a tensor that nothing reads, and of those that belong to it."""
+        top = name.partition(".")[0] + "."
+        if any(used.startswith(top) for used in self._used):
+            return _pattern(name)
+        return f"{top}*"
 
     def _source(self, path: str, entry: Entry, shape: Shape) -> MadeOf:
         tensors = [
@@ -272,8 +282,6 @@ class Weights:
             shape = (of_file[0], *shape[1:])  # a shorter model reads the first rows
         mapped = entry.rule(self._sizes, shape)
         for of_layer in tensors:
-            if tuple(tensor.shape for tensor in of_layer) == other_shapes(mapped):
-                continue
             for tensor, wanted in zip(of_layer, mapped.shapes, strict=True):
                 if tensor.shape != wanted:
                     raise self._misshapen(tensor, wanted)

@@ -313,6 +313,11 @@ def build_model(
         from spmdtrain.models.adapters.adapt import with_frozen
 
         parameters = with_frozen(parameters, config.finetune)
+    if config.model.has_frozen_further:
+        parameters = {
+            path: replace(parameter, is_trained=parameter.is_trained and path[:8] != "further.")
+            for path, parameter in parameters.items()
+        }
     names = {name for parameter in parameters.values() for name in parameter.axes if name}
     check_names(config.rules, names, lambda: _activation_axes(config, graphdef, state))
     rows = _table_rows(config, graphdef, state)

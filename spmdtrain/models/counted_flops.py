@@ -64,8 +64,7 @@ def _flops_per_token(config: RunConfig, model: AbstractModel, trained: set[str])
         x_bte, _ = module.blocks(module.embed(tokens_bt, ctx), ctx)
         hidden_bte, table_ve = module.head(x_bte, ctx)
         read = [hidden_bte]
-        if config.model.multi_token is not None:
-            depth = config.model.multi_token.depth
+        if depth := config.model.further_depth:
             read += module.predict_further(x_bte, [tokens_bt] * depth, [ctx] * depth)[0]
         return [jnp.einsum("bte,ve->btv", hidden, table_ve) for hidden in read]
 

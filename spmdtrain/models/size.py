@@ -12,7 +12,7 @@ def matmul_parameters(config: TransformerConfig) -> int:
     experts only those that a token goes through count, and the router. The head counts once for
     each token that is predicted from one.
     """
-    depth = config.multi_token.depth if config.multi_token else 0
+    depth = config.further_depth
     total = (1 + depth) * config.embed * (config.vocab or 0) + 2 * depth * config.embed**2
     for layer in _blocks(config):
         for mixer in singles_of(layer.mixer):
@@ -24,8 +24,7 @@ def matmul_parameters(config: TransformerConfig) -> int:
 
 def _blocks(config: TransformerConfig) -> tuple[LayerParts, ...]:
     """Returns the parts of each layer, and of the blocks that predict further tokens."""
-    depth = config.multi_token.depth if config.multi_token else 0
-    return config.layer_parts + (config.further_parts,) * depth
+    return config.layer_parts + (config.further_parts,) * config.further_depth
 
 
 def _mlp_parameters(config: TransformerConfig, layer: LayerParts) -> int:
@@ -61,7 +60,7 @@ def train_flops_per_token(config: TransformerConfig, sequence_length: int) -> fl
     causal, or fewer through a window. If values and keys have different widths, head_dim is the
     mean of both. Layers with another mixer count that instead. Recomputation does not count.
     """
-    depth = config.multi_token.depth if config.multi_token else 0
+    depth = config.further_depth
     kinds = (*config.layer_kinds, *config.layer_kinds[-1:] * depth)
     of_pair = 6 * config.heads * (config.head_dim + config.value_width)
     mixing = 0.0

@@ -36,9 +36,9 @@ MakePart = Callable[[TransformerConfig, nnx.Rngs], nnx.Module]
 class Block(nnx.Module):
     """A block of a transformer: attention and mlp, each added to the residual stream, with norms.
 
-    `norm_places` says where, default `model.norm_places`: `attention_norm` and `mlp_norm` on the
-    input of a part, `attention_out_norm` and `mlp_out_norm` on its output. A block may lack one of
-    its two parts, and has no norm of it then.
+    `model.norm_places` says where: `attention_norm` and `mlp_norm` on the input of a part,
+    `attention_out_norm` and `mlp_out_norm` on its output. A block may lack one of its two parts,
+    and has no norm of it then.
 
     Its parts may be replaced: `norm(config)` makes a module called as `norm(x_bte, ctx)`,
     `mlp(config, rngs)` one called in the same way, and `attention(config, rngs)` one called as
@@ -58,12 +58,11 @@ class Block(nnx.Module):
         norm: MakeNorm = Norm,
         attention: MakePart | None = Attention,
         mlp: MakePart | None = Mlp,
-        norm_places: str | None = None,
         first: int = 0,
     ):
         self.first = first
-        places = norm_places or config.norm_places
-        is_before, is_after = places in ("before", "both"), places in ("after", "both")
+        is_before = config.norm_places in ("before", "both")
+        is_after = config.norm_places in ("after", "both")
         self.attention_norm = norm(config) if attention and is_before else None
         self.attention = attention(config, rngs) if attention else None
         self.attention_out_norm = norm(config) if attention and is_after else None
@@ -185,8 +184,7 @@ class Transformer(nnx.Module):
         def maker(layer: LayerParts, first: int) -> MakeBlock:
             """Returns the maker of a layer of a stack that begins after `first` layers."""
             of_layer = _parts_of(model, layer, attention, mlp)
-            places = model.norm_places_of(layer.mixer)
-            return partial(Block, model, norm=norm, norm_places=places, first=first, **of_layer)
+            return partial(Block, model, norm=norm, first=first, **of_layer)
 
         def make_stack(stack: LayerStack) -> Stack:
             makers = [maker(layer, stack.first) for layer in stack.pattern]
@@ -204,6 +202,7 @@ class Transformer(nnx.Module):
 
             further = nnx.List(FurtherToken(model, rngs, like_last, norm) for _ in range(depth))
         self.further = further
+        self.further_after_norm = bool(model.multi_token and model.multi_token.after_norm)
         self.embed_factor = model.embed_factor
         self.logit_scale, self.logit_cap = model.logit_factor, model.logit_cap
         if model.tied:
@@ -278,7 +277,12 @@ class Transformer(nnx.Module):
             self._of_tokens(tokens_bt, ctx)
             for tokens_bt, ctx in zip(tokens_nbt, contexts, strict=True)
         ]
-        hidden, losses = predict_further(self.further, x_bte, embedded, contexts)
+        after_norm = self.further_after_norm
+        if after_norm:
+            x_bte, _ = self.head(x_bte, contexts[0])
+        hidden, losses = predict_further(
+            self.further, x_bte, embedded, contexts, after_norm=after_norm
+        )
         return hidden, self._table(), losses
 
     def extend(

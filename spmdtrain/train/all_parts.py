@@ -146,7 +146,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(lambda config: config.distill.teacher is not None, _teacher, ("teacher",)),
     Feature(lambda config: config.distill.logits is not None, _saved_logits),
     Feature(lambda config: config.train.learns_pairs, _pairs),
-    Feature(lambda config: config.model.multi_token is not None, _multi_token),
+    Feature(lambda config: config.model.further_depth > 0, _multi_token),
     Feature(lambda config: config.model.experts is not None, _routers),
     Feature(lambda _: True, _corrupt),
 )

@@ -85,6 +85,8 @@ VALUES: dict[str, Sequence[Any]] = {
     "model.temperature.length": (1, 3, 7),
     "model.multi_token.depth": (1, 1, 2),
     "model.multi_token.weight": (0.3, 1.0, 3.0),
+    "model.multi_token.after_norm": (False, True),
+    "model.multi_token.frozen": (False, False, True),
     "train.steps": (2, 3, 4, 5, 6),
     "train.global_batch": (2, 4, 6, 8, 8, 12, 16, 16, 24),
     "train.sequence_length": (4, 5, 6, 8, 8, 12, 16),

@@ -437,8 +437,7 @@ CONFIGS |= {
         "mrope_section": [2, 1, 1],
     },
     "qwen3_5_moe_text": LINEAR_ROUTED | {"model_type": "qwen3_5_moe_text"},
-    "qwen3_next": LINEAR_ROUTED
-    | {"model_type": "qwen3_next", "full_attention_interval": 3, "mlp_only_layers": []},
+    "qwen3_next": LINEAR_ROUTED | {"model_type": "qwen3_next", "full_attention_interval": 3},
 }
 CONFIGS |= mixer_directories.CONFIGS
 # The names of a layer's experts in published files: the router, its bias, the matrices of expert X,
@@ -622,9 +621,22 @@ def tensors_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             of_layer["eh_proj.weight"] = (embed, 2 * embed)
         found |= {f"model.layers.{layer}.{name}": shape for name, shape in of_layer.items()}
     found["model.norm.weight"] = (embed,)
+    if config.get("mtp_num_hidden_layers"):
+        found |= _of_mtp(config)
     if not config["tie_word_embeddings"]:
         found["lm_head.weight"] = (config["vocab_size"], embed)
     return found
+
+
+def _of_mtp(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Qwen's block of a further token: a layer with attention, apart from the others."""
+    embed, kind = config["hidden_size"], config["model_type"]
+    of_layer = _of_attention(config) | (_of_experts if kind in EXPERTS else _of_mlp)(config)
+    of_layer |= {f"{name}.weight": (embed,) for name in _norms(kind)}
+    found = {f"mtp.layers.0.{name}": shape for name, shape in of_layer.items()}
+    norms = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+    found |= {f"mtp.{name}.weight": (embed,) for name in norms}
+    return found | {"mtp.fc.weight": (embed, 2 * embed)}
 
 
 def _norms(kind: str) -> list[str]:
@@ -876,9 +888,7 @@ def gradients_in_torch(model: Any) -> dict[str, np.ndarray]:
         pass
     else:
         found = revert_weight_conversion(model, found)
-    gradients = {name: gradient.double().numpy() for name, gradient in found.items()}
-    as_published = mixer_directories.AS_PUBLISHED.get(model.config.model_type, dict)
-    return as_published(gradients)
+    return {name: gradient.double().numpy() for name, gradient in found.items()}
 
 
 def write(

@@ -15,6 +15,7 @@ EXPORT = "interop/test_import_and_export.py"
 REFUSED = "interop/test_refused_models.py"
 FAMILIES = "models/test_families.py"
 LAYOUTS = "interop/test_expert_layouts.py"
+MTP = "interop/test_qwen_further.py"
 ROUTER = "models/test_router.py"
 CHAT = "data/test_chat_templates.py"
 LOGITS = f"{HF}::test_logits_are_those_of_transformers_and_the_export_loads"
@@ -128,8 +129,17 @@ SEEN_BY = {
     "layers of further tokens are announced, and lost on the way out": (
         f"{LAYOUTS}::test_three_layouts_of_one_model_are_one_model_and_go_out_as_they_came",
         "interop/test_deepseek.py::test_layers_of_further_tokens_come_in_and_go_out",
+        f"{MTP}::test_the_block_comes_in_and_goes_out_beside_any_layout",
+        f"{MTP}::test_without_its_tensors_the_key_is_told_and_goes",
+    ),
+    "a trained block of further tokens is exported as it was imported": (
+        f"{MTP}::test_training_keeps_the_block_or_learns_it",
+    ),
+    "a block of further tokens reads the stream in front of a norm": (
+        f"{MTP}::test_logits_of_the_further_token_are_those_of_the_files",
     ),
     "files that share a left-out tensor are left out with it": (
+        f"{MTP}::test_without_its_tensors_the_key_is_told_and_goes",
         "interop/test_deepseek.py::test_what_is_left_out_takes_nothing_of_its_files_with_it",
     ),
     "a bias that chooses experts is rounded to 16 bits": (

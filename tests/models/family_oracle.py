@@ -30,6 +30,8 @@ def further_logits(model: Any, params: Params, tokens_bt: np.ndarray) -> list[np
     """[b, t - depth, v] of each depth of `model.multi_token`, from 1: of the token after those."""
     p = {path: np.asarray(x, np.float64) for path, x in params.items()}
     x = stream(model, p, tokens_bt)
+    if model.multi_token.after_norm:
+        x = normed(model, p, "norm", x)
     found = []
     for depth in range(1, model.multi_token.depth + 1):
         prefix = f"further.{depth - 1}."
@@ -42,6 +44,8 @@ def further_logits(model: Any, params: Params, tokens_bt: np.ndarray) -> list[np
         x = token @ own["join_2ee"][0] + before @ own["join_2ee"][1]
         x = block(model, of_block, x, model.layers - 1)
         found.append(head(model, p | own, "norm", x))
+        if model.multi_token.after_norm:
+            x = normed(model, own, "norm", x)
     return found
 
 

@@ -18,8 +18,9 @@ from spmdtrain.train.step import make_gradients, make_losses
 
 
 @pytest.mark.long
-def test_the_losses_are_those_of_the_definition():
-    setup = prepared(*rich("further"))
+@pytest.mark.parametrize("after_norm", ["false", "true"])
+def test_the_losses_are_those_of_the_definition(after_norm):
+    setup = prepared(*rich("further"), f"model.multi_token.after_norm={after_norm}")
     model = setup.config.model
     drawn = jax.device_get(draw_params(setup.model))
     params = placed_arrays(setup, drawn)

@@ -1,7 +1,7 @@
 """Reads the config.json of a published model: its family, and the settings of [model]."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from spmdtrain.config.published.class_keys import unread_by_class
 from spmdtrain.config.published.families.activations import PLAIN
 from spmdtrain.config.published.families.all_families import FAMILIES
 from spmdtrain.config.published.families.family import Family, ModelSettings
-from spmdtrain.config.published.families.further_layers import without_missing
+from spmdtrain.config.published.families.further_layers import as_in_files
 from spmdtrain.config.published.keys import Keys
 from spmdtrain.config.published.rope_keys import FULL, read_rope
 
@@ -66,17 +66,22 @@ def is_published(folder: Path) -> bool:
     return any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
 
 
-def read_published(folder: Path) -> Published:
-    """Returns the model in a Hugging Face directory. Only JSON is read.
+def read_published(folder: Path, ignored: Collection[str] = ()) -> Published:
+    """Returns the model in a Hugging Face directory, without the tensors of the patterns `ignored`.
+    Only JSON is read.
 
     Raises ConfigError if it is not such a directory, if its family is unknown, or if the model
     computes something that has no settings here. Raises CheckpointError if it is quantised in a way
     that cannot be read.
     """
     published = as_published(folder, _read(folder))
-    settings = without_missing(published.settings, folder)
-    if settings == published.settings:
-        return published
+    apart = FAMILIES[published.family].further_apart
+    settings, in_files = (
+        as_in_files(published.settings, folder, patterns, lie_apart=apart)
+        for patterns in (ignored, ())
+    )
+    if "multi_token" in in_files or "multi_token" not in published.settings:
+        return replace(published, settings=settings)
     remark = f"{folder}: its files lack the layers that predict further tokens"
     return replace(published, settings=settings, remarks=(*published.remarks, remark))
 

@@ -12,6 +12,7 @@ from spmdtrain.config.published.class_keys import unread_by_class
 from spmdtrain.config.published.families.activations import PLAIN
 from spmdtrain.config.published.families.all_families import FAMILIES
 from spmdtrain.config.published.families.family import Family
+from spmdtrain.config.published.families.further_layers import OF_QWEN, OWN_TABLES
 from spmdtrain.config.published.read_config import Published, as_published
 from spmdtrain.config.published.rope_keys import write_rope
 from spmdtrain.config.schema import (
@@ -25,7 +26,8 @@ from spmdtrain.config.schema import (
 )
 
 # Keys of an imported file that name its origin, code that came with it, or layers left out.
-DROPPED = ("quantization_config", "auto_map", "_name_or_path", "mtp_num_hidden_layers")
+DROPPED = ("quantization_config", "auto_map", "_name_or_path")
+ANNOUNCING = (OF_QWEN, OWN_TABLES)  # of blocks that a model may have left out
 OF_ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq")
 
 
@@ -71,7 +73,8 @@ def _described(
     """Returns the family of a model, and its config.json; None if no family computes it."""
     wanted = function_of(model)
     if base is not None:
-        imported = {name: value for name, value in base.keys.items() if name not in DROPPED}
+        dropped = DROPPED if model.multi_token else (*DROPPED, *ANNOUNCING)
+        imported = {name: value for name, value in base.keys.items() if name not in dropped}
         family = FAMILIES[base.family]
         made = _written(family, base.family, model)
         rope = {name: made[name] for name in OF_ROPE if imported.get(name) is None and name in made}
@@ -94,7 +97,7 @@ def function_of(model: TransformerConfig) -> dict[str, Any]:
         scaling = model.rope_scaling
         scaling = scaling.model_dump() | {"scale": scaling.amplitude}
     plain = ("layers", "embed", "heads", "vocab", "max_length", "positions", "norm", "mlp", "tied")
-    plain += ("score_cap", "logit_cap", "sinks", "query_norm", "output_gate")
+    plain += ("score_cap", "logit_cap", "sinks", "query_norm", "output_gate", "norm_places")
     plain += ("norm_epsilon", "norm_offset", "residual_scale")
     return {name: getattr(model, name) for name in plain} | {
         "kv_heads": model.kv_heads,
@@ -113,13 +116,13 @@ def function_of(model: TransformerConfig) -> dict[str, Any]:
         "latent": model.latent and _with_epsilon(model, model.latent),
         "mixers": model.layer_mixers,
         "mlps": model.layer_mlps,
-        "delta": model.delta and _with_epsilon(model, model.delta) | {"norm_places": None},
-        "norm_places": [model.norm_places_of(mixer) for mixer in model.layer_mixers],
+        "delta": model.delta and _with_epsilon(model, model.delta),
         "ssd": model.ssd and _with_epsilon(model, model.ssd),
         "conv": model.conv and model.conv.model_dump(),
         "both": model.both and model.both.model_dump(),
         "temperature": model.temperature and model.temperature.model_dump(),
-        "multi_token": model.multi_token and model.multi_token.depth,
+        "multi_token": model.multi_token
+        and (model.multi_token.depth, model.multi_token.after_norm),
         "experts": model.experts and _function_of_experts(model.experts),
     }
 

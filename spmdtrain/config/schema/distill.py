@@ -108,7 +108,7 @@ def refusals(run: Any) -> Iterator[str]:
             f"{setting} takes its loss from logits in float32, and not as "
             f"precision.logits={run.precision.logits!r}; set precision.logits='float32'"
         )
-    if run.model.multi_token:
+    if run.model.further_depth:
         yield f"{setting}: a teacher predicts the next token alone; set model.multi_token='none'"
 
 

@@ -111,7 +111,7 @@ def refusals(run: Any) -> Iterator[str]:
                 f"{model.layers - 1} can be frozen; set {setting}="
                 f"{max(dense + 1, model.layers // 2)}"
             )
-        if model.multi_token:
+        if model.further_depth:
             yield (
                 f"{setting}={frozen}: a model with [model.multi_token] learns with all its layers; "
                 f"set {setting}=0"

@@ -276,7 +276,7 @@ def refusals_of_pairs(run: Any) -> Iterator[str]:
             f"{setting} takes its loss from logits in float32, and not as "
             f"precision.logits={run.precision.logits!r}; set precision.logits='float32'"
         )
-    if run.model.multi_token:
+    if run.model.further_depth:
         yield (
             f"model.multi_token does not go with {setting}, a loss of whole answers; try "
             "--set model.multi_token=none"

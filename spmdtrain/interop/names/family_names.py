@@ -1,16 +1,16 @@
 """The names of the tensors of each family, by the parts of its layers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from spmdtrain.interop import pieces
 from spmdtrain.interop.names import expert_parts, layer_parts, lfm_parts
 from spmdtrain.interop.names.entry import EMBED, HEAD, NORM, POSITIONS, Part, Table, entry
 from spmdtrain.interop.names.expert_parts import Layouts
+from spmdtrain.interop.names.further_parts import AFTER_THE_LAST, APART, FurtherNames
 from spmdtrain.interop.names.layer_parts import (
     ATTENTION,
     DELTA,
-    DELTA_APART,
     DELTA_BY_HEAD,
     FUSED_ATTENTION,
     FUSED_MLP,
@@ -40,8 +40,7 @@ class FamilyNames(NamedTuple):
     experts: Layouts = ()
     whole: Table = LIKE_LLAMA  # outside of layers
     prefix: str = layer_parts.PREFIX
-    # (a part of a name, what some files have in its place). An export writes the first.
-    renamed: Sequence[tuple[str, str]] = ()
+    further: FurtherNames = AFTER_THE_LAST
 
 
 OF_ATTENTION = {**ATTENTION, **NORMS_BEFORE}
@@ -74,20 +73,11 @@ GPT2 = FamilyNames(
     },
     prefix="transformer.h.{}.",
 )
-# Norms stand before the parts of linear layers, and after those of others, where transformers 5.24
-# renames one as well.
-OLMO_HYBRID = FamilyNames(
-    {**ATTENTION, **DELTA_APART, **NORMS_BEFORE, **NORMS_AFTER, **QUERY_NORMS},
-    renamed=(
-        ("input_layernorm", "attention_layer_norm"),
-        ("post_attention_layernorm", "feedforward_layer_norm"),
-    ),
-)
 LFM = FamilyNames(lfm_parts.LAYER, lfm_parts.MLP, whole=lfm_parts.WHOLE)
 SINKS = {"attention.sinks": entry(pieces.copy, "self_attn.sinks")}
 
 
-QWEN_LINEAR = FamilyNames({**ATTENTION, **DELTA, **NORMS_BEFORE, **QUERY_NORMS})
+QWEN_LINEAR = FamilyNames({**ATTENTION, **DELTA, **NORMS_BEFORE, **QUERY_NORMS}, further=APART)
 
 NAMES: Mapping[str, FamilyNames] = {
     "gpt2": GPT2,
@@ -118,8 +108,8 @@ NAMES: Mapping[str, FamilyNames] = {
     "qwen3_next": FamilyNames(
         {**ATTENTION, **DELTA_BY_HEAD, **NORMS_BEFORE, **QUERY_NORMS},
         experts=expert_parts.GATED_SHARED,
+        further=APART,
     ),
-    "olmo_hybrid": OLMO_HYBRID,
     "lfm2": LFM,
     "lfm2_moe": LFM._replace(experts=expert_parts.LFM),
     "qwen2_moe": FamilyNames(OF_ATTENTION, experts=expert_parts.GATED_SHARED),

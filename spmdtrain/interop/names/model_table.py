@@ -15,36 +15,65 @@ from spmdtrain.interop.names.entry import (
 )
 from spmdtrain.interop.names.expert_parts import LOAD_BIAS, NO_BIAS, Layouts
 from spmdtrain.interop.names.family_names import NAMES
-from spmdtrain.interop.names.layer_parts import FURTHER_TOKEN, PLAIN_QUERIES
+from spmdtrain.interop.names.layer_parts import PLAIN_QUERIES
 from spmdtrain.interop.names.spellings import spelled, spelling_of
 
 OF_EXPERTS = ("mlp.up_xeu", "mlp.down_xfe")
 SHARED = "mlp.shared."  # which a model may lack
 
 
-def table_of(family: str, model: TransformerConfig, layout: int = 0) -> Table:
+class LayoutsInFiles(NamedTuple):
+    """The numbers of the layouts that experts have: in the layers, and in blocks of further tokens.
+
+    Where files hold experts of neither, or nothing was imported, it is the first.
+    """
+
+    layers: int = 0
+    further: int = 0
+
+
+FIRST = LayoutsInFiles()
+
+
+def table_of(family: str, model: TransformerConfig, layout: LayoutsInFiles = FIRST) -> Table:
     """Returns the table of a family, for a model with as many experts and layers.
 
     `layout` is that of its experts: see `layout_of`.
     """
-    table = {**NAMES[family].whole, **_further(family, model, layout)}
+    table = {**NAMES[family].whole, **_further(family, model, layout.further)}
     for stack in model.stacks:
-        table |= _of_stack(family, model, stack, layout)
-    return table
+        table |= _of_stack(family, model, stack, layout.layers)
+    count = model.experts.count if model.experts else 0
+    return {path: entry.of_experts(count) for path, entry in table.items()}
 
 
-def layout_of(family: str, model: TransformerConfig, names: Collection[str]) -> int:
-    """Returns the number of the layout of experts that tensors with these names have; the first if
-    none has all of its tensors.
+def layout_of(family: str, model: TransformerConfig, names: Collection[str]) -> LayoutsInFiles:
+    """Returns the layouts of experts that tensors with these names have."""
+    with_experts = [number for number, mlp in enumerate(model.layer_mlps) if mlp == "experts"]
+    if not with_experts:
+        return FIRST
+    in_layers = _layout_at(family, model, NAMES[family].prefix, with_experts[-1], names)
+    further = NAMES[family].further
+    in_further = [
+        _layout_at(family, model, further.prefix, number, names)
+        for number in further.numbers(model)
+    ]
+    return LayoutsInFiles(in_layers, *in_further[:1])
+
+
+def _layout_at(
+    family: str, model: TransformerConfig, prefix: str, number: int, names: Collection[str]
+) -> int:
+    """Returns the number of the layout that the experts of one layer have; the first if none has
+    all of its tensors.
     """
     spelling = spelling_of(family, names)
-    with_experts = [number for number, mlp in enumerate(model.layer_mlps) if mlp == "experts"]
-    prefix = NAMES[family].prefix.replace(LAYER, str(with_experts[-1] if with_experts else 0))
-    for number, part in enumerate(_layouts(family, model) if with_experts else ()):
+    prefix = prefix.replace(LAYER, str(number))
+    for place, part in enumerate(_layouts(family, model)):
         own = (entry for path, entry in part.items() if not path.startswith(SHARED))
         wanted = (name for entry in own for name in entry.of_experts(1).names)
         if all(spelled(prefix + name, spelling) in names for name in wanted):
-            return number
+            return place
     return 0
 
 
@@ -74,9 +103,7 @@ def _of_stack(family: str, model: TransformerConfig, stack: LayerStack, layout: 
     """Returns the entries of a stack: of each layer in `blocks`, and of all layers in others."""
     table = {}
     step = len(stack.pattern)
-    count = model.experts.count if model.experts else 0
-    for place, path, of_one_expert in _of_rounds(family, model, stack.pattern, layout):
-        entry = of_one_expert.of_experts(count)
+    for place, path, entry in _of_rounds(family, model, stack.pattern, layout):
         first = stack.first + place
         own = path.replace(OURS, stack.path + ".layer.")
         if own == path:
@@ -99,12 +126,15 @@ def _of_rounds(
             yield place, path, entry
 
 
-def stack_table(family: str, model: TransformerConfig, layout: int = 0) -> Table:
+def stack_table(family: str, model: TransformerConfig) -> Table:
     """Returns the table of a family without first dense layers, for experts one by one."""
+    return {**NAMES[family].whole, **in_layers(NAMES[family].prefix, _last_layer(family, model, 0))}
+
+
+def _last_layer(family: str, model: TransformerConfig, layout: int) -> dict[str, Entry]:
     names, layouts = NAMES[family], _layouts(family, model)
     of_mlp = layouts[layout] if model.experts and layouts else names.mlp
-    of_layer = {**_layer(family, model), **of_mlp}
-    return {**names.whole, **in_layers(names.prefix, of_layer)}
+    return {**_layer(family, model), **of_mlp}
 
 
 def _layouts(family: str, model: TransformerConfig) -> Layouts:
@@ -122,26 +152,20 @@ def _layer(family: str, model: TransformerConfig) -> dict[str, Entry]:
 
 
 def _further(family: str, model: TransformerConfig, layout: int) -> Table:
-    """Returns the entries of model.multi_token, whose blocks are layers after the last one."""
-    prefix = NAMES[family].prefix
+    """Returns the entries of model.multi_token, whose blocks are like the last layer."""
+    further = NAMES[family].further
     count = model.experts.count if model.experts else 0
+    of_layer = in_layers(further.prefix, _last_layer(family, model, layout))
     entries = {}
-    for number in numbers_of_further(model):
-        ours = f"{FURTHER}{number - model.layers}."
-        for path, entry in stack_table(family, model, layout).items():
-            if path.startswith(OURS):
-                of_block = entry.of_experts(count).of_all(range(number, number + 1))
-                entries[ours + path.replace(OURS, "block.layer.")] = of_block
-        for path, entry in FURTHER_TOKEN.items():
-            names = tuple(prefix.replace(LAYER, str(number)) + name for name in entry.names)
+    for depth, number in enumerate(further.numbers(model)):
+        ours = f"{FURTHER}{depth}."
+        for path, entry in of_layer.items():
+            of_block = entry.of_experts(count).of_all(range(number, number + 1))
+            entries[ours + path.replace(OURS, "block.layer.")] = of_block
+        for path, entry in further.own.items():
+            names = tuple(name.replace(LAYER, str(number)) for name in entry.names)
             entries[ours + path] = Entry(entry.rule, names)
     return entries
-
-
-def numbers_of_further(model: TransformerConfig) -> range:
-    """Returns the numbers, in the files, of the layers of model.multi_token."""
-    depth = model.multi_token.depth if model.multi_token else 0
-    return range(model.layers, model.layers + depth)
 
 
 def in_mxfp4(table: Table) -> Table:

@@ -55,16 +55,19 @@ def predict_further(
     x_bte: jax.Array,
     embeddings: Sequence[jax.Array],
     contexts: Sequence[ForwardContext],
+    *,
+    after_norm: bool,
 ) -> tuple[list[jax.Array], SideLosses]:
     """Returns (the hidden states of each depth, which the head reads, and all side losses).
 
     `embeddings` and `contexts` have an entry for each depth; a context's mask has the tokens with a
-    loss at that depth. The entropy of routers is left out: it is reported for the model's own
-    layers.
+    loss at that depth. With `after_norm` a depth reads what the head reads of the one before. The
+    entropy of routers is left out: it is reported for the model's own layers.
     """
     hidden, total = [], {}
     for part, token_bte, ctx in zip(parts, embeddings, contexts, strict=True):
         x_bte, losses = part(x_bte, token_bte, ctx)
         hidden.append(ctx.constrain(part.norm(x_bte, ctx), *STREAM))
+        x_bte = hidden[-1] if after_norm else x_bte
         total = sum_losses(total, losses)
     return hidden, {name: loss for name, loss in total.items() if name != ENTROPY}

@@ -230,7 +230,8 @@ def _outside_elements(workload: Workload) -> float:
     ways = workload.mesh.pipeline * workload.mesh.tensor
     vocabulary = shape.vocab(model) * shape.vocabulary_tables(model) / ways
     joining = 2 * shape.further_tokens(model) * model.embed  # of further tokens, with the stream
-    return model.embed * (vocabulary + shape.position_rows(model) + 2 + joining)
+    frozen = 0 if shape.further_tokens(model) else shape.further_parameters(model) / ways
+    return model.embed * (vocabulary + shape.position_rows(model) + 2 + joining) + frozen
 
 
 # Activations
@@ -291,7 +292,7 @@ def _kept_of_layer(model: TransformerConfig, keeping: _Keeping) -> float:
     parts = shape.parts(model)
     if remat == "dots":
         # The input of each part; a norm behind the last one reads its output.
-        streams = parts + shape.share_with_out_norms(model)
+        streams = parts if model.norm_places == "before" else parts + 1
         return tokens * (streams * size * model.embed // stream_ways) + mixer + mlp
 
     # A norm keeps its input and output, and in float32 its deviation (and its mean, if centred).

@@ -25,8 +25,8 @@ def position_rows(model: TransformerConfig) -> int:
 
 
 def further_tokens(model: TransformerConfig) -> int:
-    """Counts the blocks after the last layer that predict further tokens."""
-    return model.multi_token.depth if model.multi_token else 0
+    """Counts the blocks after the last layer that learn further tokens."""
+    return model.further_depth
 
 
 def down_width(latent: LatentConfig) -> int:
@@ -301,29 +301,14 @@ def mixers_and_mlps(model: TransformerConfig) -> float:
     return (mixers + mlps) / model.layers
 
 
-def norms_of_part(model: TransformerConfig) -> float:
+def norms_of_part(model: TransformerConfig) -> int:
     """Counts the norms of a mixer or an mlp."""
-    return _all_norms(model) / sum(layer.parts for layer in model.layer_parts)
+    return 2 if model.norm_places == "both" else 1
 
 
 def norms(model: TransformerConfig) -> float:
     """Counts the norms of one layer."""
-    return _all_norms(model) / model.layers
-
-
-def _all_norms(model: TransformerConfig) -> int:
-    """Counts the norms of all layers."""
-    places = [model.norm_places_of(mixer) for mixer in model.layer_mixers]
-    of_parts = [2 if place == "both" else 1 for place in places]
-    return sum(
-        layer.parts * count for layer, count in zip(model.layer_parts, of_parts, strict=True)
-    )
-
-
-def share_with_out_norms(model: TransformerConfig) -> float:
-    """Returns the share of layers that have norms on the output of their parts."""
-    places = [model.norm_places_of(mixer) for mixer in model.layer_mixers]
-    return sum(place != "before" for place in places) / model.layers
+    return norms_of_part(model) * parts(model)
 
 
 def query_key_width(model: TransformerConfig) -> int:
@@ -382,11 +367,13 @@ def last_layer(model: TransformerConfig) -> TransformerConfig:
 
 
 def further_parameters(model: TransformerConfig) -> float:
-    """Counts the parameters of the blocks that predict further tokens."""
+    """Counts the parameters of the blocks that predict further tokens, frozen ones too."""
+    if model.multi_token is None:
+        return 0
     last = last_layer(model)
     block = layer_parameters(last) + expert_parameters(last)
     joining = 2 * model.embed**2 + 3 * model.embed * vectors_per_norm(model)
-    return further_tokens(model) * (block + joining)
+    return model.multi_token.depth * (block + joining)
 
 
 def further_matrices(model: TransformerConfig) -> float:

@@ -32,13 +32,17 @@ class Described:
 
 
 def model_config(
-    folder: str | Path, overrides: Sequence[str] = (), run: str | Path = "RUN"
+    folder: str | Path,
+    overrides: Sequence[str] = (),
+    run: str | Path = "RUN",
+    ignored: Sequence[str] = (),
 ) -> tuple[Published, RunConfig]:
     """Returns a published model, and the configuration of a run with it.
 
-    `overrides` are `a.b=c` strings applied on top. Raises ConfigError as `read_published` does.
+    `overrides` are `a.b=c` strings applied on top, `ignored` patterns of tensors that are left out.
+    Raises ConfigError as `read_published` does.
     """
-    published = read_published(as_path(folder, "folder"))
+    published = read_published(as_path(folder, "folder"), ignored)
     dtype = "bfloat16" if published.dtype == "bfloat16" else "float32"
     data = {"corpus": "synthetic"}
     if (published.folder / TOKENIZER).is_file():

@@ -51,7 +51,7 @@ def import_model(
     """
     run = as_path(run, "run")
     started = time.monotonic()
-    published, config = model_config(folder, overrides, run)
+    published, config = model_config(folder, overrides, run, ignored)
     _refuse_full(run)
     data = described(published, config)
     setup = shard(config, devices=devices or _devices(config))

@@ -77,8 +77,8 @@ def figures(
     most_l = share_lx.max(-1) * count
     entropy_l = -jax.scipy.special.xlogy(share_lx, share_lx).sum(-1)
     numbers = [number for number, mlp in enumerate(config.layer_mlps) if mlp == "experts"]
-    if config.multi_token and config.further_parts.mlp == "experts":
-        numbers += [config.layers + depth for depth in range(config.multi_token.depth)]
+    if config.further_depth and config.further_parts.mlp == "experts":
+        numbers += [config.layers + depth for depth in range(config.further_depth)]
     if len(numbers) != layers:  # a custom model: the place among its layers with experts
         numbers = range(layers)
     return {

@@ -2,12 +2,11 @@
 
 from typing import Any
 
-from spmdtrain.config.published.families.activations import SILU
 from spmdtrain.config.published.families.biases import read_biases, write_biases
 from spmdtrain.config.published.families.expert_keys import read_experts, write_experts
 from spmdtrain.config.published.families.family import WITH_SILU, Family, ModelSettings
+from spmdtrain.config.published.families.further_layers import read_apart, write_apart
 from spmdtrain.config.published.families.layer_windows import shortest
-from spmdtrain.config.published.families.listed_kinds import listed_kinds
 from spmdtrain.config.published.keys import Keys
 from spmdtrain.config.published.rope_keys import FULL, SHARE
 from spmdtrain.config.schema import TransformerConfig
@@ -32,11 +31,6 @@ DEFAULTS = {
     "linear_conv_kernel_dim": 4,
     SHARE: 0.25,
 }
-UNREAD = (
-    "full_attention_interval",
-    "mtp_num_hidden_layers",
-    "mtp_use_dedicated_embeddings",
-)
 # The weights of the norms of the stream, of queries and of keys are those of files plus 1.
 SETTINGS = {"query_norm": "head", "output_gate": "channel", "norm_offset": 1.0}
 
@@ -44,10 +38,8 @@ SETTINGS = {"query_norm": "head", "output_gate": "channel", "norm_offset": 1.0}
 def _qwen3_5(keys: Keys) -> ModelSettings:
     mixers = [MIXERS[kind] for kind in _kinds(keys)]
     delta = {ours: keys.count(theirs) for ours, theirs in SIZES.items()}
-    keys.pass_over(
-        "full_attention_interval", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"
-    )
-    settings = read_biases(keys)
+    keys.pass_over("full_attention_interval")
+    settings = read_biases(keys) | read_apart(keys)
     if "delta" in mixers:
         settings |= {"mixers": shortest(mixers), "delta": delta}
     return settings
@@ -56,11 +48,16 @@ def _qwen3_5(keys: Keys) -> ModelSettings:
 def _kinds(keys: Keys) -> list[str]:
     """Returns the kind of each layer: `layer_types`, or each fourth with attention."""
     layers = keys.count("num_hidden_layers")
-    kinds = listed_kinds(keys, MIXERS)
-    if kinds is not None:
-        return kinds
-    interval = keys.some("full_attention_interval") or 4
-    return [LINEAR if (number + 1) % interval else FULL for number in range(layers)]
+    kinds = keys.take("layer_types")
+    if kinds is None:
+        interval = keys.some("full_attention_interval") or 4
+        return [LINEAR if (number + 1) % interval else FULL for number in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise keys.refused("layer_types", kinds, f"a list of {layers} kinds")
+    for kind in kinds:
+        if kind not in MIXERS:
+            raise keys.unknown("layer_types", kind)
+    return kinds
 
 
 def _write_qwen3_5(model: TransformerConfig) -> dict[str, Any]:
@@ -71,7 +68,7 @@ def _write_qwen3_5(model: TransformerConfig) -> dict[str, Any]:
     sizes = {}
     if model.delta:
         sizes = {theirs: getattr(model.delta, ours) for ours, theirs in SIZES.items()}
-    return write_biases(model) | {"layer_types": kinds} | sizes
+    return write_biases(model) | {"layer_types": kinds} | sizes | write_apart(model)
 
 
 def _qwen3_5_moe(keys: Keys) -> ModelSettings:
@@ -138,7 +135,7 @@ QWEN_LINEAR = {
         read=_qwen3_5,
         write=_write_qwen3_5,
         rope_keys=MROPE,
-        activations=SILU,
+        further_apart=True,
     ),
     "qwen3_5_moe_text": Family(
         "Qwen3_5MoeForCausalLM",
@@ -148,7 +145,7 @@ QWEN_LINEAR = {
         read=_qwen3_5_moe,
         write=_write_qwen3_5_moe,
         rope_keys=MROPE,
-        activations=SILU,
+        further_apart=True,
     ),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",
@@ -163,6 +160,6 @@ QWEN_LINEAR = {
         settings=SETTINGS,
         read=_qwen3_next,
         write=_write_qwen3_next,
-        activations=SILU,
+        further_apart=True,
     ),
 }

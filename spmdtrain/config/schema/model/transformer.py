@@ -38,7 +38,6 @@ Attention = Literal["auto", "xla", "triton", "mosaic", "cudnn"]
 ContextAttention = Literal["auto", "ring", "gather", "ulysses"]
 MlpKind = Literal["gelu", "gelu_exact", "relu2", "xielu", "swiglu", "geglu", "swiglu_clamped"]
 GATED = ("swiglu", "geglu", "swiglu_clamped")
-NormPlaces = Literal["before", "after", "both"]
 # Patterns of values that repeat over the layers; TOML has lists only.
 Windows = Annotated[tuple[CountOrZero, ...], Field(strict=False)]
 Switches = Annotated[tuple[bool, ...], Field(strict=False)]
@@ -190,7 +189,7 @@ class TransformerConfig(Settings):
         "none",
     )
     norm_epsilon: Positive = 1e-5
-    norm_places: NormPlaces = Field(
+    norm_places: Literal["before", "after", "both"] = Field(
         default="before",
         description="where the norms of attention and mlp stand: on their input or output",
     )
@@ -443,11 +442,6 @@ class TransformerConfig(Settings):
         """The mixer of tokens of each layer, in order."""
         return tuple(repeated(self.mixers or ("attention",), self.layers))
 
-    def norm_places_of(self, mixer: Mixer) -> NormPlaces:
-        """Returns where the norms of the layers with a mixer stand."""
-        own = self.delta.norm_places if self.delta and mixer == "delta" else None
-        return own or self.norm_places
-
     @property
     def single_mixers(self) -> tuple[Mixer, ...]:
         """The mixers that the layers have, in order of appearance, of "both" its two."""
@@ -488,6 +482,17 @@ class TransformerConfig(Settings):
     def stack_layers(self) -> int:
         """The layers that a pipeline shares out: all but the first dense ones."""
         return self.layers - (self.experts.first_dense if self.experts else 0)
+
+    @property
+    def further_depth(self) -> int:
+        """The number of blocks after the last layer that training runs."""
+        further = self.multi_token
+        return further.depth if further and not further.frozen else 0
+
+    @property
+    def has_frozen_further(self) -> bool:
+        """True if training keeps the blocks after the last layer as they are."""
+        return self.multi_token is not None and self.multi_token.frozen
 
     @property
     def is_gated(self) -> bool:
