@@ -90,7 +90,7 @@ FEATURES = {
         r"island", ("config/schema/islands.py", "running/islands", "train/islands"), 3
     ),
     "latent attention": Feature(
-        r"latent", ("config/schema/model/latent.py", "models/layers/attention/latent.py"), 18
+        r"latent", ("config/schema/model/latent.py", "models/layers/attention/latent.py"), 17
     ),
     "loss scale": Feature(r"loss_?scale", ("train/items/loss_scale.py",), 5),
     "multi token": Feature(

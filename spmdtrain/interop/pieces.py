@@ -346,6 +346,11 @@ def qkv(sizes: Sizes, shape: Shape) -> Mapped:
     return _qkv(sizes, shape, fused=False, transposed=True)
 
 
+def queries_and_keys(sizes: Sizes, shape: Shape) -> Mapped:
+    """Takes two tensors [H d, E] and [K d, E] as [E, K, G + 1, d]: keys are also values."""
+    return _qkv(sizes, shape, fused=False, transposed=True, alone=1)
+
+
 def qkv_fused(sizes: Sizes, shape: Shape) -> Mapped:
     """Takes one tensor [(H + 2 K) d, E]: rows of queries, of keys, of values."""
     return _qkv(sizes, shape, fused=True, transposed=True)
@@ -372,26 +377,28 @@ def _one(file: Shape, shape: Shape, split: Shape, order: tuple[int, ...]) -> Map
     return Mapped(shape, shape, (file,), (piece,))
 
 
-def _slots(sizes: Sizes, slots: int) -> list[tuple[int, slice, slice]]:
+def _slots(sizes: Sizes, slots: int, alone: int = 2) -> list[tuple[int, slice, slice]]:
     """Returns slots of queries, keys and values: (count, places, rows in a fused tensor).
 
-    Those of queries may be in pairs with the gates of their channels, in files as in ours.
+    Those of queries may be in pairs with the gates of their channels, in files as in ours. `alone`:
+    the slots behind them, each a tensor.
     """
     wide = sizes.kv_heads * sizes.head_dim
-    queries = slots - 2
-    first = queries * wide
+    queries = slots - alone
     return [
-        (queries, slice(0, queries), slice(0, first)),
-        (1, slice(queries, queries + 1), slice(first, first + wide)),
-        (1, slice(queries + 1, slots), slice(first + wide, first + 2 * wide)),
+        (queries, slice(0, queries), slice(0, queries * wide)),
+        *(
+            (1, slice(at, at + 1), slice(at * wide, (at + 1) * wide))
+            for at in range(queries, slots)
+        ),
     ]
 
 
-def _qkv(sizes: Sizes, shape: Shape, *, fused: bool, transposed: bool) -> Mapped:
+def _qkv(sizes: Sizes, shape: Shape, *, fused: bool, transposed: bool, alone: int = 2) -> Mapped:
     embed, heads, slots, dim = shape
     pieces = []
     shapes = []
-    for number, (count, places, rows) in enumerate(_slots(sizes, slots)):
+    for number, (count, places, rows) in enumerate(_slots(sizes, slots, alone)):
         size = heads * count * dim
         at = rows if fused else slice(0, size)
         source = 0 if fused else number

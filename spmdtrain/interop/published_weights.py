@@ -16,10 +16,11 @@ from spmdtrain.config.published.read_config import Published
 from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.interop.names.entry import EMBED, FURTHER, HEAD, OURS, POSITIONS, Entry
 from spmdtrain.interop.names.family_names import NAMES
+from spmdtrain.interop.names.model_sizes import sizes_of
 from spmdtrain.interop.names.model_table import layout_of, table_of
 from spmdtrain.interop.names.spellings import SAY_NOTHING, spelled, spelling_of
 from spmdtrain.interop.packings import UNPACKINGS, open_published
-from spmdtrain.interop.pieces import AnyMapped, Index, Shape, Sizes
+from spmdtrain.interop.pieces import AnyMapped, Index, Shape
 from spmdtrain.interop.safetensors_files import AGAIN, Tensor
 
 ROWS_AT_ONCE = 4096  # of a matrix that is compared or averaged
@@ -308,21 +309,6 @@ class Weights:
             f"ffn={model.ffn}",
             fix=f"the config.json of these weights, or {AGAIN}",
         )
-
-
-def sizes_of(model: TransformerConfig) -> Sizes:
-    """Returns the sizes by which tensors are rearranged."""
-    latent = model.latent
-    return Sizes(
-        model.embed,
-        model.heads,
-        model.kv_heads,
-        model.head_dim,
-        model.ffn,
-        query_rank=(latent.query_rank or 0) if latent else 0,
-        rope_dim=latent.rope_dim if latent else 0,
-        key_dim=model.delta.key_dim if model.delta else 0,
-    )
 
 
 def check_dtypes(tensors: Mapping[str, Tensor], ignored: Sequence[str] = ()) -> None:

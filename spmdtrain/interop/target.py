@@ -9,10 +9,10 @@ from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import FinetuneConfig, TransformerConfig
 from spmdtrain.interop.imported_tensors import ImportedTensors
 from spmdtrain.interop.names.entry import OURS, Entry, Table
+from spmdtrain.interop.names.model_sizes import sizes_of
 from spmdtrain.interop.names.model_table import layout_of, table_of
 from spmdtrain.interop.names.spellings import spelled, spelling_of
 from spmdtrain.interop.pieces import AnyMapped, Shape
-from spmdtrain.interop.published_weights import sizes_of
 
 CHOOSES = "router.load_bias_x"  # the ending of our paths of such a bias
 

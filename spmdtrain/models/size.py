@@ -17,7 +17,8 @@ def matmul_parameters(config: TransformerConfig) -> int:
     for layer in _blocks(config):
         for mixer in singles_of(layer.mixer):
             sizes = mixer_sizes(config, mixer)
-            total += matrices(sizes, config.embed) if sizes else _attention_parameters(config)
+            own = config.of_layer(layer)
+            total += matrices(sizes, config.embed) if sizes else _attention_parameters(own)
         total += _mlp_parameters(config, layer)
     return total
 
@@ -46,7 +47,8 @@ def _attention_parameters(config: TransformerConfig) -> int:
     latent = config.latent
     if latent is None:
         gates = {"none": 0, "channel": heads * dim, "head": heads}[config.output_gate]
-        return config.embed * (dim * (heads + 2 * groups) + gates) + out
+        keys = 1 if config.full and config.full.keys_are_values else 2
+        return config.embed * (dim * (heads + keys * groups) + gates) + out
     down = config.embed * ((latent.query_rank or 0) + latent.rank + latent.rope_dim)
     queries = (latent.query_rank or config.embed) * heads * dim
     return down + queries + latent.rank * heads * (latent.plain_dim + latent.value_dim) + out
@@ -62,13 +64,14 @@ def train_flops_per_token(config: TransformerConfig, sequence_length: int) -> fl
     """
     depth = config.further_depth
     kinds = (*config.layer_kinds, *config.layer_kinds[-1:] * depth)
-    of_pair = 6 * config.heads * (config.head_dim + config.value_width)
     mixing = 0.0
     for kind, layer in zip(kinds, _blocks(config), strict=True):
         for mixer in singles_of(layer.mixer):
             if sizes := mixer_sizes(config, mixer):
                 mixing += 3 * sizes.flops(chunk_of(sequence_length))
             else:
+                own = config.of_layer(layer)
+                of_pair = 6 * own.heads * (own.head_dim + own.value_width)
                 mixing += of_pair * seen_pairs(sequence_length, kind.window) / sequence_length
     return 6 * matmul_parameters(config) + mixing
 

@@ -70,6 +70,7 @@ class Block(nnx.Module):
         self.mlp = mlp(config, rngs) if mlp else None
         self.mlp_out_norm = norm(config) if mlp and is_after else None
         self.residual_scale = config.residual_scale
+        self.layer_scale = _layer_scale() if config.layer_scale else None
 
     def __call__(self, x_bte: jax.Array, ctx: ForwardContext) -> Any:
         """Returns the stream [b, t, e], or a pair of it and the side losses of the parts."""
@@ -94,6 +95,8 @@ class Block(nnx.Module):
         if self.mlp is not None:
             y, of_mlp = with_losses(self.mlp(_normed(self.mlp_norm, x_bte, ctx), ctx), self.mlp)
             x_bte = self._added(x_bte, _normed(self.mlp_out_norm, y, ctx), ctx, MLP_SITE)
+        if self.layer_scale is not None:
+            x_bte = self.layer_scale(x_bte, ctx)
         return x_bte, cache, sum_losses(of_attention, of_mlp)
 
     def _added(self, x_bte: jax.Array, y_bte: jax.Array, ctx: ForwardContext, site: int):
@@ -113,6 +116,12 @@ def _rows(table_te: jax.Array, positions_bt: jax.Array) -> jax.Array:
     return table_te[positions_bt]
 
 
+def _layer_scale() -> nnx.Module:
+    from spmdtrain.models.layers.layer_scale import LayerScale
+
+    return LayerScale()
+
+
 def _parts_of(
     model: TransformerConfig, layer: LayerParts, attention: MakePart, mlp: MakePart
 ) -> dict[str, MakePart | None]:
@@ -123,6 +132,10 @@ def _parts_of(
         from spmdtrain.models.layers.attention.latent import LatentAttention
 
         attention = LatentAttention
+    elif model.value_norm or model.full:
+        from spmdtrain.models.layers.attention.own_values import OwnValues
+
+        attention = OwnValues
     parts: dict[str, MakePart | None] = {"attention": attention, "mlp": mlp}
     if layer.mixer != "attention":
         from spmdtrain.models.layers.mixers.all_mixers import mixer_of
@@ -183,8 +196,9 @@ class Transformer(nnx.Module):
 
         def maker(layer: LayerParts, first: int) -> MakeBlock:
             """Returns the maker of a layer of a stack that begins after `first` layers."""
-            of_layer = _parts_of(model, layer, attention, mlp)
-            return partial(Block, model, norm=norm, first=first, **of_layer)
+            settings = model.of_layer(layer)
+            of_layer = _parts_of(settings, layer, attention, mlp)
+            return partial(Block, settings, norm=norm, first=first, **of_layer)
 
         def make_stack(stack: LayerStack) -> Stack:
             makers = [maker(layer, stack.first) for layer in stack.pattern]

@@ -73,8 +73,9 @@ def inference_time(
     """Estimates the same for a workload; only its model, tensor axis and dtype matter."""
     model = workload.model
     tensor = workload.mesh.tensor
-    if model.kv_heads % tensor:
-        raise ConfigError(f"kv_heads={model.kv_heads} is not divisible by mesh.tensor={tensor}")
+    for _, alike in shape.mixer_shares(model):
+        if alike.kv_heads % tensor:
+            raise ConfigError(f"kv_heads={alike.kv_heads} is not divisible by mesh.tensor={tensor}")
 
     prefill, prefill_network = _prefill(workload, hardware, software, batch, prompt)
 

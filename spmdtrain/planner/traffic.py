@@ -5,7 +5,7 @@ and a reduce-scatter over n devices send (n - 1) / n each, and an all-reduce sen
 not count.
 """
 
-from spmdtrain.config.schema.model.layer_kinds import singles_of
+from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.planner.cost import shape
 from spmdtrain.planner.cost.collective_time import data_sums
 from spmdtrain.planner.cost.experts import BACKWARD_EXCHANGES, FORWARD_EXCHANGES
@@ -165,23 +165,29 @@ def _attention_bytes(workload: Workload) -> float:
     gradients are scattered. Ulysses exchanges queries, keys, values and outputs, and their
     gradients; a layer that is recomputed exchanges the first three again, or with "full" all.
     """
-    model = workload.model
+    kinds = shape.mixer_shares(workload.model)
+    sent = sum(
+        share * _of_attention(workload, alike)
+        for share, alike in kinds
+        if not shape.linear_mixer(alike)
+    )
+    return workload.accumulation * workload.layers_per_stage * sent
+
+
+def _of_attention(workload: Workload, model: TransformerConfig) -> float:
+    """Counts what one layer of a model, whose layers are all alike, sends over `context`."""
     ways = workload.mesh.context
     heads = model.heads / workload.mesh.tensor
     kv_heads = model.kv_heads / workload.mesh.tensor
     head_bytes = workload.compute_bytes * workload.tokens * shape.mean_dim(model)  # of this device
     if workload.context_method == "ring":
-        sent = 2 * kv_heads * head_bytes * _of_ring(workload)
-    elif workload.context_method == "ulysses":
+        return 2 * kv_heads * head_bytes * _of_ring(workload)
+    if workload.context_method == "ulysses":
         exchanged = heads + 2 * kv_heads
         again = {"none": 0.0, "full": exchanged + heads}.get(workload.remat, exchanged)
-        sent = (ways - 1) / ways * head_bytes * (2 * (exchanged + heads) + again)
-    else:
-        gathers = 1 if workload.remat == "none" else 2
-        sent = (gathers + 1) * (ways - 1) * 2 * kv_heads * head_bytes
-    of_attention = sum("attention" in singles_of(mixer) for mixer in model.layer_mixers)
-    sent *= of_attention / model.layers
-    return workload.accumulation * workload.layers_per_stage * sent
+        return (ways - 1) / ways * head_bytes * (2 * (exchanged + heads) + again)
+    gathers = 1 if workload.remat == "none" else 2
+    return (gathers + 1) * (ways - 1) * 2 * kv_heads * head_bytes
 
 
 def _of_ring(workload: Workload) -> float:

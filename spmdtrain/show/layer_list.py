@@ -93,9 +93,18 @@ def _line(row: dict[str, Any], model: TransformerConfig) -> str:
     if model.positions == "rope":
         theta = row["rope_theta"]
         parts.append("no rotary positions" if theta is None else f"theta {theta:,.10g}")
+    if model.full and not row["window"]:
+        parts.append(_heads(model))
     if row["is_scaled"] and model.rope_scaling is not None:
         parts.append(f"{model.rope_scaling.kind} x {model.rope_scaling.factor:g}")
     return ", ".join(parts)
+
+
+def _heads(model: TransformerConfig) -> str:
+    """Returns a description of the heads that [model.full] has of its own."""
+    full = model.of_layer(model.layer_parts[model.full_layers[0]])
+    keys = "keys, which are values" if model.full and model.full.keys_are_values else "keys"
+    return f"heads of {full.head_dim}, {full.kv_heads} of {keys}"
 
 
 def _ranges(numbers: Sequence[int]) -> str:

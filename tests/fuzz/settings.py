@@ -69,12 +69,14 @@ VALUES: dict[str, Sequence[Any]] = {
     "model.experts.every": (1, 1, 2),
     "model.experts.scale": (1.0, 1.0, 2.5),
     "model.experts.groups": (1, 1, 2, 4),
-    "model.experts.groups_kept": (None, 1, 2),
+    "model.experts.groups_kept": (None, 1, 2, 2),
     "model.experts.bias_rate": (None, None, 0.0, 0.01),
     "model.experts.balance": (0.0, 0.01, 0.1),
     "model.experts.z_loss": (0.0, 0.0, 0.01),
     "model.experts.jitter": (0.0, 0.0, 0.1),
     "model.experts.bucket_factor": (0.1, 0.5, 1.25, 8.0),
+    "model.full.head_dim": (None, 4, 6, 10),
+    "model.full.kv_heads": (None, 1, 2, 4),
     "model.latent.rank": (8, 16, 24),
     "model.latent.query_rank": (None, 8, 16),
     "model.latent.plain_dim": (1, 4, 6),
@@ -280,6 +282,7 @@ TABLES: dict[str, Values] = {
     },
     "model.multi_token": {},
     "model.temperature": {},
+    "model.full": {"model.windows": (3, 0)},
 }
 # Decide where and in which order numbers are computed, not which.
 LAYOUT = {

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gemma4_files
 import mixer_directories
 import ml_dtypes
 import numpy as np
@@ -440,6 +441,7 @@ CONFIGS |= {
     "qwen3_next": LINEAR_ROUTED | {"model_type": "qwen3_next", "full_attention_interval": 3},
 }
 CONFIGS |= mixer_directories.CONFIGS
+CONFIGS |= gemma4_files.CONFIGS
 # The names of a layer's experts in published files: the router, its bias, the matrices of expert X,
 # and the mlp of the shared experts.
 NEWER = ("mlp.experts.X.gate_proj", "mlp.experts.X.up_proj", "mlp.experts.X.down_proj")
@@ -589,6 +591,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "olmoe, normalised": CONFIGS["olmoe"] | {"norm_topk_prob": True, "attention_bias": True},
     "llama with linear scaling": LIKE_LLAMA
     | {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0}},
+    **gemma4_files.VARIANTS,
 }
 
 
@@ -611,11 +614,14 @@ def tensors_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         if _is_linear(config, layer):
             of_layer = _of_delta(config)
         is_dense = kind not in EXPERTS or layer < _first_dense(config)
-        if kind == "gpt_oss":
+        if kind.startswith("gemma4"):
+            of_layer = gemma4_files.layer_tensors(config, layer)
+        elif kind == "gpt_oss":
             of_layer |= _of_gpt_oss(config)
         else:
             of_layer |= _of_mlp(config) if is_dense else _of_experts(config)
-        of_layer |= {f"{name}.weight": (embed,) for name in _norms(kind)}
+        if not kind.startswith("gemma4"):
+            of_layer |= {f"{name}.weight": (embed,) for name in _norms(kind)}
         if layer >= layers:
             of_layer |= {f"{x}.weight": (embed,) for x in ("enorm", "hnorm", "shared_head.norm")}
             of_layer["eh_proj.weight"] = (embed, 2 * embed)
@@ -841,7 +847,8 @@ def drawn(
             continue
         if len(shape) == 1:
             own = 1.0 if "linear_attn" in name else scale
-            values = 0.2 * values + (own if "norm" in name or "ln_" in name else 0.0)
+            around = any(part in name for part in ("norm", "ln_", "scalar"))
+            values = 0.2 * values + (own if around else 0.0)
         else:
             width = 4.0 if "embed" in name or "wte" in name or "wpe" in name else shape[-1]
             values = values * 0.8 / width**0.5
@@ -903,10 +910,14 @@ def write(
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     narrow = config.get("dtype", config.get("torch_dtype")) == "bfloat16"
     if tensors is None:
-        holds_less = "gemma" in config["model_type"] or "linear_key_head_dim" in config
+        holds_less = (
+            config["model_type"] in ("gemma2", "gemma3_text") or "linear_key_head_dim" in config
+        )
         scale = 0.0 if holds_less else 1.0  # files that hold scale - 1
         dtype = ml_dtypes.bfloat16 if narrow else np.float32
         tensors = drawn(tensors_of(config), dtype, scale)
+        if config["model_type"].startswith("gemma4"):
+            tensors = gemma4_files.with_small_scores(tensors)
     names = sorted(tensors)
     if parts == 1:
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})

@@ -453,6 +453,9 @@ OTHER = {
     "logit_scale": 0.5,
     "logit_cap": 5.0,
     "experts": {"count": 4, "chosen": 2},
+    "value_norm": True,
+    "layer_scale": True,
+    "full": {"head_dim": 16},
     "latent": {"rank": 8, "plain_dim": 6, "rope_dim": 2, "value_dim": 8},
     "multi_token": {"depth": 1},
     "temperature": {"weight": 0.1, "length": 16},
@@ -517,6 +520,7 @@ OTHER_OF_MIXERS = {
     ),
     "conv": ({}, {"taps": 2, "bias": True}),
 }
+OTHER_OF_FULL = {"head_dim": 4, "kv_heads": 2, "keys_are_values": True}
 # How a router is trained, and how tokens travel.
 OF_TRAINING = {"balance", "balance_over", "z_loss", "jitter", "bucket_factor"}
 
@@ -533,6 +537,14 @@ def test_no_setting_of_a_model_is_lost_on_the_way_out():
     windowed = plain | {"windows": (8, 0)}
     other = function_of(as_model(windowed | {"rope_theta_window": 5.0}))
     assert other != function_of(as_model(windowed))
+
+
+def test_no_setting_of_full_layers_is_lost_on_the_way_out():
+    plain = {"name": "llama", "layers": 2, "embed": 32, "heads": 4, "vocab": 64, "windows": (8, 0)}
+    model = as_model(plain | {"full": {}})
+    assert set(type(model.full).model_fields) == OTHER_OF_FULL.keys()
+    for name, value in OTHER_OF_FULL.items():
+        assert function_of(as_model(plain | {"full": {name: value}})) != function_of(model), name
 
 
 @pytest.mark.parametrize("mixer", OTHER_OF_MIXERS)

@@ -9,10 +9,10 @@ from helpers import tiny
 from safetensors.numpy import save_file
 
 import spmdtrain as st
+from spmdtrain.interop.names.model_sizes import sizes_of
 from spmdtrain.interop.names.model_table import table_of
 from spmdtrain.interop.peft.adapter_config import CONFIG
 from spmdtrain.interop.peft.adapter_files import WEIGHTS, read_adapters, write_adapters
-from spmdtrain.interop.published_weights import sizes_of
 from spmdtrain.interop.safetensors_files import open_file
 from spmdtrain.models.adapters.by_path import merged
 

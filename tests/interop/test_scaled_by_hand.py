@@ -22,6 +22,11 @@ NO_CLASS = {
     "phi3": [*drawn_models.SCALINGS],
     **dict.fromkeys(("deepseek_v3", "mistral4"), ["linear", "llama3", "longrope"]),
     "ministral3": ["llama3"],  # of another original length than that of its temperature
+    # They have a rope of their own.
+    **dict.fromkeys(
+        ("gemma4_text", "gemma4_unified_text"),
+        [name for name in drawn_models.SCALINGS if name != "linear"],
+    ),
     # Windows and yarn: transformers 5 always truncates the ramp.
     **dict.fromkeys(("gemma3_text", "olmo2", "olmo3"), ["yarn, not truncated"]),
 }

@@ -24,6 +24,19 @@ GEMMA = {
     "score_scale": 24**-0.5,
     "norm_epsilon": 1e-6,
 }
+GEMMA4 = {
+    **GEMMA,
+    "norm_offset": 0.0,
+    "norm_epsilon": 1e-3,
+    "score_scale": 1.0,
+    "query_norm": "head",
+    "value_norm": True,
+    "layer_scale": True,
+    "logit_cap": 3.0,
+    "rope_theta": 300.0,
+    "rope_theta_window": 90.0,
+    "rope_scaling": {"kind": "proportional", "factor": 1.0, "share": 0.25},
+}
 YARN = {"kind": "yarn", "factor": 4.0, "original_length": 32}
 LONG = tuple(1.0 + 0.75 * n for n in range(8))
 SHORT = tuple(1.0 + 0.05 * n for n in range(8))
@@ -72,6 +85,17 @@ FAMILIES = {
         "rope_theta_window": 1e4,
         "rope_scaling": {"kind": "linear", "factor": 8.0},
     },
+    "gemma4": {
+        **GEMMA4,
+        "layers": 7,
+        "windows": [7, 7, 0],
+        "full": {"head_dim": 24, "kv_heads": 1, "keys_are_values": True},
+    },
+    "gemma4 alike": {
+        **GEMMA4,
+        "rope_theta_window": None,
+        "full": {"head_dim": 24},
+    },  # no layer has a window
     "phi3": {
         **FIXED_HEAD,
         "windows": [7],
@@ -330,6 +354,13 @@ RICH = {
         *("model.experts.count=4", "model.experts.chosen=2", "model.experts.shared=1"),
         *("model.experts.first_dense=1", "model.experts.every=2", "model.experts.ffn=24"),
         *("model.mlp=relu2", "model.experts.bias_rate=0.01", "model.experts.smallest_sum=0.6"),
+    ),
+    "own": (
+        *("model.layers=5", "model.windows=5,0", "model.full.head_dim=16", "model.full.kv_heads=4"),
+        *("model.full.keys_are_values=true", "model.value_norm=true", "model.layer_scale=true"),
+        *("model.rope_theta_window=100", "model.rope_scaling.kind=proportional"),
+        *("model.rope_scaling.factor=2", "model.rope_scaling.share=0.5", "model.score_scale=1"),
+        *("model.query_norm=head", "model.norm_places=both", "model.embed_scale=sqrt"),
     ),
     "latent": (
         *("model.layers=3", "model.windows=5,0", "model.sinks=true", "model.out_bias=true"),

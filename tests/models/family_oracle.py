@@ -83,7 +83,13 @@ def block(
             routed.append(found)
     else:
         y = mlp(model, layer, y)
-    return x + model.residual_scale * normed(model, layer, "mlp_out_norm", y)
+    x = x + model.residual_scale * normed(model, layer, "mlp_out_norm", y)
+    return scaled_layer(x, layer)
+
+
+def scaled_layer(x: np.ndarray, layer: Params) -> np.ndarray:
+    """The stream times the number of the layer, if it has one."""
+    return x * layer.get("layer_scale.scale", 1)
 
 
 def layer_params(model: Any, p: Params, number: int) -> Params:
@@ -176,12 +182,15 @@ def output_gate(model: Any, p: Params, x: np.ndarray) -> np.ndarray | float:
 
 def grouped(model: Any, p: Params, x: np.ndarray, number: int, window: int) -> tuple:
     """(queries, keys, values) of each query head, [b, t, h, d]."""
-    heads, kv_heads = model.heads, model.kv_heads
-    group, dim = heads // kv_heads, model.head_dim
-    qkv = np.einsum("bte,eknd->btknd", x, p["attention.qkv_eknd"])
+    heads, kv_heads, dim, are_keys = sizes(model, window)
+    group = heads // kv_heads
+    name = "qk_eknd" if are_keys else "qkv_eknd"
+    qkv = np.einsum("bte,eknd->btknd", x, p[f"attention.{name}"])
     if "attention.qkv_bias" in p:
         qkv = qkv + p["attention.qkv_bias"].reshape(qkv.shape[2:])
     q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
+    if are_keys:
+        q, k = qkv[..., :-1, :], v
     if model.output_gate == "channel":
         q = q[..., ::2, :]
     q = q.reshape(*q.shape[:2], heads, dim)
@@ -192,8 +201,19 @@ def grouped(model: Any, p: Params, x: np.ndarray, number: int, window: int) -> t
         not model.rope_layers or model.rope_layers[number % len(model.rope_layers)]
     ):
         q, k = (turned(model, each, window) for each in (q, k))
+    if model.value_norm:
+        v = v / np.sqrt((v * v).mean(-1, keepdims=True) + model.norm_epsilon)
     k, v = (np.repeat(each, group, axis=2) for each in (k, v))
     return q, k, v
+
+
+def sizes(model: Any, window: int) -> tuple[int, int, int, bool]:
+    """(query heads, key-value heads, channels of a head, are values the projected keys)."""
+    full = None if window else model.full
+    if full is None:
+        return model.heads, model.kv_heads, model.head_dim, False
+    kv_heads, dim = full.kv_heads or model.kv_heads, full.head_dim or model.head_dim
+    return model.heads, kv_heads, dim, full.keys_are_values
 
 
 def latent(model: Any, p: Params, x: np.ndarray, window: int) -> tuple:
@@ -248,6 +268,9 @@ def scaled(scaling: Any, frequency: np.ndarray, theta: float) -> tuple[np.ndarra
     size = 1.0
     if scaling.kind == "linear":
         frequency = frequency / factor
+    elif scaling.kind == "proportional":
+        turning = int(scaling.share * 2 * len(frequency) // 2)
+        frequency = np.where(np.arange(len(frequency)) < turning, frequency / factor, 0)
     elif scaling.kind == "llama3":
         wave = 2 * np.pi / frequency
         share = (length / wave - scaling.low_factor) / (scaling.high_factor - scaling.low_factor)

@@ -32,6 +32,10 @@ WITH: dict[str, tuple[dict[str, str], ...]] = {
         {f"model.latent.{name}": "4" for name in ("rank", "plain_dim", "rope_dim", "value_dim")}
         | {"model.kv_heads": "4"},
     ),
+    "model.full": (
+        {"model.windows": "2,0", "model.full.head_dim": "6"},
+        {"model.windows": "2,0", "model.full.kv_heads": "1"},
+    ),
     "model.multi_token": ({"model.multi_token.depth": "1"},),
     "model.delta": (
         {"model.mixers": "delta,attention", "model.delta.decay": "channel"}

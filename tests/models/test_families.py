@@ -61,6 +61,8 @@ def test_a_family_has_the_logits_of_its_definition(name):
 
 
 PLACEMENTS = [
+    ("own", ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "train.microbatch=1")),
+    ("own", ("mesh.context=4", "mesh.tensor=2", "train.microbatch=2")),
     ("capped", ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "train.microbatch=1")),
     ("sunk", ("mesh.pipeline=2", "mesh.context=2", "mesh.tensor=2", "train.microbatch=4")),
     ("latent", ("mesh.fsdp=2", "mesh.context=2", "mesh.tensor=2", "train.microbatch=2")),
@@ -82,7 +84,7 @@ def rich_gradients(name: str, *placement: str) -> tuple[float, dict[str, np.ndar
     return float(sums["loss"] / sums["tokens"]), plain_arrays(setup, found)
 
 
-IDS = ["capped", "sunk", "latent", "staged", "further", "convolved"]
+IDS = ["own", "own in a ring", "capped", "sunk", "latent", "staged", "further", "convolved"]
 
 
 @pytest.mark.long
@@ -161,6 +163,12 @@ MISTAKES = [
     ("gemma3", {"rope_scaling": None}),
     ("gemma3", {"rope_theta_window": 1e6}),
     ("gemma3", {"rope_theta_window": None}),
+    ("gemma4", {"norm_offset": 1.0}),
+    ("gemma4", {"score_scale": None}),
+    ("gemma4", {"value_norm": False}),
+    ("gemma4", {"rope_share": 0.25, "rope_scaling": None}),
+    ("gemma4", scaling("gemma4", share=1.0)),
+    ("gemma4 alike", scaling("gemma4", factor=1.5)),
     ("phi3", scaling("phi3", use="short")),
     ("phi3", scaling("phi3", scale=1.0)),
     ("phi4", {"rope_share": 1.0}),
@@ -273,6 +281,13 @@ def parts_of(weight):
     return np.moveaxis(weight("in_e3c"), 1, 0)
 
 
+def values_after_their_norm(model, p, x, number, window):
+    """Values that are keys, and were normed and turned with them."""
+    q, k, v = family_oracle_grouped(model, p, x, number, window)
+    return q, k, v if window else k
+
+
+family_oracle_grouped = family_oracle.grouped
 family_oracle_output_gate = family_oracle.output_gate
 family_oracle_turned, family_oracle_gates = family_oracle.turned, family_oracle.gates
 # The same of formulas, for which there is no setting.
@@ -281,6 +296,9 @@ MISTAKEN_FORMULAS = [
     *((family, "turned", by_pairs) for family in ("glm4_moe", "glm4_moe_lite")),
     ("gemma2", "gelu_tanh", exact_gelu),
     ("gemma3", "gelu_tanh", exact_gelu),
+    ("gemma4", "gelu_tanh", exact_gelu),
+    ("gemma4", "grouped", values_after_their_norm),
+    ("gemma4", "scaled_layer", lambda x, *_: x),
     ("gpt_oss", "CLAMP", 1000),
     ("gated channels", "output_gate", lambda *_: 1.0),
     ("gated heads", "output_gate", lambda *_: 1.0),

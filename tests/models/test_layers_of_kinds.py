@@ -39,6 +39,11 @@ MODELS = {
         "model.layers=3",
         "model.mixers=['delta', 'delta', 'attention', 'delta']",
     ),
+    "heads of two widths": (
+        *("model.name=llama", "model.layers=4", "model.windows=5,0", "model.kv_heads=1"),
+        *("model.full.head_dim=12", "model.full.kv_heads=2", "model.full.keys_are_values=true"),
+        *("model.value_norm=true", "model.layer_scale=true", "model.query_norm=head"),
+    ),
     "state spaces and convolutions": (
         *OTHERS,
         "model.layers=3",

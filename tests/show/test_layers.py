@@ -40,6 +40,13 @@ def test_layers_of_other_mixers_and_of_one_part_are_named():
     ]
 
 
+def test_heads_of_their_own_are_said_of_the_layers_that_have_them():
+    full = {"head_dim": 512, "kv_heads": 1, "keys_are_values": True}
+    lines = describe_layers(Llama(layers=2, windows=(512, 0), full=full)).splitlines()
+    assert "heads" not in lines[0]
+    assert lines[1].endswith("heads of 512, 1 of keys, which are values")
+
+
 def test_a_layer_without_rotary_positions_is_named_and_layers_alike_are_not():
     smol = Llama(layers=4, rope_layers=(True, True, True, False))
     assert describe_layers(smol).splitlines()[1] == "layers 3 see all tokens, no rotary positions"

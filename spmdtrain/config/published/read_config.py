@@ -25,6 +25,8 @@ SQUARES = "fp8"  # matrices with a scale for each square, in any family
 # its own keys do not name it.
 OF_VISION = {
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
     "mistral3": "mistral",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",

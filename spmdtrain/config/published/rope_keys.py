@@ -14,6 +14,7 @@ from spmdtrain.config.published.families.family import Family
 from spmdtrain.config.published.keys import Keys
 from spmdtrain.config.schema import TransformerConfig
 
+PROPORTIONAL = "proportional"
 FULL, WINDOW = "full_attention", "sliding_attention"
 SHARE, WINDOW_THETA = "partial_rotary_factor", "rope_local_base_freq"
 ORIGINAL = "original_max_position_embeddings"
@@ -36,9 +37,10 @@ def read_rope(keys: Keys, name: str, family: Family) -> dict[str, Any]:
     full = {"rope_theta": theta, SHARE: share} | dict(old or {})
     window: dict[str, Any] = {"rope_theta": window_theta}
     if new := keys.table("rope_parameters"):
-        if FULL in new:
-            window = window | dict(new.get(WINDOW) or {})
-            new = new[FULL]
+        tables = Keys(new, {}, f"{keys.where}: rope_parameters")
+        if FULL in new or family.rope_in_tables:
+            window |= tables.table(WINDOW) or {}
+            new = tables.table(FULL) or {}
         full = full | dict(new)
     if original is not None:
         full.setdefault(ORIGINAL, original)
@@ -47,15 +49,19 @@ def read_rope(keys: Keys, name: str, family: Family) -> dict[str, Any]:
     if family.rope_by_kind:
         of_window = Keys(window, {}, f"{keys.where}: rope")
         settings["rope_theta_window"] = float(of_window.positive("rope_theta") or 10_000.0)
-        has_own = WINDOW_THETA in family.reads or window["rope_theta"] == full["rope_theta"]
+        reads_own = family.rope_in_tables or WINDOW_THETA in family.reads
+        has_own = reads_own or window["rope_theta"] == full["rope_theta"]
         if _kind(window) != "default" or not has_own:
             raise keys.unknown("rope_parameters", {WINDOW: window})
-    share = None if SHARE in family.rope_keys else inner.positive(SHARE)
+    kind = _kind(full)
+    share = None
+    if SHARE not in family.rope_keys and kind != PROPORTIONAL:
+        share = inner.positive(SHARE)
     _check_share(name, family, share, keys.where)
     if share not in (None, 1):
         settings["rope_share"] = float(share)
-    kind = _kind(full)
-    if family.rope_kinds and kind not in ("default", *family.rope_kinds):
+    is_chosen = family.rope_kinds or kind == PROPORTIONAL  # other classes turn all pairs
+    if is_chosen and kind not in ("default", *family.rope_kinds):
         raise keys.unknown("rope_type", kind)
     if scaling := _read_scaling(inner, kind, length):
         settings["rope_scaling"] = scaling
@@ -71,7 +77,8 @@ def _check_share(name: str, family: Family, share: Any, where: str) -> None:
     """Raises ConfigError if a file rotates only a share of a head's channels, but the class of its
     family rotates all: transformers 5 then ignores the key, and transformers 4 stops.
     """
-    if share in (None, 1) or SHARE in family.reads:
+    reads_share = SHARE in family.reads and PROPORTIONAL not in family.rope_kinds
+    if share in (None, 1) or reads_share:
         return
     raise ConfigError(
         f"{where}: {SHARE}={share!r:.40}, but transformers' class of {name} turns all channels",
@@ -93,11 +100,11 @@ def _read_scaling(keys: Keys, kind: str, length: int | None) -> dict[str, Any] |
     original = keys.some(ORIGINAL)
     if kind == "default":
         return None
-    if kind not in ("linear", "llama3", "yarn", "longrope"):
+    if kind not in ("linear", "llama3", "yarn", "longrope", PROPORTIONAL):
         why = "depends on the length of each sequence" if kind == "dynamic" else "is not known here"
         where = keys.where.removesuffix(": rope")
         raise ConfigError(f"{where}: rope_type {kind!r} {why}", fix=ANOTHER)
-    factor = keys.positive("factor")
+    factor = keys.positive("factor", 1.0 if kind == PROPORTIONAL else None)
     if factor is None and length and original:
         factor = length / original
     if factor is None:
@@ -105,6 +112,8 @@ def _read_scaling(keys: Keys, kind: str, length: int | None) -> dict[str, Any] |
     scaling: dict[str, Any] = {"kind": kind, "factor": float(factor)}
     if kind == "linear":
         return scaling
+    if kind == PROPORTIONAL:
+        return scaling | {"share": float(keys.positive(SHARE, 1.0) or 1)}
     scaling["original_length"] = original or length
     scale = keys.positive("attention_factor")
     if kind == "llama3":
@@ -143,11 +152,16 @@ def yarn_scale(factor: float, times: float) -> float:
 
 
 def write_rope(
-    model: TransformerConfig, *, strictly: Sequence[str] = (), by_kind: bool = False
+    model: TransformerConfig,
+    *,
+    strictly: Sequence[str] = (),
+    by_kind: bool = False,
+    in_tables: bool = False,
 ) -> dict[str, Any]:
     """Returns the keys in both forms.
 
-    `strictly` and `by_kind` are the `strict_scaling` and `rope_by_kind` of a family.
+    `strictly`, `by_kind` and `in_tables` are the `strict_scaling`, `rope_by_kind` and
+    `rope_in_tables` of a family.
     """
     scaling = old = _write_scaling(model)
     if scaling and strictly:
@@ -161,7 +175,8 @@ def write_rope(
         return keys | {"rope_parameters": full}
     theta = model.rope_theta_window or model.rope_theta
     window = {"rope_theta": theta, "rope_type": "default"}
-    return keys | {WINDOW_THETA: theta, "rope_parameters": {FULL: full, WINDOW: window}}
+    keys = {} if in_tables else keys | {WINDOW_THETA: theta}
+    return keys | {"rope_parameters": {FULL: full, WINDOW: window}}
 
 
 def _only_accepted(
@@ -184,6 +199,8 @@ def _write_scaling(model: TransformerConfig) -> dict[str, Any] | None:
     keys: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
     if scaling.kind == "linear":
         return keys
+    if scaling.kind == PROPORTIONAL:
+        return keys | {SHARE: scaling.share}
     keys[ORIGINAL] = scaling.original_length
     if scaling.kind == "llama3":
         keys |= {"low_freq_factor": scaling.low_factor, "high_freq_factor": scaling.high_factor}

@@ -98,7 +98,7 @@ def function_of(model: TransformerConfig) -> dict[str, Any]:
         scaling = scaling.model_dump() | {"scale": scaling.amplitude}
     plain = ("layers", "embed", "heads", "vocab", "max_length", "positions", "norm", "mlp", "tied")
     plain += ("score_cap", "logit_cap", "sinks", "query_norm", "output_gate", "norm_places")
-    plain += ("norm_epsilon", "norm_offset", "residual_scale")
+    plain += ("norm_epsilon", "norm_offset", "residual_scale", "value_norm", "layer_scale")
     return {name: getattr(model, name) for name in plain} | {
         "kv_heads": model.kv_heads,
         "head_dim": model.head_dim,
@@ -113,6 +113,7 @@ def function_of(model: TransformerConfig) -> dict[str, Any]:
         "rope_share": model.rope_share,
         "rope_scaling": scaling,
         "layer_kinds": model.layer_kinds,
+        "full": _function_of_full(model),
         "latent": model.latent and _with_epsilon(model, model.latent),
         "mixers": model.layer_mixers,
         "mlps": model.layer_mlps,
@@ -125,6 +126,15 @@ def function_of(model: TransformerConfig) -> dict[str, Any]:
         and (model.multi_token.depth, model.multi_token.after_norm),
         "experts": model.experts and _function_of_experts(model.experts),
     }
+
+
+def _function_of_full(model: TransformerConfig) -> dict[str, Any] | None:
+    """Returns what layers without a window have of their own; None if they are as the others."""
+    if model.full is None:
+        return None
+    usual = {"head_dim": model.head_dim, "kv_heads": model.kv_heads, "keys_are_values": False}
+    own = {name: getattr(model.full, name) or usual[name] for name in usual}
+    return None if own == usual else own
 
 
 def _with_epsilon(
@@ -197,7 +207,12 @@ def _written(family: Family, name: str, model: TransformerConfig) -> dict[str, A
             family.activation: _name_of(family.activations, model.mlp),
             family.epsilon: model.norm_epsilon,
         }
-        | write_rope(model, strictly=family.strict_scaling, by_kind=family.rope_by_kind)
+        | write_rope(
+            model,
+            strictly=family.strict_scaling,
+            by_kind=family.rope_by_kind,
+            in_tables=family.rope_in_tables,
+        )
         | family.write(model)
     )
     unread = unread_by_class(name)

@@ -14,7 +14,9 @@ from spmdtrain.interop.names.layer_parts import (
     DELTA_BY_HEAD,
     FUSED_ATTENTION,
     FUSED_MLP,
+    KEYS_AS_VALUES,
     LATENT,
+    LAYER_SCALE,
     LIKE_LLAMA,
     MLP,
     NORMS_AFTER,
@@ -77,6 +79,7 @@ LFM = FamilyNames(lfm_parts.LAYER, lfm_parts.MLP, whole=lfm_parts.WHOLE)
 SINKS = {"attention.sinks": entry(pieces.copy, "self_attn.sinks")}
 
 
+GEMMA4 = FamilyNames({**ATTENTION, **KEYS_AS_VALUES, **NORMS_BOTH, **QUERY_NORMS, **LAYER_SCALE})
 QWEN_LINEAR = FamilyNames({**ATTENTION, **DELTA, **NORMS_BEFORE, **QUERY_NORMS}, further=APART)
 
 NAMES: Mapping[str, FamilyNames] = {
@@ -87,6 +90,8 @@ NAMES: Mapping[str, FamilyNames] = {
     "qwen3": FamilyNames(WITH_QUERY_NORMS),
     "gemma2": FamilyNames({**ATTENTION, **NORMS_BOTH}),
     "gemma3_text": FamilyNames({**ATTENTION, **NORMS_BOTH, **QUERY_NORMS}),
+    "gemma4_text": GEMMA4,
+    "gemma4_unified_text": GEMMA4,
     "phi3": FamilyNames({**FUSED_ATTENTION, **NORMS_BEFORE}, FUSED_MLP),
     "olmo2": OLMO,
     "olmo3": OLMO,

@@ -66,6 +66,13 @@ QUERY_NORMS = {
     "attention.query_key_norm.query_scale": entry(pieces.copy, "self_attn.q_norm.weight"),
     "attention.query_key_norm.key_scale": entry(pieces.copy, "self_attn.k_norm.weight"),
 }
+# If values are the projected keys.
+KEYS_AS_VALUES = {
+    "attention.qk_eknd": entry(
+        pieces.queries_and_keys, "self_attn.q_proj.weight", "self_attn.k_proj.weight"
+    ),
+}
+LAYER_SCALE = {"layer_scale.scale": entry(pieces.copy, "layer_scalar")}
 FUSED_ATTENTION = {
     "attention.qkv_eknd": entry(pieces.qkv_fused, "self_attn.qkv_proj.weight"),
     "attention.out_kgde": entry(pieces.heads_out, "self_attn.o_proj.weight"),

@@ -16,6 +16,7 @@ from spmdtrain.interop.names.entry import (
 from spmdtrain.interop.names.expert_parts import LOAD_BIAS, NO_BIAS, Layouts
 from spmdtrain.interop.names.family_names import NAMES
 from spmdtrain.interop.names.layer_parts import PLAIN_QUERIES
+from spmdtrain.interop.names.model_sizes import sizes_of
 from spmdtrain.interop.names.spellings import spelled, spelling_of
 
 OF_EXPERTS = ("mlp.up_xeu", "mlp.down_xfe")
@@ -123,7 +124,13 @@ def _of_rounds(
         ours = f"block.{place}." if len(pattern) > 1 else ""
         of_layer = {**_layer(family, model), **of_mlp}
         for path, entry in in_layers(names.prefix, of_layer, ours).items():
-            yield place, path, entry
+            yield place, path, _sized(entry, model.of_layer(layer)) if model.full else entry
+
+
+def _sized(entry: Entry, model: TransformerConfig) -> Entry:
+    """Returns the entry of a layer whose sizes are those of this model, and not the whole one's."""
+    sizes, rule = sizes_of(model), entry.rule
+    return entry._replace(rule=lambda _, shape: rule(sizes, shape))
 
 
 def stack_table(family: str, model: TransformerConfig) -> Table:

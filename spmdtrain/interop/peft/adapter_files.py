@@ -21,10 +21,10 @@ from spmdtrain.config.errors import CheckpointError, ConfigError, StorageError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.interop.names.entry import EMBED, HEAD, OURS
 from spmdtrain.interop.names.family_names import NAMES
+from spmdtrain.interop.names.model_sizes import sizes_of
 from spmdtrain.interop.names.model_table import table_of
 from spmdtrain.interop.peft.adapter_config import CONFIG, check_config, config_of, read_config
 from spmdtrain.interop.peft.linear_layers import LinearLayer, Member, Values, linear_layers, outputs
-from spmdtrain.interop.published_weights import sizes_of
 from spmdtrain.interop.safetensors_files import open_file
 from spmdtrain.interop.writer import new_folder
 

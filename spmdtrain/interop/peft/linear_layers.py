@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from spmdtrain.config.schema import TransformerConfig
+from spmdtrain.interop.names.model_sizes import sizes_of
 from spmdtrain.interop.names.model_table import LayerEntry, entries_of_layers
-from spmdtrain.interop.published_weights import sizes_of
 from spmdtrain.models.adapters.adapted import LinearPart, parts_of
 
 Values = Mapping[str, np.ndarray]  # by our dotted path, layers in order

@@ -7,6 +7,7 @@ listed, so that a certificate can say what it does not prove.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,6 +177,8 @@ def _model(config: RunConfig, lost: list[str]) -> dict[str, Any]:
     if model.latent is not None:
         small |= {"kv_heads": None, "head_dim": None, "latent": _latent(config)}
     small |= _mixers(config) | _pattern(config)
+    if model.full is not None:
+        small["full"] = _full(config, width, kv_heads, windows, lost)
     if model.temperature is not None:
         length = round(model.temperature.length * LENGTH / config.train.sequence_length)
         small["temperature"] = model.temperature.as_given() | {"length": max(1, length)}
@@ -186,6 +189,21 @@ def _model(config: RunConfig, lost: list[str]) -> dict[str, Any]:
         lost.append("model.rope_scaling, a list of the real width")
         small["rope_scaling"] = None
     return small
+
+
+def _full(
+    config: RunConfig, width: int, kv_heads: int, windows: Sequence[int], lost: list[str]
+) -> dict[str, Any] | None:
+    """Returns the shrunk settings of [model.full]: heads of twice the width."""
+    full = config.model.full
+    assert full is not None, "the caller checks"
+    if windows and all(windows):
+        lost.append("[model.full]: the first layers without a window come later")
+        return None
+    return full.as_given() | {
+        "head_dim": 2 * width if full.head_dim else None,
+        "kv_heads": kv_heads if full.kv_heads else None,
+    }
 
 
 def _width(config: RunConfig) -> int:

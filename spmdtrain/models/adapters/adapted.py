@@ -67,13 +67,11 @@ def parts_of(path: str, shape: tuple[int, ...], model: TransformerConfig) -> tup
     name = path.rpartition(".")[2]
     if name in OF_DELTA and model.delta:
         return _side_by_side_parts(OF_DELTA[name], _widths_of_delta(name, model.delta), shape)
-    if name == "qkv_eknd":
-        queries = shape[SLOTS] - 2  # and the gates of their channels
-        return (
-            LinearPart("q", 0, queries),
-            LinearPart("k", queries, queries + 1),
-            LinearPart("v", queries + 1, queries + 2),
-        )
+    if name in ("qkv_eknd", "qk_eknd"):
+        behind = name.partition("_")[0][1:]
+        queries = shape[SLOTS] - len(behind)  # and the gates of their channels
+        others = [LinearPart(part, at, at + 1) for at, part in enumerate(behind, queries)]
+        return (LinearPart("q", 0, queries), *others)
     if name == "up_ef" and shape[SLOTS] == 2:
         return LinearPart("gate", 0, 1), LinearPart("up", 1, 2)
     return (LinearPart(WHOLE.get(name, "adapter")),)

@@ -99,7 +99,7 @@ def empty_cache(
 
     def of_stack(stack: LayerStack) -> StackCache:
         return tuple(
-            EMPTY[layer.mixer](config, stack.rounds, shape, dtype, constrain)
+            EMPTY[layer.mixer](config.of_layer(layer), stack.rounds, shape, dtype, constrain)
             for layer in stack.pattern
         )
 

@@ -95,6 +95,9 @@ def slowed(frequency_h: jax.Array, scaling: RopeScaling, theta: float) -> jax.Ar
     divided = frequency_h / scaling.factor
     if scaling.kind == "linear":
         return divided
+    if scaling.kind == "proportional":
+        pairs = frequency_h.shape[0]
+        return jnp.where(jnp.arange(pairs) < int(scaling.share * pairs), divided, 0)
     if scaling.kind == "longrope":
         return frequency_h / jnp.array(scaling.divisors, jnp.float32)
     assert scaling.original_length is not None, "the settings ask for it"

@@ -37,13 +37,12 @@ def _mixing_flops(model: TransformerConfig, sequence_length: int) -> float:
     """Returns the forward FLOPs of a layer that mix tokens, beside projections: the mean over the
     layers.
     """
-    attention = _attention_flops(model, sequence_length) * shape.visible_share(
-        model, sequence_length
-    )
 
     def of_layer(alike: TransformerConfig) -> float:
-        sizes = shape.linear_mixer(alike)
-        return sizes.flops(chunk_of(sequence_length)) if sizes else attention
+        if sizes := shape.linear_mixer(alike):
+            return sizes.flops(chunk_of(sequence_length))
+        share = shape.visible_share(alike if model.full else model, sequence_length)
+        return _attention_flops(alike, sequence_length) * share
 
     return shape.mean_of_mixers(model, of_layer)
 

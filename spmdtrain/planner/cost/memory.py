@@ -319,6 +319,8 @@ def _kept_of_mixer(model: TransformerConfig, keeping: _Keeping) -> int:
     attention += size * (shape.qkv_width(model) + shape.attention_width(model))
     if model.query_norm != "none":
         attention += size * shape.query_key_width(model)
+    if model.value_norm:
+        attention += size * model.kv_heads * model.head_dim
     if model.output_gate != "none":  # the output before its gates, and those of heads
         of_heads = model.heads if model.output_gate == "head" else 0
         attention += size * (shape.attention_width(model) + of_heads)

@@ -66,8 +66,13 @@ def qkv_width(model: TransformerConfig) -> int:
     """Returns the width of queries and their gates, keys and values together."""
     if mixer := linear_mixer(model):
         return mixer.mixed
-    keys_and_values = model.kv_heads * (model.head_dim + model.value_width)
+    keys_and_values = model.kv_heads * (model.head_dim + projected_values(model))
     return model.heads * model.head_dim + gate_width(model) + keys_and_values
+
+
+def projected_values(model: TransformerConfig) -> int:
+    """Returns the channels of a head's values; 0 if they are its projected keys."""
+    return 0 if model.full and model.full.keys_are_values else model.value_width
 
 
 def qkv_matmuls(model: TransformerConfig) -> tuple[tuple[int, int, bool], ...]:
@@ -153,8 +158,12 @@ OF_ATTENTION = {"latent": None, "output_gate": "none", "query_norm": "none", "si
 def mixer_shares(model: TransformerConfig) -> tuple[tuple[float, TransformerConfig], ...]:
     """Returns, for each mixer of tokens, its share of the layers and a model that has it in all.
 
-    A layer with two mixers counts among those of both, and one without any among none.
+    A layer with two mixers counts among those of both, and one without any among none. Attention
+    with heads of another width is another mixer.
     """
+    if model.full:
+        of_layers = Counter(layer._replace(mlp="mlp") for layer in model.layer_parts)
+        return tuple((n / model.layers, model.of_layer(layer)) for layer, n in of_layers.items())
     counts = Counter(mixer for layer in model.layer_mixers for mixer in singles_of(layer))
     if counts == {"attention": model.layers}:
         return ((1.0, model),)
@@ -268,6 +277,7 @@ def expert_parameters(model: TransformerConfig) -> float:
 def layer_parameters(model: TransformerConfig) -> float:
     """Counts the parameters of one layer, except those of its experts."""
     vectors = norms(model) * model.embed * vectors_per_norm(model)
+    vectors += model.layer_scale
     vectors += mean_of_mixers(model, mixer_vectors) + mean_of_mlps(model, mlp_vectors)
     if model.experts is not None:
         # A router has a bias for the choice of each expert, and may have one for its logit.

@@ -9,6 +9,7 @@ from spmdtrain.config.published.families.ernie import ERNIE
 from spmdtrain.config.published.families.exaone import EXAONE
 from spmdtrain.config.published.families.family import Family
 from spmdtrain.config.published.families.gemma import GEMMA
+from spmdtrain.config.published.families.gemma4 import GEMMA4
 from spmdtrain.config.published.families.glm import GLM
 from spmdtrain.config.published.families.gpt2 import GPT2
 from spmdtrain.config.published.families.gpt_oss import GPT_OSS
@@ -31,6 +32,7 @@ FAMILIES: Mapping[str, Family] = {
     **MISTRAL,
     **QWEN,
     **GEMMA,
+    **GEMMA4,
     **PHI,
     **OLMO,
     **SMOLLM,

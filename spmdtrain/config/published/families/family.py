@@ -49,6 +49,7 @@ class Family:
     activations: Mapping[str, str] = field(default_factory=lambda: GATED)  # which it may have
     renamed: tuple[str, ...] = ()  # other names of its keys, in files of transformers 5
     rope_by_kind: bool = False  # layers with a window have another theta
+    rope_in_tables: bool = False  # of the kinds of layers, and nowhere else
     default_rope: Mapping[str, Any] = field(default_factory=dict)  # if a file says nothing of it
     rope_keys: tuple[str, ...] = ()  # of rotary positions, which `read` takes
     rope_kinds: tuple[str, ...] = ()  # the scalings that its class accepts; none: all

@@ -18,6 +18,7 @@ class LayerParts(NamedTuple):
 
     mixer: Mixer
     mlp: LayerMlp
+    is_full: bool = False  # its attention is that of [model.full]
 
     @property
     def parts(self) -> int:

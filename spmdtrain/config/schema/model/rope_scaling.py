@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from spmdtrain.config.settings import Count, Derived, Positive, Settings
+from spmdtrain.config.settings import Count, Derived, Positive, Settings, Share
 
 Factors = Annotated[tuple[Positive, ...], Field(strict=False)]
 # The settings that only some kinds read.
@@ -19,6 +19,7 @@ READ_BY = {
     "short": ("longrope",),
     "long": ("longrope",),
     "use": ("longrope",),
+    "share": ("proportional",),
 }
 
 
@@ -27,17 +28,18 @@ class RopeScaling(Settings):
 
     linear: all of them (arXiv:2306.15595). llama3 and yarn (arXiv:2309.00071): those whose wave is
     longer than the original context, with a ramp between. longrope (arXiv:2402.13753): each by its
-    own factor.
+    own factor. proportional: all of them, and only the fastest turn at all, as in Gemma 4.
     """
 
     of_no_array: ClassVar = ("",)
 
-    kind: Literal["linear", "llama3", "yarn", "longrope"]
+    kind: Literal["linear", "llama3", "yarn", "longrope", "proportional"]
     factor: Positive = Field(
         description="longest sequence as a multiple of original_length; at least 1"
     )
     original_length: Count | None = Field(
-        default=None, description="tokens of a sequence before the scaling; all kinds but linear"
+        default=None,
+        description="tokens of a sequence before the scaling; llama3, yarn and longrope",
     )
     low_factor: Positive = Field(
         default=1.0, description="llama3: waves longer than original_length / this are divided"
@@ -70,6 +72,10 @@ class RopeScaling(Settings):
         description="longrope: which divisors all sequences of the run use; default: long if "
         "model.max_length is beyond original_length",
     )
+    share: Share = Field(
+        default=1.0,
+        description="proportional: share of a head's pairs of channels that turn, the fastest ones",
+    )
 
     @model_validator(mode="after")
     def _check(self):
@@ -82,7 +88,7 @@ class RopeScaling(Settings):
                 )
         if self.factor < 1:
             raise ValueError(f"model.rope_scaling.factor={self.factor:g} is below 1")
-        if self.kind != "linear" and self.original_length is None:
+        if self.kind in READ_BY["original_length"] and self.original_length is None:
             raise ValueError(
                 f"model.rope_scaling.kind={self.kind!r} needs model.rope_scaling.original_length"
             )

@@ -1,6 +1,6 @@
 """The settings of a decoder-only transformer, and the families that preset them."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -8,6 +8,7 @@ from spmdtrain.config.schema.model.both import BothConfig
 from spmdtrain.config.schema.model.conv import ConvConfig
 from spmdtrain.config.schema.model.delta import DeltaConfig
 from spmdtrain.config.schema.model.experts import ExpertsConfig
+from spmdtrain.config.schema.model.full import FullConfig, of_layer
 from spmdtrain.config.schema.model.latent import LatentConfig
 from spmdtrain.config.schema.model.layer_kinds import (
     LayerKind,
@@ -54,7 +55,15 @@ class TransformerConfig(Settings):
     of_no_array: ClassVar = (
         *("dropout", "attention", "context_attention", "windows", "norm_epsilon", "norm_offset"),
         *("rope_theta", "rope_theta_window", "rope_layers", "rope_share", "mup_base"),
-        *("score_scale", "score_cap", "embed_scale", "residual_scale", "logit_scale", "logit_cap"),
+        *(
+            "value_norm",
+            "score_scale",
+            "score_cap",
+            "embed_scale",
+            "residual_scale",
+            "logit_scale",
+            "logit_cap",
+        ),
     )
 
     layers: Count = 4
@@ -140,6 +149,9 @@ class TransformerConfig(Settings):
         description="RMSNorm of queries and keys before rope: of each head, or of all heads at "
         "once",
     )
+    value_norm: bool = Field(
+        default=False, description="RMSNorm of the values of each head, without weights"
+    )
     output_gate: Literal["none", "channel", "head"] = Field(
         default="none",
         description="sigmoid of a further projection of attention's input, which multiplies its "
@@ -157,6 +169,10 @@ class TransformerConfig(Settings):
         description="what follows the mixer of a layer: mlp, experts (the table [model.experts]), "
         "or none: the layer is its mixer alone; repeats over the layers; default: mlp, and with "
         "experts what model.experts.first_dense and model.experts.every say",
+    )
+    full: FullConfig | None = Field(
+        default=None,
+        description="the table [model.full]: heads of layers without a window; default: as others",
     )
     latent: LatentConfig | None = Field(
         default=None,
@@ -201,6 +217,10 @@ class TransformerConfig(Settings):
     )
     residual_scale: Positive = Field(
         default=1.0, description="factor of what attention and mlp add to the stream"
+    )
+    layer_scale: bool = Field(
+        default=False,
+        description="each layer multiplies the stream by a number of its own, which is not trained",
     )
     logit_scale: Positive = Field(default=1.0, description="multiplies the logits")
     logit_cap: Positive | None = Field(
@@ -279,6 +299,8 @@ class TransformerConfig(Settings):
             self._check_experts(self.experts)
         self._check_mlps()
         self._check_mixers()
+        if self.full:
+            self._check_full(self.full)
         temperature = self.temperature
         if temperature and temperature.layers == "no_rope" and self._has_rope_everywhere:
             raise ValueError(
@@ -307,6 +329,29 @@ class TransformerConfig(Settings):
                     f"model.{name}={getattr(self, name)!r} has no meaning with model.latent; "
                     "leave it out"
                 )
+
+    def _check_full(self, full: FullConfig) -> None:
+        """Refuses sizes of heads that do not fit together, and settings that know one size."""
+        kv_heads = full.kv_heads or self.kv_heads
+        if self.heads % kv_heads:
+            raise ValueError(
+                f"model.heads={self.heads} is not a multiple of model.full.kv_heads={kv_heads}"
+            )
+        if (full.head_dim or 2) % 2:
+            raise ValueError(
+                f"model.full.head_dim={full.head_dim}: rope rotates pairs, so it must be even"
+            )
+        if full.keys_are_values and self.qkv_bias:
+            raise ValueError(
+                "model.full.keys_are_values has no biases of keys; set model.qkv_bias=false"
+            )
+        if not self.full_layers:
+            raise ValueError(
+                "[model.full] is read by no layer: all have a window; set model.windows with a 0"
+            )
+        for name in ("latent", "mixers", "mup_base", "multi_token"):
+            if getattr(self, name):
+                raise ValueError(f"[model.full] does not go with model.{name}; leave one out")
 
     def _check_rope(self) -> None:
         """Refuses rotary settings that do not fit together."""
@@ -407,7 +452,8 @@ class TransformerConfig(Settings):
             heads["delta"] = self.delta.key_heads
         if self.ssd:
             heads["ssd"] = self.ssd.groups if self.ssd.groups > 1 else self.ssd.heads
-        return tuple(heads[mixer] for mixer in self.single_mixers)
+        of_full = (self.full.kv_heads or self.kv_heads,) if self.full else ()
+        return tuple(heads[mixer] for mixer in self.single_mixers) + of_full
 
     @property
     def value_width(self) -> int:
@@ -418,6 +464,8 @@ class TransformerConfig(Settings):
     def exchangeable_heads(self) -> dict[str, int]:
         """The numbers of heads that may be exchanged for tokens, by setting."""
         heads = {"model.kv_heads": self.kv_heads} if "attention" in self.single_mixers else {}
+        if self.full and self.full.kv_heads:
+            heads["model.full.kv_heads"] = self.full.kv_heads
         if self.delta:
             heads["model.delta.key_heads"] = self.delta.key_heads
         if self.ssd:
@@ -461,9 +509,19 @@ class TransformerConfig(Settings):
         return tuple(mlps)
 
     @property
+    def full_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers whose attention is that of [model.full]."""
+        if self.full is None:
+            return ()
+        windows = repeated(self.windows or (0,), self.layers)
+        return tuple(number for number, window in enumerate(windows) if not window)
+
+    @property
     def layer_parts(self) -> tuple[LayerParts, ...]:
         """The parts of each layer, in order."""
-        return tuple(map(LayerParts, self.layer_mixers, self.layer_mlps))
+        full = self.full_layers
+        are_full = (number in full for number in range(self.layers))
+        return tuple(map(LayerParts, self.layer_mixers, self.layer_mlps, are_full))
 
     @property
     def further_parts(self) -> LayerParts:
@@ -471,7 +529,12 @@ class TransformerConfig(Settings):
         layer has.
         """
         mlps = [mlp for mlp in self.layer_mlps if mlp != "none"]
-        return LayerParts("attention", mlps[-1] if mlps else "mlp")
+        is_full = self.layers - 1 in self.full_layers
+        return LayerParts("attention", mlps[-1] if mlps else "mlp", is_full)
+
+    def of_layer(self, layer: LayerParts) -> Self:
+        """Returns the settings of a layer: of a model whose layers all have such attention."""
+        return of_layer(self, layer) if self.full else self
 
     @property
     def stacks(self) -> tuple[LayerStack, ...]:

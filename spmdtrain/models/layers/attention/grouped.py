@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,8 @@ from spmdtrain.models.layers.rope import make_rotation
 from spmdtrain.models.layers.weights import bias, hidden_std, matmul_weight, recomputed
 
 Position = Callable[[jax.Array, jax.Array], jax.Array]
+# Queries [b, t, k, g, d], keys and values [b, t, k, d], and gates of channels like queries, if any.
+Heads = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
 OF_HEADS = ("kv_heads", None, "head_dim")  # logical axes
 OF_GATES = ("kv_heads", None)
 
@@ -29,7 +32,8 @@ class Attention(nnx.Module):
 
     One fused projection makes queries, keys and values. `position(x_btkgd, positions_bt)` marks
     queries and keys with the position of their token; default: the rotary settings of `model`. The
-    window and the rotation of a layer follow from its number, `ctx.layer`.
+    window and the rotation of a layer follow from its number, `ctx.layer`. `projects`: of "qkv",
+    what the layer projects the stream to; a class that leaves some out has its own `_project`.
     """
 
     keeps_cache = True  # with a cache, new tokens get the results of a pass over all tokens
@@ -41,6 +45,7 @@ class Attention(nnx.Module):
         *,
         position: Position | None = None,
         causal: bool = True,
+        projects: Literal["qkv", "qk", "q"] = "qkv",
     ):
         if any(config.windows) and not causal:
             what = "model.windows counts earlier tokens; attention here is not causal"
@@ -56,13 +61,14 @@ class Attention(nnx.Module):
         # channels behind it if there are any; its keys; its values.
         self.has_gates = config.output_gate == "channel"
         self.query_slots = self.group * (2 if self.has_gates else 1)
-        slots = self.query_slots + 2
+        slots = self.query_slots + len(projects) - 1
         qkv_shape = (config.embed, self.heads, slots, config.head_dim)
         out_shape = (self.heads, self.group, config.head_dim, config.embed)
         std = hidden_std(config)
         out_std = std * (2 * config.layers) ** -0.5
         qkv_axes = ("embed", "kv_heads", None, "head_dim")
-        self.qkv_eknd = matmul_weight(rngs, qkv_shape, qkv_axes, std)
+        self.projection = f"{projects}_eknd"
+        setattr(self, self.projection, matmul_weight(rngs, qkv_shape, qkv_axes, std))
         gate_shape, gate_axes = (config.embed, self.heads, self.group), ("embed", *OF_GATES)
         by_head = config.output_gate == "head"
         self.gate_ekg = matmul_weight(rngs, gate_shape, gate_axes, std) if by_head else None
@@ -84,8 +90,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x_bte: jax.Array, ctx: ForwardContext, cache: Cache | None = None
     ) -> tuple[jax.Array, Cache | None]:
-        qkv = ctx.column_parallel(x_bte, self.qkv_eknd, OF_HEADS)
-        q, k, v, gate = self._heads(qkv, ctx)
+        q, k, v, gate = self._heads(self._project(x_bte, ctx), ctx)
         if self.gate_ekg is not None:
             gate_btkg = ctx.column_parallel(x_bte, self.gate_ekg, OF_GATES)
             gate = ctx.constrain(gate_btkg, "batch", "time", *OF_GATES)[..., None]
@@ -106,11 +111,12 @@ class Attention(nnx.Module):
             y = y + self.out_bias[...]
         return y, cache
 
-    def _heads(
-        self, qkv_btknd: jax.Array, ctx: ForwardContext
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-        """Returns queries [b, t, k, g, d] and keys [b, t, k, d], normed and rotated, values, and
-        the gates of channels [b, t, k, g, d] if there are any.
+    def _project(self, x_bte: jax.Array, ctx: ForwardContext) -> jax.Array:
+        """Returns the slots of each key-value head [b, t, k, n, d], before biases."""
+        return ctx.column_parallel(x_bte, getattr(self, self.projection), OF_HEADS)
+
+    def _heads(self, qkv_btknd: jax.Array, ctx: ForwardContext) -> Heads:
+        """Returns queries and keys, normed and rotated, values, and gates if there are any.
 
         They are split, not indexed: their gradients are then put side by side, and not each padded
         to the whole and added.
