@@ -2,8 +2,9 @@
 
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,12 +18,23 @@ from spmdtrain.data.chats.simple_template import CHATML, SimpleTemplate
 from spmdtrain.data.packing import pack_documents
 from spmdtrain.data.tokenizers.tokenizer import ByteTokenizer
 from spmdtrain.lab.page.columns import smoothed, thinned
+from spmdtrain.models.mixer_sizes import CHUNK, matrices, mixer_sizes
 from spmdtrain.parallel.context.context_method import zigzag_order
 from spmdtrain.train.islands.meeting_times import Timetable
 from spmdtrain.train.sparsity.elements import largest_of_each
 
 PAGES = Path(__file__).parents[1]
 FILLS = (BLUE, GREEN, ORANGE, PURPLE)
+QWEN_27B: dict[str, Any] = {
+    "name": "llama",
+    "embed": 5120,
+    "heads": 24,
+    "kv_heads": 4,
+    "head_dim": 256,
+    "output_gate": "channel",
+    "mixers": ["delta", "attention"],
+    "delta": {"key_heads": 16, "value_heads": 48, "key_dim": 128, "value_dim": 128, "taps": 4},
+}
 
 
 def chat_model() -> str:
@@ -398,6 +410,67 @@ def width() -> str:
     return picture.svg()
 
 
+def linear_time() -> str:
+    """What attention and the gated delta rule of Qwen3.5-27B cost over the length, by formula."""
+    lengths = [2**power for power in range(10, 19)]
+    cost, cache = mixer_costs(QWEN_27B, lengths)
+    left, top, wide, tall, apart = 56, 46, 250, 170, 90
+    picture = Drawing(2 * (left + wide) + apart - 20, top + tall + 50)
+    for number, (title, curves, ticks) in enumerate(
+        (
+            ("million FLOPs of a token, forward", cost, (100, 1000)),
+            ("MiB that a sequence keeps", cache, (1, 10, 100, 1000)),
+        )
+    ):
+        start = left + number * (wide + apart)
+        low, high = np.log10(ticks[0]), np.log10(max(curves["attention"])) + 0.1
+
+        def place(length: int, value: float, start=start, low=low, high=high):
+            across = (np.log2(length) - 10) / 8
+            return start + wide * across, top + tall * (high - np.log10(value)) / (high - low)
+
+        picture.words(start, 20, title, size=11, colour=FAINT)
+        for tick in ticks:
+            _, y = place(1024, tick)
+            picture.line((start, y), (start + wide, y), colour="#dddddd", width=1)
+            picture.words(start - 8, y + 4, f"{tick:,}", anchor="end", size=11)
+        for length in lengths[::2]:
+            x, _ = place(length, 1)
+            picture.words(x, top + tall + 18, f"{length // 1024}k", anchor="middle", size=11)
+        for (name, values), fill in zip(curves.items(), (ORANGE, BLUE), strict=True):
+            line = [place(*point) for point in zip(lengths, values, strict=True)]
+            picture.curve(line, colour=STRONG[fill])
+            x, y = line[6]
+            picture.words(x - 12, y - 10, name, anchor="end", colour=STRONG[fill], bold=True)
+        middle = start + wide / 2
+        words = "tokens of a sequence"
+        picture.words(middle, top + tall + 38, words, anchor="middle", size=11, colour=FAINT)
+    return picture.svg()
+
+
+def mixer_costs(
+    sizes: dict[str, Any], lengths: Sequence[int]
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Returns (million forward FLOPs of a token, MiB of the cache) of each mixer, by length.
+
+    Tokens attend to half of their sequence on average, and a cache is in 16 bits but for states.
+    """
+    model = RunConfig.model_validate({"model": sizes}).model
+    delta = mixer_sizes(model, "delta")
+    assert delta is not None
+    queries, keys = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
+    projected = 2 * model.embed * (3 * queries + keys)  # with the gates and the way back
+    flops = {
+        "attention": [(projected + 2 * queries * length) / 1e6 for length in lengths],
+        "delta": [(2 * matrices(delta, model.embed) + delta.flops(CHUNK)) / 1e6] * len(lengths),
+    }
+    cache = {
+        "attention": [2 * keys * length / 2**20 for length in lengths],
+        "delta": [delta.state_bytes / 2**20] * len(lengths),
+    }
+    return flops, cache
+
+
 def report() -> str:
     """A loss of 6,000 steps with two spikes, as the page of a run draws it."""
     steps, left, top, wide, tall = 6000, 56, 30, 560, 170
@@ -477,6 +550,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "floats.svg": floats,
     "islands.svg": islands,
     "learned.svg": learned,
+    "linear_time.svg": linear_time,
     "report.svg": report,
     "ring.svg": ring,
     "sparse.svg": sparse,

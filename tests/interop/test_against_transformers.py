@@ -3,19 +3,18 @@
 `make test-hf` runs this, where torch and transformers are installed: version 4 or 5.
 """
 
-import copy
 import os
 from contextlib import closing
 from pathlib import Path
 
 import directories
+import in_use
 import jax
 import numpy as np
 import pytest
 from chat_templates import FAMILIES, TOKENS
 
 from spmdtrain.cli.published.check import check_logits, class_in_transformers
-from spmdtrain.config import load
 from spmdtrain.config.published.families.all_families import FAMILIES as KNOWN
 from spmdtrain.config.published.read_config import read_published
 from spmdtrain.data.chats.conversation import of_messages
@@ -317,80 +316,19 @@ def test_preferences_have_the_gradients_of_torch(mesh, tmp_path):
     ],
 )
 def test_adapters_load_in_peft_and_give_the_logits_of_the_merged_model(family, settings, tmp_path):
-    import peft
-    import torch
-
-    from spmdtrain.running.loop import run
-    from spmdtrain.running.published.export_adapters import export_adapters
-
-    model = tmp_path / "model"
-    directories.write(model, CASES[family])
-    file = tmp_path / "c.toml"
-    file.write_text(
-        f'[model]\nfrom = "{model}"\n[train]\ninit_from = "{model}"\nsteps = 2\n'
-        "global_batch = 2\nsequence_length = 16\n[optimizer]\nwarmup = 0\nlearning_rate = 1e-2\n"
-        "schedule = 'constant'\n[eval]\nevery = 0\n[data]\ncorpus = 'synthetic'\n"
-    )
-    run(load(file, settings), tmp_path / "run", devices=jax.devices()[:1])
-    export_adapters(tmp_path / "run", tmp_path / "adapter")
-    export_run(tmp_path / "run", tmp_path / "merged", dtype="float32")
-    tokens = 3 * torch.arange(40)[None] % directories.VOCAB
-    base, _ = theirs(model)
-    merged, _ = theirs(tmp_path / "merged")
-    with torch.no_grad():
-        plain = base(tokens).logits.double()
-        want = merged(tokens).logits.double()
-        adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
-        got = adapted.eval()(tokens).logits.double()
-
-    def apart(x: torch.Tensor) -> float:
-        return float(((x - want).square().mean() / want.square().mean()).sqrt())
-
-    print(f"\n{family}: peft {apart(got):.1e} from the merged model, the base {apart(plain):.1e}")
-    assert apart(got) < 2e-6
-    assert apart(plain) > 1e-3
+    directories.write(tmp_path / "model", CASES[family])
+    in_peft, base = in_use.adapters(tmp_path / "model", tmp_path, settings)
+    print(f"\n{family}: peft {in_peft:.1e} from the merged model, the base {base:.1e}")
+    assert in_peft < 2e-6
+    assert base > 1e-3
 
 
-def test_three_steps_are_those_of_torch(tmp_path):
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5_text"])
+def test_three_steps_are_those_of_torch(family, tmp_path):
     """import -> 3 steps of AdamW -> export is what torch's AdamW makes of the same batches."""
-    import torch
-
-    from spmdtrain.running.loop import run
-
-    directories.write(tmp_path / "model", CASES["qwen3"])
-    rows = np.random.default_rng(2).integers(0, directories.VOCAB, (12, 33)).astype(np.int32)
-    file = tmp_path / "c.toml"
-    file.write_text(
-        f'[model]\nfrom = "{tmp_path / "model"}"\n[train]\ninit_from = "{tmp_path / "model"}"\n'
-        "steps = 3\nglobal_batch = 4\nsequence_length = 32\nclip = 'none'\n[optimizer]\n"
-        "warmup = 0\nlearning_rate = 1e-3\nschedule = 'constant'\nweight_decay = 0.0\n"
-        "beta1 = 0.9\nbeta2 = 0.95\nepsilon = 1e-8\n[eval]\nevery = 0\n"
-    )
-    run(
-        load(file),
-        tmp_path / "run",
-        devices=jax.devices()[:1],
-        data=lambda seed, index: rows[index],  # noqa: ARG005 - the same for every seed
-    )
-    export_run(tmp_path / "run", tmp_path / "out")
-    model, _ = theirs(tmp_path / "model")
-    start = copy.deepcopy(model.state_dict())
-    adam = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
-    for step in range(3):
-        tokens = torch.tensor(rows[4 * step : 4 * step + 4].astype(np.int64))
-        logits = model(tokens[:, :-1]).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        adam.zero_grad()
-        loss.backward()
-        adam.step()
-    found = open_tensors(tmp_path / "out")
-    for name, parameter in model.named_parameters():
-        want = parameter.detach().numpy()
-        moved = np.abs(want - start[name].numpy()).max()
-        # An element whose gradient is near 0 may move the other way: Adam divides by its size.
-        difference = np.sqrt(np.mean((found[name].map() - want) ** 2))
-        assert moved > 1e-3
-        assert difference < 1e-5, (name, difference)
+    directories.skip_unless_known(CASES[family]["model_type"])
+    directories.write(tmp_path / "model", CASES[family])
+    assert in_use.three_steps(tmp_path / "model", tmp_path) < 1e-5
 
 
 # Without which the class of a family makes no model.

@@ -127,12 +127,17 @@ def main(asked: list[str]) -> None:
             rows.append(f"| {' | '.join(measure(name, Path(folder)))} |")
         print(rows[-1], flush=True)
     if write:
-        torch_version = torch.__version__.partition("+")[0]
-        versions = f"torch {torch_version}, transformers {transformers.__version__}"
-        lines = "\n".join([f"With {versions} and jax {jax.__version__}:", "", *HEAD, *rows])
-        before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-        after = rest.partition(END)[2]
-        PAGE.write_text(f"{before}{BEGIN}\n{lines}\n{END}{after}", encoding="utf-8")
+        write_table(BEGIN, END, [*HEAD, *rows])
+
+
+def write_table(begin: str, end: str, rows: list[str]) -> None:
+    """Writes the rows of a table between two marks of the page, under the versions used."""
+    torch_version = torch.__version__.partition("+")[0]
+    versions = f"torch {torch_version}, transformers {transformers.__version__}"
+    lines = "\n".join([f"With {versions} and jax {jax.__version__}:", "", *rows])
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(begin)
+    after = rest.partition(end)[2]
+    PAGE.write_text(f"{before}{begin}\n{lines}\n{end}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":
