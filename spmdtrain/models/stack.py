@@ -108,6 +108,10 @@ class Stack(nnx.Module):
                 x = checkpoint_name(x, LAYER_INPUT)  # inside the body: outside it names nothing
             return run_block(nnx.merge(graphdef, ctx.gather_layer(parameters)), x, ctx, number)
 
+        run = rematerialised(body, ctx.remat, ctx.scan_layers)
+        if isinstance(self.layer, Round):
+            body = run = _of_rounds(self.layer, ctx)
+            parameters = [nnx.state(block) for block in self.layer.block]
         frozen = frozen_rounds(ctx.frozen_layers, self.count, self.rounds)
         side_losses = []
         if frozen:
@@ -115,7 +119,6 @@ class Stack(nnx.Module):
             side_losses.append(losses)
             parameters = jax.tree.map(lambda weight: weight[frozen:], parameters)
         layers = (jnp.arange(frozen, self.rounds), parameters)
-        run = rematerialised(body, ctx.remat, ctx.scan_layers)
         x, losses = jax.lax.scan(run, x, layers, unroll=not ctx.scan_layers)
         return x, sum_losses(*side_losses, jax.tree.map(jnp.sum, losses))
 
@@ -136,7 +139,7 @@ def frozen_rounds(frozen: int, layers: int, rounds: int) -> int:
 
 
 def _run_frozen(
-    body: Callable, x: jax.Array, parameters: nnx.State, count: int, scan: bool
+    body: Callable, x: jax.Array, parameters: Any, count: int, scan: bool
 ) -> tuple[jax.Array, SideLosses]:
     """Runs the first `count` layers of a stack without a backward pass; returns (x, their side
     losses).
@@ -168,6 +171,35 @@ class Round(nnx.Module):
             x, side_losses = run_block(block, x, ctx, number, len(self.block))
             total = sum_losses(total, side_losses)
         return x, total
+
+
+def _of_rounds(layers: Round, ctx: ForwardContext) -> Callable:
+    """Returns a function that runs one round: (x, (its number, the weights of its blocks)) -> (x,
+    side losses).
+
+    Each block is recomputed by itself: a whole round would keep the activations of all its blocks.
+    """
+    graphdefs = [nnx.graphdef(block) for block in layers.block]
+    count = len(graphdefs)
+
+    def body(x, round_of_layers):
+        number, weights = round_of_layers
+        at_round = ctx.at_layer(number)
+        total = {}
+        for place, (graphdef, parameters) in enumerate(zip(graphdefs, weights, strict=True)):
+
+            def layer(x, ctx, parameters, place=place, graphdef=graphdef):
+                if ctx.remat == "offload":
+                    x = checkpoint_name(x, LAYER_INPUT)
+                block = nnx.merge(graphdef, ctx.gather_layer(parameters))
+                return run_block(block, x, ctx, place, count)
+
+            run = rematerialised(layer, ctx.remat, ctx.scan_layers)
+            x, side_losses = run(x, at_round, parameters)
+            total = sum_losses(total, side_losses)
+        return x, total
+
+    return body
 
 
 def run_block(

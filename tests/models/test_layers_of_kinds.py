@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import assert_gradients_of_one_device, gradients, initial_weights, tiny
+from helpers import assert_gradients_of_one_device, gradients, initial_weights, prepared, tiny
 
 from spmdtrain.config.errors import ConfigError, UserError
 from spmdtrain.config.schema.model.layer_kinds import LayerParts, shortest_round
@@ -225,6 +225,32 @@ def test_token_by_token_with_a_cache_gives_the_logits_of_the_whole(name):
     for at in range(5, 12):
         logits, cache = extend(tokens_bt[:, at : at + 1], cache)
     np.testing.assert_allclose(logits, whole, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("remat", ["full", "weights", "dots"])
+def test_a_layer_of_a_round_is_recomputed_by_itself(remat):
+    """A whole round would keep the activations of all its layers at once."""
+    numbers = (*SMALL, *MODELS["rounds"], "train.remat=none")
+    _, expected = gradients(numbers)
+    _, recomputed = gradients(numbers, (f"train.remat={remat}",))
+    for path, gradient in expected.items():
+        np.testing.assert_allclose(recomputed[path], gradient, rtol=1e-4, atol=1e-7)
+    setup = prepared(*numbers, f"train.remat={remat}")
+    jaxpr = jax.make_jaxpr(_forward(setup))(setup.state.params)
+    (loop,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
+    names = [eqn.primitive.name for eqn in loop.params["jaxpr"].eqns]
+    recomputed_apart = [name for name in names if name.startswith(("remat", "checkpoint"))]
+    assert len(recomputed_apart) == len(setup.config.model.stacks[0].pattern)
+
+
+def _forward(setup):
+    def forward(params):
+        module = setup.model.bind(params)
+        ctx = ForwardContext(jnp.arange(12)[None], remat=setup.config.train.remat)
+        return module.blocks(jnp.ones((1, 12, 16)), ctx)[0]
+
+    return forward
 
 
 @pytest.mark.long

@@ -441,6 +441,11 @@ def _accumulated_memory(
         gathered = size * (2 * layer + table)  # the layer in use and the next one
         # Gradients before they are scattered.
         unscattered = size * (layer + table) * workload.trained.share
+        if workload.scans_layers:
+            # XLA gathers the other layers of a round ahead, and scatters their gradients late.
+            others = shape.layers_of_loop(model) - 1
+            gathered += size * others * layer
+            unscattered += FLOAT32 * others * layer * workload.trained.share
 
     # The first layer's input, the last one's output, and what the head reads; a further token has
     # two more joined streams.

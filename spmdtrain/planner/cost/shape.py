@@ -139,6 +139,11 @@ def layers_of_round(model: TransformerConfig) -> int:
     return len(stack.pattern) if stack.path == "blocks" else model.stack_layers
 
 
+def layers_of_loop(model: TransformerConfig) -> int:
+    """Counts the layers that a turn of a stack's loop runs, in the stack that runs most."""
+    return max(len(stack.pattern) for stack in model.stacks)
+
+
 def repeats(model: TransformerConfig) -> int:
     """Counts the rounds of the stack, which a pipeline divides among its stages."""
     return model.stack_layers // layers_of_round(model)
