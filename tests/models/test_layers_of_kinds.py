@@ -228,7 +228,7 @@ def test_token_by_token_with_a_cache_gives_the_logits_of_the_whole(name):
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("remat", ["full", "weights", "dots"])
+@pytest.mark.parametrize("remat", ["full", "dots"])
 def test_a_layer_of_a_round_is_recomputed_by_itself(remat):
     """A whole round would keep the activations of all its layers at once."""
     numbers = (*SMALL, *MODELS["rounds"], "train.remat=none")
