@@ -9,6 +9,7 @@ and v the channels of keys and values, w taps.
 
 from collections.abc import Sequence
 
+from spmdtrain.interop.joined_rows import JoinedRows
 from spmdtrain.interop.pieces import Mapped, Piece, Shape, Sizes
 
 
@@ -17,6 +18,12 @@ def mixed(sizes: Sizes, shape: Shape) -> Mapped:
     of_values = (shape[2] - 2 * sizes.key_dim) // 2
     of_tensors = ((sizes.key_dim, sizes.key_dim, of_values), (of_values,))
     return _by_head(of_tensors, shape)
+
+
+def mixed_apart(sizes: Sizes, shape: Shape) -> Mapped:
+    """Takes queries and keys [h k, E], values and gates [h r v, E] as [E, h, n]."""
+    of_values = (shape[2] - 2 * sizes.key_dim) // 2
+    return _by_head(((sizes.key_dim,), (sizes.key_dim,), (of_values,), (of_values,)), shape)
 
 
 def rates(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the other rules
@@ -34,6 +41,13 @@ def taps(sizes: Sizes, shape: Shape) -> Mapped:
         pieces.append(Piece(0, 0, rows, (heads, size, count), (0, 1, 2), 1, places))
         row, place = rows.stop, places.stop
     return Mapped(shape, shape, ((heads * width, 1, count),), tuple(pieces))
+
+
+def taps_apart(sizes: Sizes, shape: Shape) -> JoinedRows:
+    """Takes the taps of queries [h k, 1, w], of keys, and of values [h r v, 1, w] as [h, n, w]."""
+    heads, width, _ = shape
+    keys = heads * sizes.key_dim
+    return JoinedRows(taps(sizes, shape), (keys, keys, heads * width - 2 * keys))
 
 
 def _by_head(of_tensors: Sequence[Sequence[int]], shape: Shape) -> Mapped:

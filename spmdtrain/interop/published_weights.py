@@ -14,11 +14,12 @@ import numpy as np
 from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.published.read_config import Published
 from spmdtrain.config.schema import TransformerConfig
+from spmdtrain.interop.joined_rows import accepts
 from spmdtrain.interop.names.entry import EMBED, FURTHER, HEAD, OURS, POSITIONS, Entry
 from spmdtrain.interop.names.family_names import NAMES
 from spmdtrain.interop.names.model_sizes import sizes_of
 from spmdtrain.interop.names.model_table import layout_of, table_of
-from spmdtrain.interop.names.spellings import SAY_NOTHING, spelled, spelling_of
+from spmdtrain.interop.names.spellings import SAY_NOTHING, name_in, spelled, spelling_of
 from spmdtrain.interop.packings import UNPACKINGS, open_published
 from spmdtrain.interop.pieces import AnyMapped, Index, Shape
 from spmdtrain.interop.safetensors_files import AGAIN, Tensor
@@ -139,7 +140,8 @@ class Weights:
         return self._means[path]
 
     def _names(self, entry: Entry, layer: int | None) -> tuple[str, ...]:
-        return tuple(spelled(name, self._spelling) for name in entry.of_layer(layer))
+        names = (spelled(name, self._spelling) for name in entry.of_layer(layer))
+        return tuple(name_in(self._in_files, name, self._published.family) for name in names)
 
     def _check_tied(self, table: Mapping[str, Entry]) -> None:
         """Accepts a head in the files of a tied model, if it is the embedding."""
@@ -283,6 +285,8 @@ class Weights:
             shape = (of_file[0], *shape[1:])  # a shorter model reads the first rows
         mapped = entry.rule(self._sizes, shape)
         for of_layer in tensors:
+            if accepts(mapped, [tensor.shape for tensor in of_layer]):
+                continue
             for tensor, wanted in zip(of_layer, mapped.shapes, strict=True):
                 if tensor.shape != wanted:
                     raise self._misshapen(tensor, wanted)

@@ -895,7 +895,9 @@ def gradients_in_torch(model: Any) -> dict[str, np.ndarray]:
         pass
     else:
         found = revert_weight_conversion(model, found)
-    return {name: gradient.double().numpy() for name, gradient in found.items()}
+    gradients = {name: gradient.double().numpy() for name, gradient in found.items()}
+    as_published = mixer_directories.AS_PUBLISHED.get(model.config.model_type, dict)
+    return as_published(gradients)
 
 
 def write(

@@ -123,6 +123,7 @@ OTHER_VALUES: dict[str, Any] = {
     "global_head_dim": 8,
     "head_dim": 8,
     "hidden_size_per_layer_input": 8,
+    "linear_allow_neg_eigval": False,
     "linear_conv_kernel_dim": 3,
     "linear_key_head_dim": 6,
     "linear_num_key_heads": 1,

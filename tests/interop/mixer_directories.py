@@ -1,8 +1,11 @@
-"""Tiny models of the families with short convolutions: their config.json, and the names and shapes
-of their tensors, as transformers writes them.
+"""Tiny models of families with linear-time mixers: their config.json, and the names and shapes of
+their tensors, as published.
 """
 
+from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 FULL = "full_attention"
 Shapes = dict[str, tuple[int, ...]]
@@ -50,6 +53,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "use_expert_bias": True,
     },
 }
+CONFIGS["olmo_hybrid"] = COMMON | {
+    "model_type": "olmo_hybrid",
+    "intermediate_size": 72,
+    "rms_norm_eps": 1e-3,
+    "tie_word_embeddings": False,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+    "linear_allow_neg_eigval": True,
+    "layer_types": [*["linear_attention"] * 3, FULL, "linear_attention"],
+    "rope_theta": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": None},
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     # As published files have it.
     "lfm2 by its older keys": {
@@ -72,6 +90,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "block_mlp_init_scale": 1.0,
         "block_use_xavier_init": True,
     },
+    "olmo_hybrid, tied, with rope": {
+        name: value for name, value in CONFIGS["olmo_hybrid"].items() if name != "layer_types"
+    }
+    | {
+        "rope_theta": 500.0,
+        "rope_parameters": None,
+        "linear_allow_neg_eigval": False,
+        "linear_num_key_heads": 6,
+        "linear_conv_kernel_dim": 2,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "num_key_value_heads": 3,
+    },
     "lfm2 with biases": LFM2
     | {"conv_bias": True, "conv_L_cache": 2, "head_dim": 12, "block_auto_adjust_ff_dim": False},
     "lfm2_moe, untied, without a bias": CONFIGS["lfm2_moe"]
@@ -87,7 +118,65 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def tensors_of(config: dict[str, Any]) -> Shapes:
-    """The names and shapes of the tensors in the files of LFM2 and LFM2-MoE."""
+    """The names and shapes of the tensors in the files of a family."""
+    return (_of_olmo if config["model_type"] == "olmo_hybrid" else _of_lfm)(config)
+
+
+def _of_olmo(config: dict[str, Any]) -> Shapes:
+    """OLMo Hybrid: norms before the parts of linear layers, and after those of others."""
+    vocab, embed, ffn = (
+        config[name] for name in ("vocab_size", "hidden_size", "intermediate_size")
+    )
+    shapes: Shapes = {"model.embed_tokens.weight": (vocab, embed)}
+    layers = config["num_hidden_layers"]
+    kinds = config.get("layer_types") or [
+        FULL if number % 4 == 3 else "linear_attention" for number in range(layers)
+    ]
+    for layer, kind in enumerate(kinds):
+        own = _olmo_attention(config) if kind == FULL else _delta_apart(config)
+        names = (
+            ("post_attention", "post_feedforward") if kind == FULL else ("input", "post_attention")
+        )
+        own |= {f"{name}_layernorm.weight": (embed,) for name in names}
+        own |= {f"mlp.{name}_proj.weight": (ffn, embed) for name in ("gate", "up")}
+        own["mlp.down_proj.weight"] = (embed, ffn)
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in own.items()}
+    shapes["model.norm.weight"] = (embed,)
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (vocab, embed)
+    return shapes
+
+
+def _olmo_attention(config: dict[str, Any]) -> Shapes:
+    embed = config["hidden_size"]
+    narrow = config["num_key_value_heads"] * embed // config["num_attention_heads"]
+    rows = {"q": embed, "k": narrow, "v": narrow, "o": embed}
+    shapes: Shapes = {f"{name}_proj.weight": (count, embed) for name, count in rows.items()}
+    if config.get("attention_bias"):
+        shapes |= {f"{name}_proj.bias": (count,) for name, count in rows.items()}
+    shapes |= {"q_norm.weight": (embed,), "k_norm.weight": (narrow,)}
+    return {f"self_attn.{name}": shape for name, shape in shapes.items()}
+
+
+def _delta_apart(config: dict[str, Any]) -> Shapes:
+    """The gated delta rule with a tensor for each of its projections and convolutions."""
+    embed, value_heads = config["hidden_size"], config["linear_num_value_heads"]
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    values = value_heads * config["linear_value_head_dim"]
+    rows = {"q": keys, "k": keys, "v": values, "g": values, "a": value_heads, "b": value_heads}
+    shapes: Shapes = {f"{name}_proj.weight": (count, embed) for name, count in rows.items()}
+    taps = config["linear_conv_kernel_dim"]
+    shapes |= {f"{name}_conv1d.weight": (rows[name], 1, taps) for name in "qkv"}
+    shapes |= {
+        "o_proj.weight": (embed, values),
+        "o_norm.weight": (config["linear_value_head_dim"],),
+    }
+    shapes |= {"A_log": (value_heads,), "dt_bias": (value_heads,)}
+    return {f"linear_attn.{name}": shape for name, shape in shapes.items()}
+
+
+def _of_lfm(config: dict[str, Any]) -> Shapes:
+    """LFM2 and LFM2-MoE."""
     vocab, embed = config["vocab_size"], config["hidden_size"]
     shapes: Shapes = {"model.embed_tokens.weight": (vocab, embed)}
     for layer in range(config["num_hidden_layers"]):
@@ -149,3 +238,52 @@ def _experts(config: dict[str, Any]) -> Shapes:
         place = f"feed_forward.experts.{number}"
         shapes |= _matrices(place, config["moe_intermediate_size"], embed)
     return shapes
+
+
+Tensors = Mapping[str, np.ndarray]
+
+
+def _renamed(tensors: Tensors, names: dict[str, str]) -> dict[str, np.ndarray]:
+    """Tensors with one part of each name in place of another."""
+    renamed = {}
+    for name, x in tensors.items():
+        parts = [part for part in names if part in name]
+        renamed[name.replace(parts[0], names[parts[0]]) if parts else name] = x
+    return renamed
+
+
+def _recut(tensors: dict[str, np.ndarray], rows_of: Any) -> dict[str, np.ndarray]:
+    """The convolutions of each layer, joined and cut after `rows_of(layer, rows of all)`."""
+    recut = dict(tensors)
+    for layer in {name.split("q_conv1d")[0] for name in tensors if "q_conv1d" in name}:
+        names = [f"{layer}{part}_conv1d.weight" for part in "qkv"]
+        joined = np.concatenate([tensors[name] for name in names])
+        recut |= dict(zip(names, np.split(joined, rows_of(layer, len(joined))), strict=True))
+    return recut
+
+
+OLMO_NAMES = {
+    "input_layernorm": "attention_layer_norm",
+    "post_attention_layernorm": "feedforward_layer_norm",
+}
+
+
+def _olmo_by_5_24(tensors: Tensors) -> dict[str, np.ndarray]:
+    def equal_parts(_: str, rows: int) -> list[int]:
+        return [-(-rows // 3), 2 * -(-rows // 3)]
+
+    return _recut(_renamed(tensors, OLMO_NAMES), equal_parts)
+
+
+def _olmo_as_published(tensors: Tensors) -> dict[str, np.ndarray]:
+    def own_parts(layer: str, _: int) -> list[int]:
+        queries, keys = (len(tensors[f"{layer}{part}_proj.weight"]) for part in "qk")
+        return [queries, queries + keys]
+
+    names = {saved: published for published, saved in OLMO_NAMES.items()}
+    return _recut(_renamed(tensors, names), own_parts)
+
+
+# What transformers 5.24 makes of published tensors where it writes others, and the way back.
+SAVED_BY_5_24 = {"olmo_hybrid": _olmo_by_5_24}
+AS_PUBLISHED = {"olmo_hybrid": _olmo_as_published}

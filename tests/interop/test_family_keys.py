@@ -74,6 +74,29 @@ def test_layers_of_lfm2_are_listed_or_numbered_and_its_mlps_are_narrower_than_th
     assert (experts["sum_epsilon"], experts["first_dense"]) == (1e-6, 1)
 
 
+def test_layers_of_olmo_hybrid_turn_only_where_a_theta_is_said():
+    """transformers 5.24 takes a table that is null for an absent one, whose theta is 10,000."""
+    null = {"rope_theta": None}
+    for rope in ({"rope_theta": None}, {"rope_parameters": null}, null | {"rope_parameters": null}):
+        without = {"rope_theta": ..., "rope_parameters": ...} | rope
+        assert settings("olmo_hybrid", **without)["rope_layers"] == [False]
+    for rope in ({}, {"rope_parameters": None}, {"rope_parameters": {"rope_theta": 500.0}}):
+        turning = {"rope_theta": ..., "rope_parameters": ...} | rope
+        assert "rope_layers" not in settings("olmo_hybrid", **turning)
+
+
+def test_sizes_of_olmo_hybrid_follow_from_its_heads():
+    sizes = dict.fromkeys((key for key in directories.CONFIGS["olmo_hybrid"] if "_dim" in key), ...)
+    heads = {"linear_num_key_heads": ..., "linear_num_value_heads": None, "layer_types": ...}
+    found = settings("olmo_hybrid", **sizes, **heads)
+    assert found["mixers"] == ["delta", "delta", "delta", "attention"]
+    wanted = {"key_heads": 6, "value_heads": 6, "key_dim": 6, "value_dim": 12, "taps": 4, "rate": 2}
+    wanted |= {"epsilon": 1e-5, "norm_places": "before"}
+    assert found["delta"] == wanted
+    short = settings("olmo_hybrid", **heads, num_hidden_layers=3)
+    assert short["mixers"] == ["delta", "delta", "attention"]
+
+
 def test_gpt_oss_is_read_as_transformers_5_saves_it():
     assert settings("gpt_oss", swiglu_alpha=1.702, swiglu_limit=7.0) == settings("gpt_oss")
 
@@ -101,6 +124,17 @@ def test_noise_and_losses_of_0_say_nothing(key):
         ("hy_v3", {"first_k_dense_replace": 1}, "first_k_dense_replace=1 has no setting"),
         ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace=1 has no setting"),
         ("dots1", {"n_routed_experts": ...}, "lacks n_routed_experts"),
+        (
+            "olmo_hybrid",
+            {"hidden_act": "gelu_pytorch_tanh"},
+            "hidden_act='gelu_pytorch_tanh' has no",
+        ),
+        (
+            "qwen3_next",
+            {"hidden_act": "gelu_pytorch_tanh"},
+            "hidden_act='gelu_pytorch_tanh' has no",
+        ),
+        ("olmo_hybrid", {"head_dim": 4}, "head_dim=4 has no setting"),
         ("lfm2", {"theta": 1e4}, "theta=10000.0 has no setting here; found model_type='lfm2'"),
         ("lfm2", {"full_attn_idxs": [0]}, r"full_attn_idxs=\[0\] has no setting"),
         ("lfm2", {"layer_types": ["mamba"] * 5}, r"layer_types='mamba' has no setting"),

@@ -497,6 +497,7 @@ OTHER_OF_MIXERS = {
             "gate": "sigmoid",
             "gate_rank": 3,
             "epsilon": 1e-3,
+            "norm_places": "after",
         },
     ),
     "ssd": (

@@ -45,6 +45,10 @@ DIVISIBLE = {
 }
 # Stages share out whole rounds of layers, which the tests' models do not have.
 DIVISIBLE |= {
+    "olmo_hybrid": {
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", directories.FULL] * 2,
+    },
     "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", directories.FULL] * 2},
     "lfm2_moe": {"layer_types": ["conv", *["conv", directories.FULL] * 2]},
 }

@@ -26,6 +26,8 @@ from spmdtrain.train.compared.in_order import placed_arrays, plain_arrays
 from spmdtrain.train.step import make_gradients
 
 TOLERANCE = 2e-6  # of the root of the mean square, relative; float32 itself makes 6e-7
+# A norm of small outputs, with an epsilon of 1e-5 whatever the settings say, enlarges rounding.
+TOLERANCES = {"olmo_hybrid": 1e-5}
 TOKENS = np.random.default_rng(1).integers(0, VOCAB, (2, T))
 
 
@@ -57,7 +59,8 @@ def test_a_family_has_the_logits_of_its_definition(name):
         return logits_of(*module.head(x_bte, ctx), **logit_shape(config.model))
 
     got = np.asarray(run(params, TOKENS), np.float64)
-    assert apart(got, logits_by_definition(config.model, params, TOKENS)) <= TOLERANCE
+    tolerance = TOLERANCES.get(name, TOLERANCE)
+    assert apart(got, logits_by_definition(config.model, params, TOKENS)) <= tolerance
 
 
 PLACEMENTS = [
@@ -140,6 +143,10 @@ def scaling(family: str, **changes) -> dict:
     return {"rope_scaling": FAMILIES[family]["rope_scaling"] | changes}
 
 
+def delta(family: str, **changes) -> dict:
+    return {"delta": FAMILIES[family]["delta"] | changes}
+
+
 def experts(family: str, **changes) -> dict:
     return {"experts": FAMILIES[family]["experts"] | changes}
 
@@ -207,6 +214,10 @@ MISTAKES = [
     ("minimax_m2", {"rope_share": 1.0}),
     ("minimax_m2", experts("minimax_m2", score="softmax")),
     ("exaone4", {"rope_layers": ()}),
+    ("olmo_hybrid", delta("olmo_hybrid", rate=1)),
+    ("olmo_hybrid", delta("olmo_hybrid", epsilon=None)),
+    ("olmo_hybrid", delta("olmo_hybrid", gate="sigmoid")),
+    ("olmo_hybrid", {"rope_layers": ()}),
     ("lfm2", {"query_norm": "none"}),
     ("lfm2_moe", experts("lfm2_moe", bias_rate=None)),
     ("lfm2_moe", experts("lfm2_moe", normalise=False)),

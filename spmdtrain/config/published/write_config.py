@@ -97,7 +97,7 @@ def function_of(model: TransformerConfig) -> dict[str, Any]:
         scaling = model.rope_scaling
         scaling = scaling.model_dump() | {"scale": scaling.amplitude}
     plain = ("layers", "embed", "heads", "vocab", "max_length", "positions", "norm", "mlp", "tied")
-    plain += ("score_cap", "logit_cap", "sinks", "query_norm", "output_gate", "norm_places")
+    plain += ("score_cap", "logit_cap", "sinks", "query_norm", "output_gate")
     plain += ("norm_epsilon", "norm_offset", "residual_scale", "value_norm", "layer_scale")
     return {name: getattr(model, name) for name in plain} | {
         "kv_heads": model.kv_heads,
@@ -117,7 +117,8 @@ def function_of(model: TransformerConfig) -> dict[str, Any]:
         "latent": model.latent and _with_epsilon(model, model.latent),
         "mixers": model.layer_mixers,
         "mlps": model.layer_mlps,
-        "delta": model.delta and _with_epsilon(model, model.delta),
+        "delta": model.delta and _with_epsilon(model, model.delta) | {"norm_places": None},
+        "norm_places": [model.norm_places_of(mixer) for mixer in model.layer_mixers],
         "ssd": model.ssd and _with_epsilon(model, model.ssd),
         "conv": model.conv and model.conv.model_dump(),
         "both": model.both and model.both.model_dump(),

@@ -1,6 +1,6 @@
 """The names of the tensors of each family, by the parts of its layers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from spmdtrain.interop import pieces
@@ -11,6 +11,7 @@ from spmdtrain.interop.names.further_parts import AFTER_THE_LAST, APART, Further
 from spmdtrain.interop.names.layer_parts import (
     ATTENTION,
     DELTA,
+    DELTA_APART,
     DELTA_BY_HEAD,
     FUSED_ATTENTION,
     FUSED_MLP,
@@ -43,6 +44,8 @@ class FamilyNames(NamedTuple):
     whole: Table = LIKE_LLAMA  # outside of layers
     prefix: str = layer_parts.PREFIX
     further: FurtherNames = AFTER_THE_LAST
+    # (a part of a name, what some files have in its place). An export writes the first.
+    renamed: Sequence[tuple[str, str]] = ()
 
 
 OF_ATTENTION = {**ATTENTION, **NORMS_BEFORE}
@@ -74,6 +77,15 @@ GPT2 = FamilyNames(
         HEAD: entry(pieces.copy, "lm_head.weight"),
     },
     prefix="transformer.h.{}.",
+)
+# Norms stand before the parts of linear layers, and after those of others, where transformers 5.24
+# renames one as well.
+OLMO_HYBRID = FamilyNames(
+    {**ATTENTION, **DELTA_APART, **NORMS_BEFORE, **NORMS_AFTER, **QUERY_NORMS},
+    renamed=(
+        ("input_layernorm", "attention_layer_norm"),
+        ("post_attention_layernorm", "feedforward_layer_norm"),
+    ),
 )
 LFM = FamilyNames(lfm_parts.LAYER, lfm_parts.MLP, whole=lfm_parts.WHOLE)
 SINKS = {"attention.sinks": entry(pieces.copy, "self_attn.sinks")}
@@ -115,6 +127,7 @@ NAMES: Mapping[str, FamilyNames] = {
         experts=expert_parts.GATED_SHARED,
         further=APART,
     ),
+    "olmo_hybrid": OLMO_HYBRID,
     "lfm2": LFM,
     "lfm2_moe": LFM._replace(experts=expert_parts.LFM),
     "qwen2_moe": FamilyNames(OF_ATTENTION, experts=expert_parts.GATED_SHARED),

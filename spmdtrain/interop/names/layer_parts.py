@@ -118,6 +118,23 @@ DELTA_BY_HEAD = {
     "attention.qkvz_ehn": entry(pieces.heads_first, "linear_attn.in_proj_qkvz.weight"),
     "attention.rates_ehn": entry(pieces.heads_first, "linear_attn.in_proj_ba.weight"),
 }
+# With a tensor for each of them, and a convolution for each of the first three.
+CONVOLUTIONS = ("q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight")
+DELTA_APART = {
+    "attention.qkvz_ehn": entry(
+        delta_mixer.mixed_apart, *(f"linear_attn.{name}_proj.weight" for name in "qkvg")
+    ),
+    "attention.rates_ehn": entry(
+        delta_mixer.rates, *(f"linear_attn.{name}_proj.weight" for name in "ba")
+    ),
+    "attention.taps_hnw": entry(
+        delta_mixer.taps_apart, *(f"linear_attn.{name}" for name in CONVOLUTIONS)
+    ),
+    "attention.decay_log": DELTA["attention.decay_log"],
+    "attention.decay_bias": DELTA["attention.decay_bias"],
+    "attention.norm_scale_v": entry(pieces.copy, "linear_attn.o_norm.weight"),
+    "attention.out_hrve": entry(pieces.heads_out, "linear_attn.o_proj.weight"),
+}
 LIKE_LLAMA = {
     EMBED: entry(pieces.copy, "model.embed_tokens.weight"),
     NORM: entry(pieces.copy, "model.norm.weight"),

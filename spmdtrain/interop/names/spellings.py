@@ -27,6 +27,14 @@ def spelled(name: str, spelling: tuple[str, str]) -> str:
     return instead + name.removeprefix(written) if name.startswith(written) else name
 
 
+def name_in(names: Collection[str], name: str, family: str) -> str:
+    """Returns the name by which files have a tensor: this one, or another one of its family."""
+    if name in names:
+        return name
+    others = (name.replace(*renaming) for renaming in NAMES[family].renamed)
+    return next((other for other in others if other in names), name)
+
+
 def spelling_of(family: str, names: Collection[str]) -> tuple[str, str]:
     """Returns the spelling that files with these names use, judged by that of the embedding, or of
     the last norm if the files lack it.

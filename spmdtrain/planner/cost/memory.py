@@ -292,7 +292,7 @@ def _kept_of_layer(model: TransformerConfig, keeping: _Keeping) -> float:
     parts = shape.parts(model)
     if remat == "dots":
         # The input of each part; a norm behind the last one reads its output.
-        streams = parts if model.norm_places == "before" else parts + 1
+        streams = parts + shape.share_with_out_norms(model)
         return tokens * (streams * size * model.embed // stream_ways) + mixer + mlp
 
     # A norm keeps its input and output, and in float32 its deviation (and its mean, if centred).

@@ -316,14 +316,29 @@ def mixers_and_mlps(model: TransformerConfig) -> float:
     return (mixers + mlps) / model.layers
 
 
-def norms_of_part(model: TransformerConfig) -> int:
+def norms_of_part(model: TransformerConfig) -> float:
     """Counts the norms of a mixer or an mlp."""
-    return 2 if model.norm_places == "both" else 1
+    return _all_norms(model) / sum(layer.parts for layer in model.layer_parts)
 
 
 def norms(model: TransformerConfig) -> float:
     """Counts the norms of one layer."""
-    return norms_of_part(model) * parts(model)
+    return _all_norms(model) / model.layers
+
+
+def _all_norms(model: TransformerConfig) -> int:
+    """Counts the norms of all layers."""
+    places = [model.norm_places_of(mixer) for mixer in model.layer_mixers]
+    of_parts = [2 if place == "both" else 1 for place in places]
+    return sum(
+        layer.parts * count for layer, count in zip(model.layer_parts, of_parts, strict=True)
+    )
+
+
+def share_with_out_norms(model: TransformerConfig) -> float:
+    """Returns the share of layers that have norms on the output of their parts."""
+    places = [model.norm_places_of(mixer) for mixer in model.layer_mixers]
+    return sum(place != "before" for place in places) / model.layers
 
 
 def query_key_width(model: TransformerConfig) -> int:

@@ -20,6 +20,7 @@ from spmdtrain.config.published.families.llama import LLAMA
 from spmdtrain.config.published.families.minimax import MINIMAX
 from spmdtrain.config.published.families.mistral import MISTRAL
 from spmdtrain.config.published.families.olmo import OLMO
+from spmdtrain.config.published.families.olmo_hybrid import OLMO_HYBRID
 from spmdtrain.config.published.families.phi import PHI
 from spmdtrain.config.published.families.qwen import QWEN
 from spmdtrain.config.published.families.qwen_linear import QWEN_LINEAR
@@ -49,4 +50,5 @@ FAMILIES: Mapping[str, Family] = {
     **ERNIE,
     **QWEN_LINEAR,
     **LFM,
+    **OLMO_HYBRID,
 }

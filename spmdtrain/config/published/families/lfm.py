@@ -5,6 +5,7 @@ from typing import Any
 from spmdtrain.config.published.families.expert_keys import BY_SIGMOID, read_experts, write_experts
 from spmdtrain.config.published.families.family import SIZES, Family, ModelSettings
 from spmdtrain.config.published.families.layer_windows import shortest
+from spmdtrain.config.published.families.listed_kinds import listed_kinds
 from spmdtrain.config.published.keys import Keys
 from spmdtrain.config.published.rope_keys import FULL
 from spmdtrain.config.schema import TransformerConfig
@@ -50,17 +51,10 @@ def _check_repeated(keys: Keys) -> None:
 
 
 def _listed(keys: Keys) -> list[str] | None:
-    """Returns `layer_types`, the kind of each layer."""
-    kinds = keys.take("layer_types")
-    if kinds is None:
-        return None
-    layers = keys.count("num_hidden_layers")
-    if not isinstance(kinds, list) or len(kinds) != layers:
-        raise keys.refused("layer_types", kinds, f"a list of {layers} kinds")
-    for kind in kinds:
-        if kind not in MIXERS:
-            raise keys.unknown("layer_types", kind)
-    keys.agrees(NUMBERS, _numbers(kinds))
+    """Returns `layer_types`, which the numbers of the layers with attention may repeat."""
+    kinds = listed_kinds(keys, MIXERS)
+    if kinds is not None:
+        keys.agrees(NUMBERS, _numbers(kinds))
     return kinds
 
 

@@ -2,11 +2,13 @@
 
 from typing import Any
 
+from spmdtrain.config.published.families.activations import SILU
 from spmdtrain.config.published.families.biases import read_biases, write_biases
 from spmdtrain.config.published.families.expert_keys import read_experts, write_experts
 from spmdtrain.config.published.families.family import WITH_SILU, Family, ModelSettings
 from spmdtrain.config.published.families.further_layers import read_apart, write_apart
 from spmdtrain.config.published.families.layer_windows import shortest
+from spmdtrain.config.published.families.listed_kinds import listed_kinds
 from spmdtrain.config.published.keys import Keys
 from spmdtrain.config.published.rope_keys import FULL, SHARE
 from spmdtrain.config.schema import TransformerConfig
@@ -48,16 +50,11 @@ def _qwen3_5(keys: Keys) -> ModelSettings:
 def _kinds(keys: Keys) -> list[str]:
     """Returns the kind of each layer: `layer_types`, or each fourth with attention."""
     layers = keys.count("num_hidden_layers")
-    kinds = keys.take("layer_types")
-    if kinds is None:
-        interval = keys.some("full_attention_interval") or 4
-        return [LINEAR if (number + 1) % interval else FULL for number in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers:
-        raise keys.refused("layer_types", kinds, f"a list of {layers} kinds")
-    for kind in kinds:
-        if kind not in MIXERS:
-            raise keys.unknown("layer_types", kind)
-    return kinds
+    kinds = listed_kinds(keys, MIXERS)
+    if kinds is not None:
+        return kinds
+    interval = keys.some("full_attention_interval") or 4
+    return [LINEAR if (number + 1) % interval else FULL for number in range(layers)]
 
 
 def _write_qwen3_5(model: TransformerConfig) -> dict[str, Any]:
@@ -136,6 +133,7 @@ QWEN_LINEAR = {
         write=_write_qwen3_5,
         rope_keys=MROPE,
         further_apart=True,
+        activations=SILU,
     ),
     "qwen3_5_moe_text": Family(
         "Qwen3_5MoeForCausalLM",
@@ -146,6 +144,7 @@ QWEN_LINEAR = {
         write=_write_qwen3_5_moe,
         rope_keys=MROPE,
         further_apart=True,
+        activations=SILU,
     ),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",
@@ -161,5 +160,6 @@ QWEN_LINEAR = {
         read=_qwen3_next,
         write=_write_qwen3_next,
         further_apart=True,
+        activations=SILU,
     ),
 }

@@ -51,6 +51,11 @@ class DeltaConfig(Settings):
         default=None, description="epsilon of the output's norm; default: model.norm_epsilon"
     )
 
+    norm_places: Literal["before", "after", "both"] | None = Field(
+        default=None,
+        description="where the norms of layers with this mixer stand; default: model.norm_places",
+    )
+
     @model_validator(mode="after")
     def _check(self):
         if self.value_heads % self.key_heads:

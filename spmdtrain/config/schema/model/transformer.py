@@ -39,6 +39,7 @@ Attention = Literal["auto", "xla", "triton", "mosaic", "cudnn"]
 ContextAttention = Literal["auto", "ring", "gather", "ulysses"]
 MlpKind = Literal["gelu", "gelu_exact", "relu2", "xielu", "swiglu", "geglu", "swiglu_clamped"]
 GATED = ("swiglu", "geglu", "swiglu_clamped")
+NormPlaces = Literal["before", "after", "both"]
 # Patterns of values that repeat over the layers; TOML has lists only.
 Windows = Annotated[tuple[CountOrZero, ...], Field(strict=False)]
 Switches = Annotated[tuple[bool, ...], Field(strict=False)]
@@ -205,7 +206,7 @@ class TransformerConfig(Settings):
         "none",
     )
     norm_epsilon: Positive = 1e-5
-    norm_places: Literal["before", "after", "both"] = Field(
+    norm_places: NormPlaces = Field(
         default="before",
         description="where the norms of attention and mlp stand: on their input or output",
     )
@@ -490,6 +491,11 @@ class TransformerConfig(Settings):
         """The mixer of tokens of each layer, in order."""
         return tuple(repeated(self.mixers or ("attention",), self.layers))
 
+    def norm_places_of(self, mixer: Mixer) -> NormPlaces:
+        """Returns where the norms of the layers with a mixer stand."""
+        own = self.delta.norm_places if self.delta and mixer == "delta" else None
+        return own or self.norm_places
+
     @property
     def single_mixers(self) -> tuple[Mixer, ...]:
         """The mixers that the layers have, in order of appearance, of "both" its two."""
@@ -533,8 +539,14 @@ class TransformerConfig(Settings):
         return LayerParts("attention", mlps[-1] if mlps else "mlp", is_full)
 
     def of_layer(self, layer: LayerParts) -> Self:
-        """Returns the settings of a layer: of a model whose layers all have such attention."""
-        return of_layer(self, layer) if self.full else self
+        """Returns the settings of a layer: of a model whose layers all have such attention, and
+        norms at its places.
+        """
+        settings = of_layer(self, layer) if self.full else self
+        places = self.norm_places_of(layer.mixer)
+        if places == self.norm_places:
+            return settings
+        return settings.model_copy(update={"norm_places": places})
 
     @property
     def stacks(self) -> tuple[LayerStack, ...]:

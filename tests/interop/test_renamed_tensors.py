@@ -1,0 +1,43 @@
+"""Files of transformers 5.24 that name or cut tensors in another way than published ones are the
+same models, and go out as published ones.
+"""
+
+import re
+
+import directories
+import numpy as np
+import pytest
+from mixer_directories import SAVED_BY_5_24
+from test_expert_layouts import parameters_and_tensors
+
+from spmdtrain.config.errors import CheckpointError
+
+
+@pytest.mark.parametrize("family", SAVED_BY_5_24)
+def test_they_are_the_published_model_and_go_out_as_it(family, tmp_path):
+    published = directories.write(tmp_path / "published", directories.CONFIGS[family], parts=3)
+    saved = SAVED_BY_5_24[family](published)
+    assert saved.keys() != published.keys()
+    directories.write(tmp_path / "saved", directories.CONFIGS[family], saved)
+    wanted, exported = parameters_and_tensors(tmp_path / "published")
+    assert exported.keys() == published.keys()
+    assert all(np.array_equal(x, exported[name]) for name, x in published.items())
+    parameters, exported = parameters_and_tensors(tmp_path / "saved")
+    assert parameters.keys() == wanted.keys()
+    assert all(np.array_equal(x, wanted[at]) for at, x in parameters.items())
+    assert exported.keys() == published.keys()
+    assert all(np.array_equal(x, exported[name]) for name, x in published.items())
+
+
+def test_rows_that_are_cut_elsewhere_are_refused(tmp_path):
+    """Joined they would be as many, but nobody writes them."""
+    config = directories.CONFIGS["olmo_hybrid"]
+    tensors = directories.drawn(directories.tensors_of(config))
+    query, key = (f"model.layers.1.linear_attn.{part}_conv1d.weight" for part in "qk")
+    tensors |= {
+        query: tensors[query][:-1],
+        key: np.concatenate([tensors[query][-1:], tensors[key]]),
+    }
+    directories.write(tmp_path, config, tensors)
+    with pytest.raises(CheckpointError, match=re.escape(f"{query} of {tmp_path} has the shape")):
+        parameters_and_tensors(tmp_path)
