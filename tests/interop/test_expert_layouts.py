@@ -21,7 +21,9 @@ from spmdtrain.running.published.export_run import export_run
 from spmdtrain.running.published.import_model import import_model
 
 FAMILIES = ("qwen3_moe", "glm4_moe", "hy_v3", "exaone_moe", "solar_open", "minimax_m2")
-CONFIGS = {name: directories.CONFIGS[name] for name in (*FAMILIES, "deepseek_v3", "lfm2_moe")}
+CONFIGS = {
+    name: directories.CONFIGS[name] for name in (*FAMILIES, "deepseek_v3", "lfm2_moe", "qwen3_next")
+}
 CONFIGS["glm4_moe"] = CONFIGS["glm4_moe"] | {"num_nextn_predict_layers": 1}
 CONFIGS["mixtral"] = directories.CONFIGS["mixtral"] | {"intermediate_size": 24}
 CONFIGS["olmoe"] = directories.CONFIGS["olmoe"] | {"intermediate_size": 48}

@@ -32,7 +32,11 @@ class Entry(NamedTuple):
         return tuple(name.replace(LAYER, str(number)) for name in self.names)
 
     def of_all(self, numbers: range) -> "Entry":
-        """Returns the entry of a parameter that has all layers of these numbers, stacked."""
+        """Returns the entry of a parameter that has all layers of these numbers, stacked.
+
+        `of_experts` comes first: the experts of a layer stand side by side.
+        """
+        assert not any(EXPERT in name for name in self.names), self.names
         names = (name.replace(LAYER, str(number)) for number in numbers for name in self.names)
         return Entry(partial(pieces.of_each_expert, rule=self.rule), tuple(names))
 

@@ -44,8 +44,7 @@ def table_of(family: str, model: TransformerConfig, layout: LayoutsInFiles = FIR
     table = {**NAMES[family].whole, **_further(family, model, layout.further)}
     for stack in model.stacks:
         table |= _of_stack(family, model, stack, layout.layers)
-    count = model.experts.count if model.experts else 0
-    return {path: entry.of_experts(count) for path, entry in table.items()}
+    return table
 
 
 def layout_of(family: str, model: TransformerConfig, names: Collection[str]) -> LayoutsInFiles:
@@ -104,7 +103,9 @@ def _of_stack(family: str, model: TransformerConfig, stack: LayerStack, layout: 
     """Returns the entries of a stack: of each layer in `blocks`, and of all layers in others."""
     table = {}
     step = len(stack.pattern)
-    for place, path, entry in _of_rounds(family, model, stack.pattern, layout):
+    count = model.experts.count if model.experts else 0
+    for place, path, of_one_expert in _of_rounds(family, model, stack.pattern, layout):
+        entry = of_one_expert.of_experts(count)
         first = stack.first + place
         own = path.replace(OURS, stack.path + ".layer.")
         if own == path:
