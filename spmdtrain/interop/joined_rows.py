@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spmdtrain.interop.pieces import AnyMapped, Index, Mapped, MappedExperts, Shape
+from spmdtrain.interop.pieces import Index, Mapped, Shape
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class JoinedRows:
         return self._cut(self.rows)
 
     @property
-    def in_equal_parts(self) -> tuple[Shape, ...]:
+    def other_shapes(self) -> tuple[Shape, ...]:
         """The shapes of equal parts, of which the last one may be smaller."""
         total, count = sum(self.rows), len(self.rows)
         size = -(-total // count)
@@ -46,13 +46,3 @@ class JoinedRows:
         """Returns the tensors of the file, made of the parameter."""
         (whole,) = self.of_whole.write(parameter)
         return np.split(whole, np.cumsum(self.rows)[:-1])
-
-
-def accepts(mapped: AnyMapped, shapes: Sequence[Shape]) -> bool:
-    """Returns True if a parameter can be made from tensors of these shapes."""
-    if isinstance(mapped, MappedExperts):
-        size = len(mapped.of_one.shapes)
-        starts = range(0, len(shapes), size) if size else ()
-        return all(accepts(mapped.of_one, shapes[start : start + size]) for start in starts)
-    is_cut = isinstance(mapped, JoinedRows) and tuple(shapes) == mapped.in_equal_parts
-    return is_cut or tuple(shapes) == mapped.shapes

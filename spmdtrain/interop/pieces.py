@@ -189,6 +189,10 @@ class MappedExperts:
     def shapes(self) -> tuple[Shape, ...]:
         return self.of_one.shapes * self.count
 
+    @property
+    def other_shapes(self) -> tuple[Shape, ...]:
+        return other_shapes(self.of_one) * self.count
+
     def read(self, tensors: Sequence[np.ndarray], index: Index) -> np.ndarray:
         """Returns the slice `index` of the parameter, made from the tensors of the file."""
         first, *others = index
@@ -223,6 +227,11 @@ class Zeros:
     def write(self, parameter: np.ndarray) -> list[np.ndarray]:  # noqa: ARG002
         """Returns no tensor."""
         return []
+
+
+def other_shapes(mapped: AnyMapped) -> tuple[Shape, ...]:
+    """Returns the shapes of tensors of other files that make the same parameter."""
+    return getattr(mapped, "other_shapes", mapped.shapes)
 
 
 def _whole(shape: Shape) -> Index:

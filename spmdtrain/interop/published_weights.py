@@ -14,14 +14,13 @@ import numpy as np
 from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.published.read_config import Published
 from spmdtrain.config.schema import TransformerConfig
-from spmdtrain.interop.joined_rows import accepts
 from spmdtrain.interop.names.entry import EMBED, FURTHER, HEAD, OURS, POSITIONS, Entry
 from spmdtrain.interop.names.family_names import NAMES
 from spmdtrain.interop.names.model_sizes import sizes_of
 from spmdtrain.interop.names.model_table import layout_of, table_of
 from spmdtrain.interop.names.spellings import SAY_NOTHING, name_in, spelled, spelling_of
 from spmdtrain.interop.packings import UNPACKINGS, open_published
-from spmdtrain.interop.pieces import AnyMapped, Index, Shape
+from spmdtrain.interop.pieces import AnyMapped, Index, Shape, other_shapes
 from spmdtrain.interop.safetensors_files import AGAIN, Tensor
 
 ROWS_AT_ONCE = 4096  # of a matrix that is compared or averaged
@@ -285,7 +284,7 @@ class Weights:
             shape = (of_file[0], *shape[1:])  # a shorter model reads the first rows
         mapped = entry.rule(self._sizes, shape)
         for of_layer in tensors:
-            if accepts(mapped, [tensor.shape for tensor in of_layer]):
+            if tuple(tensor.shape for tensor in of_layer) == other_shapes(mapped):
                 continue
             for tensor, wanted in zip(of_layer, mapped.shapes, strict=True):
                 if tensor.shape != wanted:

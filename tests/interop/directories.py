@@ -438,7 +438,8 @@ CONFIGS |= {
         "mrope_section": [2, 1, 1],
     },
     "qwen3_5_moe_text": LINEAR_ROUTED | {"model_type": "qwen3_5_moe_text"},
-    "qwen3_next": LINEAR_ROUTED | {"model_type": "qwen3_next", "full_attention_interval": 3},
+    "qwen3_next": LINEAR_ROUTED
+    | {"model_type": "qwen3_next", "full_attention_interval": 3, "mlp_only_layers": []},
 }
 CONFIGS |= mixer_directories.CONFIGS
 CONFIGS |= gemma4_files.CONFIGS

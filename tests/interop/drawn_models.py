@@ -162,7 +162,7 @@ OTHER_VALUES: dict[str, Any] = {
     "num_kv_shared_layers": 1,
     "num_local_experts": 2,
     "num_shared_experts": 2,
-    "partial_rotary_factor": 0.5,
+    "partial_rotary_factor": 0.25,
     "per_layer_config": {},
     "q_lora_rank": None,
     "qkv_bias": False,
