@@ -26,6 +26,19 @@ def mixed_apart(sizes: Sizes, shape: Shape) -> Mapped:
     return _by_head(((sizes.key_dim,), (sizes.key_dim,), (of_values,), (of_values,)), shape)
 
 
+def without_gates(sizes: Sizes, shape: Shape) -> Mapped:
+    """Takes queries and keys [h k, E] and values [h r v, E] as [E, h, n]."""
+    of_values = shape[2] - 2 * sizes.key_dim
+    return _by_head(((sizes.key_dim,), (sizes.key_dim,), (of_values,)), shape)
+
+
+def log_decays(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the other rules
+    """Takes the logarithms [1, 1, h, 1] of Kimi's decays as a vector."""
+    (heads,) = shape
+    whole = Piece(0, 0, slice(0, 1), shape, (0,), 0, slice(0, heads))
+    return Mapped(shape, shape, ((1, 1, heads, 1),), (whole,))
+
+
 def rates(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the other rules
     """Takes the rates [h r, E] and the decays [h r, E] as [E, h, 2 r]."""
     group = shape[2] // 2

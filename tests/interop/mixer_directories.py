@@ -68,7 +68,64 @@ CONFIGS["olmo_hybrid"] = COMMON | {
     "rope_theta": None,
     "rope_parameters": {"rope_type": "default", "rope_theta": None},
 }
+CONFIGS["kimi_linear"] = {
+    name: value
+    for name, value in COMMON.items()
+    if name not in ("max_position_embeddings", "num_key_value_heads")
+} | {
+    "model_type": "kimi_linear",
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "model_max_length": 64,
+    "intermediate_size": 72,
+    "rms_norm_eps": 1e-3,
+    "tie_word_embeddings": False,
+    "linear_attn_config": {
+        "full_attn_layers": [3, 5],
+        "kda_layers": [1, 2, 4],
+        "head_dim": 8,
+        "num_heads": 4,
+        "short_conv_kernel_size": 4,
+    },
+    "kv_lora_rank": 20,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 14,
+    "head_dim": 72,
+    "mla_use_nope": True,
+    "num_experts": 8,
+    "num_experts_per_token": 3,
+    "num_shared_experts": 2,
+    "num_expert_group": 4,
+    "topk_group": 2,
+    "use_grouped_topk": True,
+    "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid",
+    "moe_intermediate_size": 24,
+    "moe_layer_freq": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.446,
+    "num_nextn_predict_layers": 0,
+}
 VARIANTS: dict[str, dict[str, Any]] = {
+    "kimi_linear by its newer keys": {
+        name: value
+        for name, value in CONFIGS["kimi_linear"].items()
+        if name not in ("linear_attn_config", "first_k_dense_replace", "head_dim")
+    }
+    | {
+        "layer_types": ["linear_attention", FULL, *["linear_attention"] * 3],
+        "linear_head_dim": 12,
+        "linear_num_heads": 3,
+        "linear_conv_kernel_dim": 2,
+        "q_lora_rank": 28,
+        "num_expert_group": 1,
+        "topk_group": 1,
+        "moe_renormalize": False,
+        "num_shared_experts": 1,
+        "mlp_layer_types": ["dense", "dense", "sparse", "sparse", "sparse"],
+    },
     # As published files have it.
     "lfm2 by its older keys": {
         name: value
@@ -119,7 +176,77 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def tensors_of(config: dict[str, Any]) -> Shapes:
     """The names and shapes of the tensors in the files of a family."""
-    return (_of_olmo if config["model_type"] == "olmo_hybrid" else _of_lfm)(config)
+    others = {"olmo_hybrid": _of_olmo, "kimi_linear": _of_kimi}
+    return others.get(config["model_type"], _of_lfm)(config)
+
+
+def _of_kimi(config: dict[str, Any]) -> Shapes:
+    """Kimi Linear, with its dense layers under `mlp`."""
+    vocab, embed = config["vocab_size"], config["hidden_size"]
+    shapes: Shapes = {"model.embed_tokens.weight": (vocab, embed)}
+    table, kinds = config.get("linear_attn_config", {}), config.get("layer_types")
+    dense = config.get("mlp_layer_types", []).count("dense") or config["first_k_dense_replace"]
+    for layer in range(config["num_hidden_layers"]):
+        is_full = kinds[layer] == FULL if kinds else layer + 1 in table["full_attn_layers"]
+        own = _latents(config) if is_full else _kimi_delta(config)
+        own |= {f"{name}_layernorm.weight": (embed,) for name in ("input", "post_attention")}
+        own |= _kimi_experts(config) if layer >= dense else {}
+        own |= _newer("mlp", config["intermediate_size"], embed) if layer < dense else {}
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in own.items()}
+    return shapes | {"model.norm.weight": (embed,), "lm_head.weight": (vocab, embed)}
+
+
+def _newer(place: str, ffn: int, embed: int) -> Shapes:
+    widths = {"gate": (ffn, embed), "up": (ffn, embed), "down": (embed, ffn)}
+    return {f"{place}.{name}_proj.weight": shape for name, shape in widths.items()}
+
+
+def _kimi_experts(config: dict[str, Any]) -> Shapes:
+    count, embed, ffn = (
+        config[name] for name in ("num_experts", "hidden_size", "moe_intermediate_size")
+    )
+    place = "block_sparse_moe"
+    shapes: Shapes = {f"{place}.gate.weight": (count, embed)}
+    shapes[f"{place}.gate.e_score_correction_bias"] = (count,)
+    for number in range(count):
+        shapes |= _matrices(f"{place}.experts.{number}", ffn, embed)
+    return shapes | _newer(f"{place}.shared_experts", ffn * config["num_shared_experts"], embed)
+
+
+def _latents(config: dict[str, Any]) -> Shapes:
+    embed, heads, rank, of_queries = (
+        config[name]
+        for name in ("hidden_size", "num_attention_heads", "kv_lora_rank", "q_lora_rank")
+    )
+    plain, shared, value = (
+        config[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    )
+    shapes: Shapes = {
+        "kv_a_proj_with_mqa": (rank + shared, embed),
+        "kv_a_layernorm": (rank,),
+        "kv_b_proj": (heads * (plain + value), rank),
+        "o_proj": (embed, heads * value),
+    }
+    name = "q_b_proj" if of_queries else "q_proj"
+    shapes[name] = (heads * (plain + shared), of_queries or embed)
+    if of_queries:
+        shapes |= {"q_a_proj": (of_queries, embed), "q_a_layernorm": (of_queries,)}
+    return {f"self_attn.{name}.weight": shape for name, shape in shapes.items()}
+
+
+def _kimi_delta(config: dict[str, Any]) -> Shapes:
+    table = config.get("linear_attn_config", {})
+    heads = table.get("num_heads", config.get("linear_num_heads"))
+    width = table.get("head_dim", config.get("linear_head_dim"))
+    taps = table.get("short_conv_kernel_size", config.get("linear_conv_kernel_dim"))
+    embed, wide = config["hidden_size"], heads * width
+    shapes: Shapes = {f"{name}_proj.weight": (wide, embed) for name in "qkv"}
+    shapes |= {f"{name}_conv1d.weight": (wide, 1, taps) for name in "qkv"}
+    shapes |= {f"{name}_a_proj.weight": (width, embed) for name in "fg"}
+    shapes |= {f"{name}_b_proj.weight": (wide, width) for name in "fg"}
+    shapes |= {"b_proj.weight": (heads, embed), "o_proj.weight": (embed, wide)}
+    shapes |= {"o_norm.weight": (width,), "A_log": (1, 1, heads, 1), "dt_bias": (wide,)}
+    return {f"self_attn.{name}": shape for name, shape in shapes.items()}
 
 
 def _of_olmo(config: dict[str, Any]) -> Shapes:
@@ -284,6 +411,17 @@ def _olmo_as_published(tensors: Tensors) -> dict[str, np.ndarray]:
     return _recut(_renamed(tensors, names), own_parts)
 
 
+DENSE_NAMES = {f".mlp.{x}_proj": f".block_sparse_moe.{x}_proj" for x in ("gate", "up", "down")}
+
+
+def _kimi_by_5_24(tensors: Tensors) -> dict[str, np.ndarray]:
+    return _renamed(tensors, DENSE_NAMES)
+
+
+def _kimi_as_published(tensors: Tensors) -> dict[str, np.ndarray]:
+    return _renamed(tensors, {saved: published for published, saved in DENSE_NAMES.items()})
+
+
 # What transformers 5.24 makes of published tensors where it writes others, and the way back.
-SAVED_BY_5_24 = {"olmo_hybrid": _olmo_by_5_24}
-AS_PUBLISHED = {"olmo_hybrid": _olmo_as_published}
+SAVED_BY_5_24 = {"olmo_hybrid": _olmo_by_5_24, "kimi_linear": _kimi_by_5_24}
+AS_PUBLISHED = {"olmo_hybrid": _olmo_as_published, "kimi_linear": _kimi_as_published}

@@ -97,6 +97,33 @@ def test_sizes_of_olmo_hybrid_follow_from_its_heads():
     assert short["mixers"] == ["delta", "delta", "attention"]
 
 
+def test_layers_of_kimi_linear_are_listed_or_counted_from_1():
+    counted = settings("kimi_linear")
+    assert counted["mixers"] == ["delta", "delta", "attention", "delta", "attention"]
+    full, linear = "full_attention", "linear_attention"
+    kinds = [linear, linear, full, linear, full]
+    sizes = {"linear_num_heads": 4, "linear_head_dim": 8, "linear_conv_kernel_dim": 4}
+    newer = {"linear_attn_config": ..., "layer_types": kinds, **sizes}
+    assert settings("kimi_linear", **newer) == counted
+    # As the class does, where a file says nothing.
+    by_class = settings("kimi_linear", **newer | {"layer_types": ...})["mixers"]
+    assert by_class == ["delta", "delta", "delta", "delta", "attention"]
+    assert counted["rope_layers"] == [False]
+    assert counted["latent"]["epsilon"] == 1e-6 != counted["norm_epsilon"]
+    listed = settings(
+        "kimi_linear",
+        mlp_layer_types=["dense"] * 2 + ["sparse"] * 3,
+        **{"first_k_dense_replace": ...},
+    )
+    assert listed["experts"]["first_dense"] == 2
+
+
+def kimi_table(**changes: Any) -> dict[str, Any]:
+    return {
+        "linear_attn_config": directories.CONFIGS["kimi_linear"]["linear_attn_config"] | changes
+    }
+
+
 def test_gpt_oss_is_read_as_transformers_5_saves_it():
     assert settings("gpt_oss", swiglu_alpha=1.702, swiglu_limit=7.0) == settings("gpt_oss")
 
@@ -134,6 +161,19 @@ def test_noise_and_losses_of_0_say_nothing(key):
             {"hidden_act": "gelu_pytorch_tanh"},
             "hidden_act='gelu_pytorch_tanh' has no",
         ),
+        ("kimi_linear", kimi_table(kda_layers=[1, 2]), "two lists that have each of 5 layers once"),
+        ("kimi_linear", kimi_table(kda_layers=[0, 1, 3]), "once, counted from 1"),
+        ("kimi_linear", kimi_table(kda_layers=[1, 2, 3]), "once, counted from 1"),
+        ("kimi_linear", kimi_table(gate_lower_bound=-5), "gate_lower_bound=-5 has no setting"),
+        ("kimi_linear", {"layer_types": ["full_attention"] * 5}, "the layers of layer_types"),
+        ("kimi_linear", {"linear_num_heads": 3}, "linear_num_heads=3 has no setting"),
+        ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope=False has no setting"),
+        (
+            "kimi_linear",
+            {"max_position_embeddings": 32},
+            "max_position_embeddings=32 has no setting",
+        ),
+        ("kimi_linear", {"model_max_length": ...}, "lacks model_max_length"),
         ("olmo_hybrid", {"head_dim": 4}, "head_dim=4 has no setting"),
         ("lfm2", {"theta": 1e4}, "theta=10000.0 has no setting here; found model_type='lfm2'"),
         ("lfm2", {"full_attn_idxs": [0]}, r"full_attn_idxs=\[0\] has no setting"),

@@ -134,7 +134,8 @@ def test_more_experts_than_could_be_counted_are_refused(tmp_path, capsys):
 @pytest.mark.parametrize("family", directories.CONFIGS)
 def test_as_many_layers_as_are_read_take_no_time(family):
     config = dict(directories.CONFIGS[family])
-    for name in ("layer_types", "mlp_layer_types", "no_rope_layers", "sliding_window_pattern"):
+    listing = ("layer_types", "mlp_layer_types", "no_rope_layers", "linear_attn_config")
+    for name in (*listing, "sliding_window_pattern"):
         config.pop(name, None)
     name = "n_layer" if family == "gpt2" else "num_hidden_layers"
     started = time.process_time()

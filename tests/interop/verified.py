@@ -45,6 +45,12 @@ DIVISIBLE = {
 }
 # Stages share out whole rounds of layers, which the tests' models do not have.
 DIVISIBLE |= {
+    "kimi_linear": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "linear_attn_config": directories.CONFIGS["kimi_linear"]["linear_attn_config"]
+        | {"full_attn_layers": [3, 5], "kda_layers": [1, 2, 4]},
+    },
     "olmo_hybrid": {
         "num_hidden_layers": 4,
         "layer_types": ["linear_attention", directories.FULL] * 2,

@@ -132,7 +132,7 @@ def attention(model: Any, p: Params, x: np.ndarray, number: int) -> np.ndarray:
     if model.latent is None:
         q, k, v = grouped(model, p, x, number, window)
     else:
-        q, k, v = latent(model, p, x, window)
+        q, k, v = latent(model, p, x, number, window)
     q = q * query_factors(model, x.shape[1], number)[:, None, None]
     dim = q.shape[-1]
     scale = dim**-0.5 if model.score_scale is None else model.score_scale
@@ -152,6 +152,11 @@ def attention(model: Any, p: Params, x: np.ndarray, number: int) -> np.ndarray:
     attended = np.einsum("bhts,bshd->bthd", weights, v)
     y = np.tensordot(attended * output_gate(model, p, x), out, 2)
     return y + p.get("attention.out_bias", 0)
+
+
+def has_rope(model: Any, number: int) -> bool:
+    ropes = model.rope_layers
+    return model.positions == "rope" and (not ropes or ropes[number % len(ropes)])
 
 
 def query_factors(model: Any, length: int, number: int) -> np.ndarray:
@@ -216,8 +221,8 @@ def sizes(model: Any, window: int) -> tuple[int, int, int, bool]:
     return model.heads, kv_heads, dim, full.keys_are_values
 
 
-def latent(model: Any, p: Params, x: np.ndarray, window: int) -> tuple:
-    """The same of latent attention, where the last channels of queries and keys turn."""
+def latent(model: Any, p: Params, x: np.ndarray, number: int, window: int) -> tuple:
+    """The same of latent attention, where the last channels of queries and keys may turn."""
     of, epsilon = model.latent, model.latent.epsilon or model.norm_epsilon
 
     def normed(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
@@ -229,9 +234,11 @@ def latent(model: Any, p: Params, x: np.ndarray, window: int) -> tuple:
     q = np.einsum("btr,rhd->bthd", queries, p["attention.query_rkd"])
     c = normed(down[..., rank : rank + of.rank], p["attention.latent_scale"])
     kv = np.einsum("btr,rhd->bthd", c, p["attention.key_value_ckd"])
-    shared = turned(model, down[..., None, rank + of.rank :], window)
+    shared, queries = down[..., None, rank + of.rank :], q[..., plain:]
+    if has_rope(model, number):
+        shared, queries = turned(model, shared, window), turned(model, queries, window)
     shared = np.broadcast_to(shared, (*q.shape[:3], of.rope_dim))
-    q = np.concatenate((q[..., :plain], turned(model, q[..., plain:], window)), -1)
+    q = np.concatenate((q[..., :plain], queries), -1)
     return q, np.concatenate((kv[..., :plain], shared), -1), kv[..., plain:]
 
 

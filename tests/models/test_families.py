@@ -14,7 +14,7 @@ from families import FAMILIES, RICH, VOCAB, T, draw_params, family_config, rich
 from family_oracle import logits as logits_by_definition
 from flax import nnx
 from helpers import batches_of, prepared
-from mixer_oracle import conv_layer, convolution
+from mixer_oracle import conv_layer, convolution, delta_layer
 
 from spmdtrain.config import ConfigError
 from spmdtrain.models.abstract import build_model
@@ -27,7 +27,7 @@ from spmdtrain.train.step import make_gradients
 
 TOLERANCE = 2e-6  # of the root of the mean square, relative; float32 itself makes 6e-7
 # A norm of small outputs, with an epsilon of 1e-5 whatever the settings say, enlarges rounding.
-TOLERANCES = {"olmo_hybrid": 1e-5}
+TOLERANCES = {"olmo_hybrid": 1e-5, "kimi_linear": 4e-6}
 TOKENS = np.random.default_rng(1).integers(0, VOCAB, (2, T))
 
 
@@ -218,6 +218,11 @@ MISTAKES = [
     ("olmo_hybrid", delta("olmo_hybrid", epsilon=None)),
     ("olmo_hybrid", delta("olmo_hybrid", gate="sigmoid")),
     ("olmo_hybrid", {"rope_layers": ()}),
+    ("kimi_linear", {"rope_layers": ()}),
+    ("kimi_linear", {"latent": FAMILIES["kimi_linear"]["latent"] | {"epsilon": None}}),
+    ("kimi_linear", delta("kimi_linear", gate="silu")),
+    ("kimi_linear", delta("kimi_linear", rate=2)),
+    ("kimi_linear", experts("kimi_linear", bias_rate=None)),
     ("lfm2", {"query_norm": "none"}),
     ("lfm2_moe", experts("lfm2_moe", bias_rate=None)),
     ("lfm2_moe", experts("lfm2_moe", normalise=False)),
@@ -263,6 +268,21 @@ def silu_gate(model, p, x):
     """The gate with another function than a sigmoid."""
     share = family_oracle_output_gate(model, p, x)
     return share * np.log(share / (1 - share))
+
+
+def one_decay_of_a_head(config, weight, x, starts):
+    """Kimi Delta Attention with the mean of the decays of a head's channels."""
+
+    def averaged(name):
+        found = weight(name)
+        if name == "narrow_decay.up_lhn":
+            found = np.broadcast_to(found.mean(-1, keepdims=True), found.shape)
+        if name == "decay_bias":
+            by_head = found.reshape(config.delta.value_heads, -1)
+            found = np.broadcast_to(by_head.mean(1, keepdims=True), by_head.shape).reshape(-1)
+        return found
+
+    return delta_layer(config, averaged, x, starts)
 
 
 def in_another_order(config, weight, x, starts):
@@ -321,6 +341,7 @@ MISTAKEN_FORMULAS = [
     ("deepseek_v3", "gates", scores_with_their_bias),
     ("minimax_m2", "gates", scores_with_their_bias),
     ("lfm2_moe", "gates", scores_with_their_bias),
+    ("kimi_linear", "delta_layer", one_decay_of_a_head),
     ("lfm2", "conv_layer", in_another_order),
     ("lfm2_moe", "conv_layer", gated_behind_the_taps),
     ("lfm2_moe", "conv_layer", activated),

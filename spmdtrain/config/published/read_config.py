@@ -261,7 +261,7 @@ def _read_llama(name: str, keys: Keys) -> ModelSettings:
         "head_dim": keys.some("head_dim") or embed // heads,
         "ffn": keys.count("intermediate_size"),
         "vocab": keys.count("vocab_size"),
-        "max_length": keys.count("max_position_embeddings"),
+        "max_length": keys.count(family.longest),
         "mlp": _activation(keys, family.activation, family.activations),
         "norm_epsilon": float(keys.positive(family.epsilon) or 0),
         "tied": keys.flag("tie_word_embeddings"),

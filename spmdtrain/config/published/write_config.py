@@ -204,7 +204,7 @@ def _written(family: Family, name: str, model: TransformerConfig) -> dict[str, A
             "num_key_value_heads": model.kv_heads,
             "head_dim": model.head_dim,
             "intermediate_size": model.ffn,
-            "max_position_embeddings": model.max_length,
+            family.longest: model.max_length,
             family.activation: _name_of(family.activations, model.mlp),
             family.epsilon: model.norm_epsilon,
         }

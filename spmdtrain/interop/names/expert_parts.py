@@ -121,6 +121,15 @@ GRANITE = tuple(
     )
 )
 ERNIE = _with_row_of_biases("mlp.moe_statics") + _with_row_of_biases("mlp.gate.moe_statics")
+KIMI = _renamed(
+    {
+        **_router("block_sparse_moe.gate.weight", f"block_sparse_moe.gate.{BIAS}"),
+        **_older("block_sparse_moe"),
+        **_shared("block_sparse_moe.shared_experts"),
+    },
+    _router("mlp.gate.weight", f"mlp.gate.{BIAS}"),
+    _shared("mlp.shared_experts"),
+)
 LFM = tuple(
     {
         **_router("feed_forward.gate.weight", "feed_forward.expert_bias"),

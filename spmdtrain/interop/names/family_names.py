@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from spmdtrain.interop import pieces
-from spmdtrain.interop.names import expert_parts, layer_parts, lfm_parts
+from spmdtrain.interop.names import expert_parts, kimi_parts, layer_parts, lfm_parts
 from spmdtrain.interop.names.entry import EMBED, HEAD, NORM, POSITIONS, Part, Table, entry
 from spmdtrain.interop.names.expert_parts import Layouts
 from spmdtrain.interop.names.further_parts import AFTER_THE_LAST, APART, FurtherNames
@@ -128,6 +128,9 @@ NAMES: Mapping[str, FamilyNames] = {
         further=APART,
     ),
     "olmo_hybrid": OLMO_HYBRID,
+    "kimi_linear": FamilyNames(
+        kimi_parts.LAYER, experts=expert_parts.KIMI, renamed=kimi_parts.RENAMED
+    ),
     "lfm2": LFM,
     "lfm2_moe": LFM._replace(experts=expert_parts.LFM),
     "qwen2_moe": FamilyNames(OF_ATTENTION, experts=expert_parts.GATED_SHARED),

@@ -15,6 +15,7 @@ from spmdtrain.config.published.families.gpt2 import GPT2
 from spmdtrain.config.published.families.gpt_oss import GPT_OSS
 from spmdtrain.config.published.families.granite import GRANITE
 from spmdtrain.config.published.families.hunyuan import HUNYUAN
+from spmdtrain.config.published.families.kimi import KIMI
 from spmdtrain.config.published.families.lfm import LFM
 from spmdtrain.config.published.families.llama import LLAMA
 from spmdtrain.config.published.families.minimax import MINIMAX
@@ -51,4 +52,5 @@ FAMILIES: Mapping[str, Family] = {
     **QWEN_LINEAR,
     **LFM,
     **OLMO_HYBRID,
+    **KIMI,
 }

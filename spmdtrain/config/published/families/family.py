@@ -45,6 +45,7 @@ class Family:
     read: Callable[[Keys], ModelSettings] = _none
     write: Callable[[TransformerConfig], dict[str, Any]] = _no_keys
     activation: str = "hidden_act"  # the key of the mlp's
+    longest: str = "max_position_embeddings"  # the key of the longest sequence
     epsilon: str = "rms_norm_eps"  # the key of the norms'
     activations: Mapping[str, str] = field(default_factory=lambda: GATED)  # which it may have
     renamed: tuple[str, ...] = ()  # other names of its keys, in files of transformers 5
