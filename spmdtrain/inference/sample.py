@@ -366,6 +366,7 @@ def _logits(
     config: RunConfig, module: Any, tokens_bt: jax.Array, ctx: ForwardContext, at=None
 ) -> jax.Array:
     """Returns float32 logits [b, t, v], or [b, v] of the place `at`."""
+    ctx = replace(ctx, ids_bt=tokens_bt)
     x_bte, _ = module.blocks(module.embed(tokens_bt, ctx), ctx)
     hidden_bte, table_ve = module.head(x_bte, ctx)
     if at is not None:

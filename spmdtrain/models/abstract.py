@@ -433,7 +433,7 @@ def _activation_axes(config: RunConfig, graphdef: nnx.GraphDef, state: nnx.State
 
     def forward(state, tokens_bt):
         model = nnx.merge(graphdef, state)
-        ctx = ForwardContext(tokens_bt, constrain=constrain, local_map=local_map)
+        ctx = ForwardContext(tokens_bt, ids_bt=tokens_bt, constrain=constrain, local_map=local_map)
         x_bte, _ = model.blocks(model.embed(tokens_bt, ctx), ctx)
         return model.head(x_bte, ctx)
 

@@ -51,7 +51,7 @@ def _experts_of_one_device(
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["positions_bt", "segment_ids_bt", "mask_bt", "noise_b", "layer", "read"],
+    data_fields=["positions_bt", "segment_ids_bt", "mask_bt", "ids_bt", "noise_b", "layer", "read"],
     meta_fields=[
         "constrain",
         "local_map",
@@ -79,6 +79,8 @@ class ForwardContext:
     segment_ids_bt: jax.Array | None = None
     # 1 for the tokens that have a loss, else 0; float32. None: all have one.
     mask_bt: jax.Array | None = None
+    # The ids of tokens, int32, of a model whose layers read them (model.token_layers); else None.
+    ids_bt: jax.Array | None = None
     # constrain(x, *logical axes): a sharding constraint, by the activation table.
     constrain: Callable[..., jax.Array] = _unsplit
     # A kernel on each device's own part; see parallel.regions.make_local_map.

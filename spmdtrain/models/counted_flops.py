@@ -60,7 +60,9 @@ def _flops_per_token(config: RunConfig, model: AbstractModel, trained: set[str])
 
     def forward(values, tokens_bt):
         module: Any = model.bind(values)
-        ctx = ForwardContext(jnp.zeros_like(tokens_bt), frozen_layers=config.frozen_in_stack)
+        ctx = ForwardContext(
+            jnp.zeros_like(tokens_bt), frozen_layers=config.frozen_in_stack, ids_bt=tokens_bt
+        )
         x_bte, _ = module.blocks(module.embed(tokens_bt, ctx), ctx)
         hidden_bte, table_ve = module.head(x_bte, ctx)
         read = [hidden_bte]

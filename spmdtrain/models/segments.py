@@ -32,6 +32,7 @@ class Segments(Stack):
 
     def __call__(self, x: jax.Array, ctx: ForwardContext) -> tuple[jax.Array, SideLosses]:
         """Returns x after the last block, and the side losses summed over the blocks."""
+        ctx = self.context(x, ctx)
         total = {}
         for number, stack in enumerate(self.segment):
             x, side_losses = stack(x, ctx.with_noise_of(NOISE + number))

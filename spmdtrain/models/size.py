@@ -20,6 +20,7 @@ def matmul_parameters(config: TransformerConfig) -> int:
             own = config.of_layer(layer)
             total += matrices(sizes, config.embed) if sizes else _attention_parameters(own)
         total += _mlp_parameters(config, layer)
+        total += 3 * config.embed * config.token_layers.dim if config.token_layers else 0
     return total
 
 

@@ -77,6 +77,9 @@ class Stack(nnx.Module):
     """
 
     any_order = True
+    # A module that makes of (x, ctx) a context with what layers read beside x; None: they read no
+    # more. The class has None: flax asks for one kind of value in an instance.
+    beside: Any = None
 
     def __init__(self, make_block: MakeBlock | Sequence[MakeBlock], count: int, rngs: nnx.Rngs):
         self.count = count
@@ -98,8 +101,13 @@ class Stack(nnx.Module):
         """The stacks that run one after another: this one."""
         return (self,)
 
+    def context(self, x: jax.Array, ctx: ForwardContext) -> ForwardContext:
+        """Returns the context of the layers of a stack that gets x."""
+        return ctx if self.beside is None else self.beside(x, ctx)
+
     def __call__(self, x: jax.Array, ctx: ForwardContext) -> tuple[jax.Array, SideLosses]:
         """Returns x after the last block, and the side losses summed over the blocks."""
+        ctx = self.context(x, ctx)
         graphdef, parameters = nnx.split(self.layer)
 
         def body(x, layer):

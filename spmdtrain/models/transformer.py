@@ -70,6 +70,7 @@ class Block(nnx.Module):
         self.mlp = mlp(config, rngs) if mlp else None
         self.mlp_out_norm = norm(config) if mlp and is_after else None
         self.residual_scale = config.residual_scale
+        self.token_part = _token_part(config, rngs) if config.token_layers else None
         self.layer_scale = _layer_scale() if config.layer_scale else None
 
     def __call__(self, x_bte: jax.Array, ctx: ForwardContext) -> Any:
@@ -95,6 +96,8 @@ class Block(nnx.Module):
         if self.mlp is not None:
             y, of_mlp = with_losses(self.mlp(_normed(self.mlp_norm, x_bte, ctx), ctx), self.mlp)
             x_bte = self._added(x_bte, _normed(self.mlp_out_norm, y, ctx), ctx, MLP_SITE)
+        if self.token_part is not None:
+            x_bte = ctx.constrain(self.token_part(x_bte, ctx), *STREAM)
         if self.layer_scale is not None:
             x_bte = self.layer_scale(x_bte, ctx)
         return x_bte, cache, sum_losses(of_attention, of_mlp)
@@ -114,6 +117,18 @@ def _normed(norm: nnx.Module | None, x_bte: jax.Array, ctx: ForwardContext) -> j
 
 def _rows(table_te: jax.Array, positions_bt: jax.Array) -> jax.Array:
     return table_te[positions_bt]
+
+
+def _token_part(config: TransformerConfig, rngs: nnx.Rngs) -> nnx.Module:
+    from spmdtrain.models.layers.token_layers import TokenPart
+
+    return TokenPart(config, rngs)
+
+
+def _token_layers(config: TransformerConfig, rngs: nnx.Rngs) -> nnx.Module:
+    from spmdtrain.models.layers.token_layers import TokenLayers
+
+    return TokenLayers(config, rngs)
 
 
 def _layer_scale() -> nnx.Module:
@@ -207,6 +222,8 @@ class Transformer(nnx.Module):
         stacks = [make_stack(stack) for stack in model.stacks]
         self.first_blocks = stacks.pop(0) if model.stack_layers < model.layers else None
         self.blocks = stacks[0] if len(stacks) == 1 else _segments(stacks)
+        if model.token_layers:
+            self.blocks.beside = _token_layers(model, rngs)
         self.norm = norm(model)
         like_last = maker(model.further_parts, model.layers - 1)  # under its number
         depth = model.multi_token.depth if model.multi_token else 0
@@ -310,6 +327,7 @@ class Transformer(nnx.Module):
             of_first = self._of_first(ctx)
             x_bte, grown = _extend_stack(self.first_blocks, x_bte, of_first, next(caches))
             extended.append(grown)
+        ctx = self.blocks.context(x_bte, replace(ctx, ids_bt=tokens_bt))
         for stack, of_stack in zip(self.blocks.stacks, caches, strict=True):
             x_bte, grown = _extend_stack(stack, x_bte, ctx, of_stack)
             extended.append(grown)

@@ -77,6 +77,8 @@ VALUES: dict[str, Sequence[Any]] = {
     "model.experts.bucket_factor": (0.1, 0.5, 1.25, 8.0),
     "model.full.head_dim": (None, 4, 6, 10),
     "model.full.kv_heads": (None, 1, 2, 4),
+    "model.token_layers.dim": (2, 3, 8),
+    "model.token_layers.vocab": (None, 80),
     "model.latent.rank": (8, 16, 24),
     "model.latent.query_rank": (None, 8, 16),
     "model.latent.plain_dim": (1, 4, 6),
@@ -283,6 +285,7 @@ TABLES: dict[str, Values] = {
     "model.multi_token": {},
     "model.temperature": {},
     "model.full": {"model.windows": (3, 0)},
+    "model.token_layers": {"model.mlp": "swiglu", "mesh.pipeline": 1},
 }
 # Decide where and in which order numbers are computed, not which.
 LAYOUT = {

@@ -627,6 +627,8 @@ def tensors_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             of_layer |= {f"{x}.weight": (embed,) for x in ("enorm", "hnorm", "shared_head.norm")}
             of_layer["eh_proj.weight"] = (embed, 2 * embed)
         found |= {f"model.layers.{layer}.{name}": shape for name, shape in of_layer.items()}
+    if kind.startswith("gemma4"):
+        found |= gemma4_files.whole_tensors(config)
     found["model.norm.weight"] = (embed,)
     if config.get("mtp_num_hidden_layers"):
         found |= _of_mtp(config)

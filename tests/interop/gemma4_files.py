@@ -49,6 +49,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
     },
 }
+TOKENS = {"hidden_size_per_layer_input": 10, "vocab_size_per_layer_input": 140}
 VARIANTS: dict[str, dict[str, Any]] = {
     "gemma4_text by per_layer_config": {
         name: value for name, value in DENSE.items() if name != "global_head_dim"
@@ -69,6 +70,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "gemma4_text without windows": DENSE
     | {"layer_types": [FULL] * 7, "attention_k_eq_v": False, "attention_bias": True},
+    "gemma4_text with embeddings of layers": DENSE | TOKENS,
     "gemma4_text, one width": DENSE | {"per_layer_config": {}, "attention_k_eq_v": False},
 }
 
@@ -89,8 +91,25 @@ def layer_tensors(config: dict[str, Any], layer: int) -> Shapes:
     found = {**_attention(config, layer), "layer_scalar": (1,)}
     found |= {f"mlp.{name}_proj.weight": (ffn, embed) for name in ("gate", "up")}
     found["mlp.down_proj.weight"] = (embed, ffn)
+    if dim := config.get("hidden_size_per_layer_input"):
+        found["per_layer_input_gate.weight"] = (dim, embed)
+        found["per_layer_projection.weight"] = (embed, dim)
+        found["post_per_layer_input_norm.weight"] = (embed,)
     norms = ("input", "post_attention", "pre_feedforward", "post_feedforward")
     return found | {f"{name}_layernorm.weight": (embed,) for name in norms}
+
+
+def whole_tensors(config: dict[str, Any]) -> Shapes:
+    """The tensors that all layers share, by their embeddings."""
+    dim = config.get("hidden_size_per_layer_input")
+    if not dim:
+        return {}
+    width = dim * config["num_hidden_layers"]
+    return {
+        "model.embed_tokens_per_layer.weight": (config["vocab_size_per_layer_input"], width),
+        "model.per_layer_model_projection.weight": (width, config["hidden_size"]),
+        "model.per_layer_projection_norm.weight": (dim,),
+    }
 
 
 def _attention(config: dict[str, Any], layer: int) -> Shapes:

@@ -456,6 +456,7 @@ OTHER = {
     "value_norm": True,
     "layer_scale": True,
     "full": {"head_dim": 16},
+    "token_layers": {"dim": 4},
     "latent": {"rank": 8, "plain_dim": 6, "rope_dim": 2, "value_dim": 8},
     "multi_token": {"depth": 1},
     "temperature": {"weight": 0.1, "length": 16},

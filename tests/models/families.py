@@ -96,6 +96,13 @@ FAMILIES = {
         "rope_theta_window": None,
         "full": {"head_dim": 24},
     },  # no layer has a window
+    "gemma4 with tokens": {
+        **GEMMA4,
+        "layers": 5,
+        "windows": [7, 0],
+        "full": {"head_dim": 24},
+        "token_layers": {"dim": 10, "vocab": 140},
+    },
     "phi3": {
         **FIXED_HEAD,
         "windows": [7],
@@ -363,7 +370,7 @@ def draw_params(model: AbstractModel, offset: float = 0.0, seed: int = 0) -> dic
             drawn[path] = 1 - offset + 0.2 * noise
         elif path.endswith(("bias", "bias_e", "bias_x", "sinks", "alpha_p", "alpha_n")):
             drawn[path] = 0.2 * noise
-        elif path.endswith(("table_ve", "unembed_ve", "positions_te")):
+        elif path.endswith(("table_vf", "table_ve", "unembed_ve", "positions_te")):
             drawn[path] = 0.5 * noise
         else:
             inputs = parameter.shape[1:4] if path.endswith("out_kgde") else parameter.shape[1:2]
@@ -401,11 +408,12 @@ RICH = {
         *("model.mlp=relu2", "model.experts.bias_rate=0.01", "model.experts.smallest_sum=0.6"),
     ),
     "own": (
-        *("model.layers=5", "model.windows=5,0", "model.full.head_dim=16", "model.full.kv_heads=4"),
+        *("model.layers=3", "model.windows=5,0", "model.full.head_dim=16", "model.full.kv_heads=4"),
         *("model.full.keys_are_values=true", "model.value_norm=true", "model.layer_scale=true"),
         *("model.rope_theta_window=100", "model.rope_scaling.kind=proportional"),
-        *("model.rope_scaling.factor=2", "model.rope_scaling.share=0.5", "model.score_scale=1"),
+        *("model.rope_scaling.factor=2", "model.rope_scaling.share=0.5", "model.score_scale=0.3"),
         *("model.query_norm=head", "model.norm_places=both", "model.embed_scale=sqrt"),
+        *("model.token_layers.dim=6", "model.norm_epsilon=1e-3"),
     ),
     "latent": (
         *("model.layers=3", "model.windows=5,0", "model.sinks=true", "model.out_bias=true"),

@@ -59,8 +59,12 @@ def stream(model: Any, p: Params, tokens_bt: np.ndarray, routed: list | None = N
     x = embedded(model, p, tokens_bt)
     if model.positions == "learned":
         x = x + p["positions_te"][: tokens_bt.shape[1]]
+    parts = token_layers(model, p, x, tokens_bt)
     for number in range(model.layers):
-        x = block(model, layer_params(model, p, number), x, number, routed)
+        layer = layer_params(model, p, number)
+        if parts is not None:
+            layer = layer | {"own": parts[:, :, number]}
+        x = block(model, layer, x, number, routed)
     return x
 
 
@@ -84,7 +88,28 @@ def block(
     else:
         y = mlp(model, layer, y)
     x = x + model.residual_scale * normed(model, layer, "mlp_out_norm", y)
+    if "own" in layer:
+        x = x + normed(model, layer, "token_part.norm", gated_own(model, layer, x))
     return scaled_layer(x, layer)
+
+
+def token_layers(model: Any, p: Params, x: np.ndarray, tokens_bt: np.ndarray) -> Any:
+    """What all layers read of each token beside the stream: [b, t, l, p]."""
+    if model.token_layers is None:
+        return None
+    shape = (*tokens_bt.shape, model.layers, model.token_layers.dim)
+    projected = (x @ p["blocks.beside.project_ef"]).reshape(shape) / np.sqrt(model.embed)
+    projected = projected / np.sqrt((projected**2).mean(-1, keepdims=True) + model.norm_epsilon)
+    projected = projected * (model.norm_offset + p["blocks.beside.scale_p"])
+    rows = p["blocks.beside.table_vf"][tokens_bt].reshape(shape) * np.sqrt(shape[-1])
+    return (projected + rows) / np.sqrt(2)
+
+
+def gated_own(model: Any, p: Params, x: np.ndarray) -> np.ndarray:
+    """The projection of what a layer reads of each token, times its gate."""
+    gate = x @ p["token_part.gate_ep"]
+    gate = gelu_tanh(gate) if model.mlp == "geglu" else gate / (1 + np.exp(-gate))
+    return (gate * p["own"]) @ p["token_part.out_pe"]
 
 
 def scaled_layer(x: np.ndarray, layer: Params) -> np.ndarray:

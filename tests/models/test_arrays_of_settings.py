@@ -36,6 +36,9 @@ WITH: dict[str, tuple[dict[str, str], ...]] = {
         {"model.windows": "2,0", "model.full.head_dim": "6"},
         {"model.windows": "2,0", "model.full.kv_heads": "1"},
     ),
+    "model.token_layers": (
+        {"model.mlp": "geglu", "model.token_layers.dim": "2", "model.token_layers.vocab": "40"},
+    ),
     "model.multi_token": ({"model.multi_token.depth": "1"},),
     "model.delta": (
         {"model.mixers": "delta,attention", "model.delta.decay": "channel"}

@@ -53,7 +53,8 @@ def test_a_family_has_the_logits_of_its_definition(name):
 
     @jax.jit
     def run(params, tokens_bt):
-        ctx = ForwardContext(jnp.broadcast_to(jnp.arange(T), tokens_bt.shape))
+        positions_bt = jnp.broadcast_to(jnp.arange(T), tokens_bt.shape)
+        ctx = ForwardContext(positions_bt, ids_bt=tokens_bt)
         module = model.bind(params)
         x_bte, _ = module.blocks(module.embed(tokens_bt, ctx), ctx)
         return logits_of(*module.head(x_bte, ctx), **logit_shape(config.model))

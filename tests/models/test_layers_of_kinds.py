@@ -44,6 +44,10 @@ MODELS = {
         *("model.full.head_dim=12", "model.full.kv_heads=2", "model.full.keys_are_values=true"),
         *("model.value_norm=true", "model.layer_scale=true", "model.query_norm=head"),
     ),
+    "embeddings of layers": (
+        *("model.name=llama", "model.layers=4", "model.token_layers.dim=6"),
+        *("model.windows=5,0", "model.full.head_dim=12", "model.token_layers.vocab=40"),
+    ),
     "state spaces and convolutions": (
         *OTHERS,
         "model.layers=3",

@@ -114,6 +114,8 @@ def function_of(model: TransformerConfig) -> dict[str, Any]:
         "rope_scaling": scaling,
         "layer_kinds": model.layer_kinds,
         "full": _function_of_full(model),
+        "token_layers": model.token_layers
+        and (model.token_layers.dim, model.token_layers.vocab or model.vocab),
         "latent": model.latent and _with_epsilon(model, model.latent),
         "mixers": model.layer_mixers,
         "mlps": model.layer_mlps,

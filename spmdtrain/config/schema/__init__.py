@@ -39,6 +39,7 @@ from spmdtrain.config.schema.model import (
     RopeScaling,
     SsdConfig,
     TemperatureConfig,
+    TokenLayersConfig,
     TransformerConfig,
 )
 from spmdtrain.config.schema.optimizer import (
@@ -82,6 +83,7 @@ __all__ = [
     "KernelsConfig",
     "Lamb",
     "FullConfig",
+    "TokenLayersConfig",
     "LatentConfig",
     "LayerParts",
     "LayerKind",

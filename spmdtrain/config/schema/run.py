@@ -30,7 +30,7 @@ from spmdtrain.config.schema.islands import IslandsConfig
 from spmdtrain.config.schema.kernels import KernelsConfig
 from spmdtrain.config.schema.log import LogConfig
 from spmdtrain.config.schema.mesh import MeshConfig
-from spmdtrain.config.schema.model import GPT, Llama, mup
+from spmdtrain.config.schema.model import GPT, Llama, mup, transformer
 from spmdtrain.config.schema.optimizer import (
     Adafactor,
     AdamW,
@@ -77,6 +77,7 @@ REFUSALS: tuple[Refusals, ...] = (
     checkpoint.refusals,
     guard.refusals_of_routers,
     finetune.refusals,
+    transformer.refusals_of_pipelines,
     sparsity.refusals,
     islands.refusals_of_sparsity,
     compression.refusals,

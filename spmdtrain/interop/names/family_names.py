@@ -26,6 +26,8 @@ from spmdtrain.interop.names.layer_parts import (
     NORMS_OF_APERTUS,
     PAIRED_ATTENTION,
     QUERY_NORMS,
+    TOKEN_LAYERS,
+    TOKEN_PART,
     UNGATED_MLP,
     XIELU_MLP,
 )
@@ -91,7 +93,8 @@ LFM = FamilyNames(lfm_parts.LAYER, lfm_parts.MLP, whole=lfm_parts.WHOLE)
 SINKS = {"attention.sinks": entry(pieces.copy, "self_attn.sinks")}
 
 
-GEMMA4 = FamilyNames({**ATTENTION, **KEYS_AS_VALUES, **NORMS_BOTH, **QUERY_NORMS, **LAYER_SCALE})
+OF_GEMMA4 = {**ATTENTION, **KEYS_AS_VALUES, **NORMS_BOTH, **QUERY_NORMS, **LAYER_SCALE}
+GEMMA4 = FamilyNames({**OF_GEMMA4, **TOKEN_PART}, whole={**LIKE_LLAMA, **TOKEN_LAYERS})
 QWEN_LINEAR = FamilyNames({**ATTENTION, **DELTA, **NORMS_BEFORE, **QUERY_NORMS}, further=APART)
 
 NAMES: Mapping[str, FamilyNames] = {

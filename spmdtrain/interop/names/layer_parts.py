@@ -72,6 +72,17 @@ KEYS_AS_VALUES = {
         pieces.queries_and_keys, "self_attn.q_proj.weight", "self_attn.k_proj.weight"
     ),
 }
+# What each layer has of its own embeddings, and what all layers share of them.
+TOKEN_PART = {
+    "token_part.gate_ep": entry(pieces.transpose, "per_layer_input_gate.weight"),
+    "token_part.out_pe": entry(pieces.transpose, "per_layer_projection.weight"),
+    "token_part.norm.scale_e": entry(pieces.copy, "post_per_layer_input_norm.weight"),
+}
+TOKEN_LAYERS = {
+    "blocks.beside.table_vf": entry(pieces.copy, "model.embed_tokens_per_layer.weight"),
+    "blocks.beside.project_ef": entry(pieces.transpose, "model.per_layer_model_projection.weight"),
+    "blocks.beside.scale_p": entry(pieces.copy, "model.per_layer_projection_norm.weight"),
+}
 LAYER_SCALE = {"layer_scale.scale": entry(pieces.copy, "layer_scalar")}
 FUSED_ATTENTION = {
     "attention.qkv_eknd": entry(pieces.qkv_fused, "self_attn.qkv_proj.weight"),

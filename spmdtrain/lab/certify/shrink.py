@@ -177,6 +177,8 @@ def _model(config: RunConfig, lost: list[str]) -> dict[str, Any]:
     if model.latent is not None:
         small |= {"kv_heads": None, "head_dim": None, "latent": _latent(config)}
     small |= _mixers(config) | _pattern(config)
+    if model.token_layers is not None:
+        small["token_layers"] = {"dim": WIDTH // 2}
     if model.full is not None:
         small["full"] = _full(config, width, kv_heads, windows, lost)
     if model.temperature is not None:

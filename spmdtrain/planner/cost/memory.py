@@ -231,7 +231,9 @@ def _outside_elements(workload: Workload) -> float:
     vocabulary = shape.vocab(model) * shape.vocabulary_tables(model) / ways
     joining = 2 * shape.further_tokens(model) * model.embed  # of further tokens, with the stream
     frozen = 0 if shape.further_tokens(model) else shape.further_parameters(model) / ways
-    return model.embed * (vocabulary + shape.position_rows(model) + 2 + joining) + frozen
+    of_layers = shape.token_table(model) / ways
+    outside = model.embed * (vocabulary + shape.position_rows(model) + 2 + joining)
+    return outside + frozen + of_layers
 
 
 # Activations

@@ -239,7 +239,21 @@ def layer_matrices(model: TransformerConfig) -> float:
     if model.experts is not None:
         scores = model.experts.count + model.experts.shared_gate
         router = expert_share(model) * model.embed * scores
-    return mean_of_mixers(model, mixer_matrices) + mean_of_mlps(model, mlp_matrices) + router
+    of_tokens = 3 * model.embed * token_width(model)  # the embedding's, and two of the layer
+    own = mean_of_mixers(model, mixer_matrices) + mean_of_mlps(model, mlp_matrices)
+    return own + router + of_tokens
+
+
+def token_width(model: TransformerConfig) -> int:
+    """Returns the channels of each token that a layer reads of its own embeddings."""
+    return model.token_layers.dim if model.token_layers else 0
+
+
+def token_table(model: TransformerConfig) -> int:
+    """Counts the elements of the table of layers' embeddings."""
+    if model.token_layers is None:
+        return 0
+    return (model.token_layers.vocab or vocab(model)) * model.layers * model.token_layers.dim
 
 
 def mixer_matrices(model: TransformerConfig) -> int:
@@ -323,7 +337,7 @@ def norms_of_part(model: TransformerConfig) -> float:
 
 def norms(model: TransformerConfig) -> float:
     """Counts the norms of one layer."""
-    return _all_norms(model) / model.layers
+    return _all_norms(model) / model.layers + bool(model.token_layers)
 
 
 def _all_norms(model: TransformerConfig) -> int:
@@ -385,7 +399,8 @@ def visible_share(model: TransformerConfig, sequence_length: int) -> float:
 def outside_parameters(model: TransformerConfig) -> int:
     """Counts the parameters outside the layers: tables and the last norm."""
     tables = vocab(model) * vocabulary_tables(model) + position_rows(model)
-    return model.embed * (tables + vectors_per_norm(model))
+    of_layers = token_table(model) + token_width(model)
+    return model.embed * (tables + vectors_per_norm(model)) + of_layers
 
 
 def last_layer(model: TransformerConfig) -> TransformerConfig:

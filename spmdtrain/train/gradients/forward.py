@@ -93,6 +93,7 @@ def make_context(setup: Setup, parts: Parts = ()) -> Callable[..., ForwardContex
         return ForwardContext(
             positions_bt=positions_bt,
             segment_ids_bt=microbatch.get("segment_ids"),
+            ids_bt=tokens_bt if setup.config.model.token_layers else None,
             mask_bt=microbatch["mask"].astype(jnp.float32) if experts else None,
             constrain=constrain,
             local_map=local_map,

@@ -131,20 +131,27 @@ def _write_gemma4(model: TransformerConfig) -> dict[str, Any]:
 def _text_part(keys: Keys) -> ModelSettings:
     """Returns the settings of a model of `gemma4`, without what its larger ones have."""
     keys.must_be("enable_moe_block", False, None)
-    keys.must_be("hidden_size_per_layer_input", 0, None)
-    keys.pass_over(*OF_EXPERTS, *OF_TOKENS)
-    return _gemma4(keys)
+    keys.pass_over(*OF_EXPERTS)
+    settings = _gemma4(keys)
+    dim, rows = (keys.whole(name) for name in OF_TOKENS)
+    if dim:
+        settings["token_layers"] = {"dim": dim, "vocab": rows}
+    return settings
 
 
 def _write_text_part(model: TransformerConfig) -> dict[str, Any]:
-    return _write_gemma4(model) | {"hidden_size_per_layer_input": 0, "enable_moe_block": False}
+    dim, rows = OF_TOKENS
+    of_tokens = {dim: 0}
+    if model.token_layers:
+        of_tokens = {dim: model.token_layers.dim, rows: model.token_layers.vocab or model.vocab}
+    return _write_gemma4(model) | of_tokens | {"enable_moe_block": False}
 
 
 GEMMA4 = {
     "gemma4_text": Family(
         "Gemma4ForCausalLM",
         reads=(*READS, *OF_TOKENS, *OF_EXPERTS),
-        defaults=DEFAULTS | {"hidden_size_per_layer_input": 256},
+        defaults=DEFAULTS | {OF_TOKENS[0]: 256, OF_TOKENS[1]: 262_144},
         settings=SETTINGS,
         read=_text_part,
         write=_write_text_part,

@@ -15,6 +15,7 @@ from spmdtrain.config.schema.model.multi_token import MultiTokenConfig as MultiT
 from spmdtrain.config.schema.model.rope_scaling import RopeScaling as RopeScaling
 from spmdtrain.config.schema.model.ssd import SsdConfig as SsdConfig
 from spmdtrain.config.schema.model.temperature import TemperatureConfig as TemperatureConfig
+from spmdtrain.config.schema.model.token_layers import TokenLayersConfig as TokenLayersConfig
 from spmdtrain.config.schema.model.transformer import GPT as GPT
 from spmdtrain.config.schema.model.transformer import Llama as Llama
 from spmdtrain.config.schema.model.transformer import TransformerConfig as TransformerConfig

@@ -1,5 +1,6 @@
 """The settings of a decoder-only transformer, and the families that preset them."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -24,6 +25,7 @@ from spmdtrain.config.schema.model.multi_token import MultiTokenConfig
 from spmdtrain.config.schema.model.rope_scaling import RopeScaling
 from spmdtrain.config.schema.model.ssd import SsdConfig
 from spmdtrain.config.schema.model.temperature import TemperatureConfig
+from spmdtrain.config.schema.model.token_layers import TokenLayersConfig
 from spmdtrain.config.settings import (
     Count,
     CountOrZero,
@@ -175,6 +177,11 @@ class TransformerConfig(Settings):
         default=None,
         description="the table [model.full]: heads of layers without a window; default: as others",
     )
+    token_layers: TokenLayersConfig | None = Field(
+        default=None,
+        description="the table [model.token_layers]: an embedding of each token for each layer; "
+        "default: none",
+    )
     latent: LatentConfig | None = Field(
         default=None,
         description="the table [model.latent]: keys and values of all heads from a narrow latent; "
@@ -302,6 +309,8 @@ class TransformerConfig(Settings):
         self._check_mixers()
         if self.full:
             self._check_full(self.full)
+        if self.token_layers:
+            self._check_token_layers(self.token_layers)
         temperature = self.temperature
         if temperature and temperature.layers == "no_rope" and self._has_rope_everywhere:
             raise ValueError(
@@ -330,6 +339,24 @@ class TransformerConfig(Settings):
                     f"model.{name}={getattr(self, name)!r} has no meaning with model.latent; "
                     "leave it out"
                 )
+
+    def _check_token_layers(self, token_layers: TokenLayersConfig) -> None:
+        """Refuses what embeddings of layers do not go with."""
+        if self.mlp not in ("geglu", "swiglu"):
+            raise ValueError(
+                f"model.mlp={self.mlp!r}: [model.token_layers] takes the activation of its gate; "
+                "set model.mlp='geglu' or 'swiglu'"
+            )
+        if self.stack_layers < self.layers or self.multi_token or self.mup_base:
+            raise ValueError(
+                "[model.token_layers] does not go with model.experts.first_dense, "
+                "model.multi_token and model.mup_base; leave it out"
+            )
+        if (token_layers.vocab or self.vocab or 0) < (self.vocab or 0):
+            raise ValueError(
+                f"model.token_layers.vocab={token_layers.vocab} is less than "
+                f"model.vocab={self.vocab}"
+            )
 
     def _check_full(self, full: FullConfig) -> None:
         """Refuses sizes of heads that do not fit together, and settings that know one size."""
@@ -534,9 +561,9 @@ class TransformerConfig(Settings):
         """The parts of a block that predicts a further token: attention, and the last mlp that a
         layer has.
         """
-        mlps = [mlp for mlp in self.layer_mlps if mlp != "none"]
-        is_full = self.layers - 1 in self.full_layers
-        return LayerParts("attention", mlps[-1] if mlps else "mlp", is_full)
+        mlps: list[LayerMlp] = [mlp for mlp in self.layer_mlps if mlp != "none"]
+        last: LayerMlp = mlps[-1] if mlps else "mlp"
+        return LayerParts("attention", last, self.layers - 1 in self.full_layers)
 
     def of_layer(self, layer: LayerParts) -> Self:
         """Returns the settings of a layer: of a model whose layers all have such attention, and
@@ -657,3 +684,12 @@ class Llama(TransformerConfig):
     mlp: MlpKind = "swiglu"
     bias: bool = False
     tied: bool = False
+
+
+def refusals_of_pipelines(run: Any) -> Iterator[str]:
+    """Yields what stages of a pipeline do not hand on."""
+    if run.model.token_layers and run.mesh.pipeline != 1:
+        yield (
+            f"mesh.pipeline={run.mesh.pipeline} does not go with [model.token_layers]: later "
+            "stages lack the embedding; set mesh.pipeline=1"
+        )
