@@ -50,15 +50,15 @@ def measure(name: str, folder: Path) -> list[str]:
     model = folder / "model"
     directories.write(model, config)
     one_device = gradients(model, folder / "one", ())
+    imported = import_model(model, folder / "imported", overrides=SIZE)
+    setup, params = imported.setup, imported.params
 
     def on_mesh(label: str) -> str:
-        if label.startswith("expert") and not any("experts" in path for path in one_device):
+        if label.startswith("expert") and setup.config.model.experts is None:
             return "no experts"
         on_mesh = gradients(model, folder / label.replace(" ", ""), MESHES[label])
         return shown(max(directories.apart(on_mesh[path], one_device[path]) for path in one_device))
 
-    imported = import_model(model, folder / "imported", overrides=SIZE)
-    setup, params = imported.setup, imported.params
     cells = [refused(lambda label=label: on_mesh(label)) for label in MESHES]
     cells.append(shown(in_use.packed(setup, params)) + ", no bit leaks")
     cells.append(shown(in_use.cached(setup, params)))
