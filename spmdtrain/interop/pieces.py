@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -34,6 +34,9 @@ class Sizes:
     query_rank: int = 0  # of latent attention: the width of the latent of queries
     rope_dim: int = 0  # of latent attention: the rotated channels of a head
     key_dim: int = 0  # of the gated delta rule: the channels of a head's keys
+    state_heads: int = 0  # of the state space: its heads,
+    state_width: int = 0  # the channels of their values together,
+    state: int = 0  # and those of a group's keys
 
     @property
     def group(self) -> int:
@@ -55,6 +58,16 @@ class Piece:
     order: tuple[int, ...]
     dim: int
     places: slice
+
+
+class Rows(NamedTuple):
+    """The rows of a tensor that one parameter holds; other parameters hold the others."""
+
+    tensor: np.ndarray
+    rows: tuple[slice, ...]
+
+
+Written = np.ndarray | Rows
 
 
 @dataclass(frozen=True)
@@ -100,7 +113,7 @@ class Mapped:
         # Columns of a matrix: split along them, which needs no copy.
         return _split(part, piece.shape).transpose(piece.order)
 
-    def write(self, parameter: np.ndarray) -> list[np.ndarray]:
+    def write(self, parameter: np.ndarray) -> list[Written]:
         """Returns the tensors of the file, made of the parameter."""
         viewed = parameter.reshape(self.view)
         tensors = [np.empty(shape, parameter.dtype) for shape in self.shapes]
@@ -116,7 +129,15 @@ class Mapped:
             in_order = np.empty(box.shape, box.dtype)
             _copy(in_order, box)
             target[...] = in_order.reshape(target.shape)
-        return tensors
+        return [self._held(source, tensor) for source, tensor in enumerate(tensors)]
+
+    def _held(self, source: int, tensor: np.ndarray) -> Written:
+        """Returns a tensor, or those of its rows that the parameter holds."""
+        own = [piece for piece in self.pieces if piece.source == source]
+        rows = [piece.rows for piece in own if piece.axis == 0]
+        if len(rows) < len(own) or sum(cut.stop - cut.start for cut in rows) == len(tensor):
+            return tensor
+        return Rows(tensor, tuple(rows))
 
 
 def _copy(target: np.ndarray, source: np.ndarray) -> None:
@@ -166,7 +187,7 @@ class AnyMapped(Protocol):
 
     def read(self, tensors: Sequence[np.ndarray], index: Index) -> np.ndarray: ...
 
-    def write(self, parameter: np.ndarray) -> list[np.ndarray]: ...
+    def write(self, parameter: np.ndarray) -> Sequence[Written]: ...
 
 
 @dataclass(frozen=True)
@@ -208,7 +229,7 @@ class MappedExperts:
             else self.of_one.read(tensors[:per_expert], tuple(others))[:0]
         )
 
-    def write(self, parameter: np.ndarray) -> list[np.ndarray]:
+    def write(self, parameter: np.ndarray) -> list[Written]:
         """Returns the tensors of the file, made of the parameter."""
         return [tensor for one in parameter for tensor in self.of_one.write(one)]
 
@@ -224,7 +245,7 @@ class Zeros:
         """Returns zeros in the shape of the slice `index`."""
         return np.zeros(self.shape, np.float32)[index]
 
-    def write(self, parameter: np.ndarray) -> list[np.ndarray]:  # noqa: ARG002
+    def write(self, parameter: np.ndarray) -> list[Written]:  # noqa: ARG002
         """Returns no tensor."""
         return []
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from spmdtrain.config.errors import StorageError
 from spmdtrain.config.writing import writing
-from spmdtrain.interop.pieces import Shape
+from spmdtrain.interop.pieces import Rows, Shape, Written
 from spmdtrain.interop.safetensors_files import INDEX, SINGLE
 from spmdtrain.processes.processes import of_process_0, together
 
@@ -76,7 +76,7 @@ class TensorWriter:
         self._places: dict[str, InFile] = {}
         for file, names in zip(self.files, groups, strict=True):
             self._plan(file, {name: shapes[name] for name in names})
-        self._left = self.names_of(process, processes)
+        self._rows_left = {name: _rows(shapes[name]) for name in self.names_of(process, processes)}
         self._mine = self.files[process::processes]
         self._unflushed = 0
 
@@ -119,31 +119,40 @@ class TensorWriter:
         text = json.dumps({"metadata": metadata, "weight_map": file_of}, indent=2)
         (self._folder / INDEX).write_text(text + "\n", encoding="utf-8")
 
-    def write(self, name: str, tensor: np.ndarray) -> None:
-        """Writes one tensor at its place, rounded to its dtype."""
+    def write(self, name: str, written: Written) -> None:
+        """Writes one tensor at its place, or some of its rows, rounded to its dtype."""
         place = self._places[name]
+        tensor, rows = written if isinstance(written, Rows) else (written, (slice(None),))
         assert tensor.shape == place.shape, (name, tensor.shape, place.shape)
-        content = np.ascontiguousarray(tensor, numpy_dtype(self._dtypes[name]))
         with writing(self._folder), (self._folder / place.file).open("r+b") as file:
-            file.seek(place.offset)
-            file.write(content.view(np.uint8).data)
-            self._unflushed += content.nbytes
+            for cut in rows:
+                part = tensor[cut] if tensor.ndim else tensor
+                content = np.ascontiguousarray(part, numpy_dtype(self._dtypes[name]))
+                before = content.nbytes // max(len(content), 1) * (cut.start or 0)
+                file.seek(place.offset + before)
+                file.write(content.view(np.uint8).data)
+                self._unflushed += content.nbytes
+                self._rows_left[name] -= _rows(part.shape)
             if self._unflushed > UNFLUSHED:  # so that the disk works from the beginning
                 file.flush()
                 os.fdatasync(file.fileno())
                 self._unflushed = 0
-        self._left.remove(name)
 
     def finish(self) -> None:
         """Flushes this process's files to disk.
 
         It is a bug if not all of their tensors have been written.
         """
-        assert not self._left, sorted(self._left)[:5]
+        unwritten = [name for name, rows in self._rows_left.items() if rows]
+        assert not unwritten, sorted(unwritten)[:5]
         with writing(self._folder):
             for file in self._mine:
                 with (self._folder / file).open("rb") as opened:
                     os.fsync(opened.fileno())
+
+
+def _rows(shape: Shape) -> int:
+    return shape[0] if shape else 1
 
 
 def _groups(sizes: Mapping[str, int], part: int) -> list[list[str]]:

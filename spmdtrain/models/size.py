@@ -37,8 +37,9 @@ def _mlp_parameters(config: TransformerConfig, layer: LayerParts) -> int:
     experts = config.experts
     if layer.mlp == "mlp" or experts is None:
         return per_hidden * config.ffn
-    of_experts = per_hidden * (experts.chosen * experts.ffn + experts.shared_width)
-    return of_experts + config.embed * (experts.count + experts.shared_gate)
+    of_chosen = per_hidden // config.embed * config.expert_width * experts.chosen * experts.ffn
+    projections = experts.count + experts.shared_gate + 2 * (experts.width or 0)
+    return of_chosen + per_hidden * experts.shared_width + config.embed * projections
 
 
 def _attention_parameters(config: TransformerConfig) -> int:

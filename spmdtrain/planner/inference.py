@@ -181,8 +181,8 @@ def _decode_matmuls(
         of_expert = partial(
             matmul_seconds, rows, hardware=hardware, software=software, dtype=workload.dtype
         )
-        up = of_expert(ffn * (2 if model.is_gated else 1), model.embed, count=used)
-        down = of_expert(model.embed, ffn, count=used)
+        up = of_expert(ffn * (2 if model.is_gated else 1), model.expert_width, count=used)
+        down = of_expert(model.expert_width, ffn, count=used)
         layer += shape.expert_share(model) * (up + down)
     return model.layers * layer + seconds(shape.vocab(model) // tensor, model.embed)
 

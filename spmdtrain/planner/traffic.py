@@ -87,7 +87,8 @@ def _exchange_bytes(workload: Workload) -> float:
     dispatch = workload.dispatch()
     large = FORWARD_EXCHANGES + BACKWARD_EXCHANGES
     layer = (
-        large * dispatch.sent_bytes(model.embed, workload.compute_bytes) + dispatch.routing_bytes
+        large * dispatch.sent_bytes(model.expert_width, workload.compute_bytes)
+        + dispatch.routing_bytes
     )
     layers = shape.expert_share(model) * workload.layers_per_stage
     return workload.accumulation * layers * layer

@@ -152,6 +152,10 @@ NOT_DRAWN = {
     "model.extra": "is typed by such a model",
     "model.mup_base": "asks for some optimizers; tests/certify/test_widths.py has it",
     "model.mixers": "asks for a table; tests/models/test_layers_of_kinds.py has it",
+    **dict.fromkeys(
+        ("model.mlp_gate_factor", "model.mlp_out_factor", "model.experts.width"),
+        "is of one family; tests/models/test_families.py has it",
+    ),
     "model.mlps": "asks for mixers or experts; tests/models/test_layers_of_kinds.py has it",
     **dict.fromkeys(("model.delta", "model.ssd", "model.conv", "model.both"), "is of model.mixers"),
     "model.rope_scaling": "a table; tests/models/test_families.py has it",

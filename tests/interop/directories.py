@@ -12,6 +12,7 @@ import mixer_directories
 import ml_dtypes
 import numpy as np
 import pytest
+import ssd_directories
 from safetensors.numpy import save_file
 
 VOCAB, LAYERS = 131, 3
@@ -443,6 +444,7 @@ CONFIGS |= {
 }
 CONFIGS |= mixer_directories.CONFIGS
 CONFIGS |= gemma4_files.CONFIGS
+CONFIGS |= ssd_directories.CONFIGS
 # The names of a layer's experts in published files: the router, its bias, the matrices of expert X,
 # and the mlp of the shared experts.
 NEWER = ("mlp.experts.X.gate_proj", "mlp.experts.X.up_proj", "mlp.experts.X.down_proj")
@@ -596,7 +598,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-VARIANTS |= mixer_directories.VARIANTS
+VARIANTS |= mixer_directories.VARIANTS | ssd_directories.VARIANTS
 
 
 def tensors_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -604,6 +606,8 @@ def tensors_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     kind = config["model_type"]
     if kind in mixer_directories.CONFIGS:
         return mixer_directories.tensors_of(config)
+    if kind in ssd_directories.CONFIGS:
+        return ssd_directories.tensors_of(config)
     if kind == "gpt2":
         return _of_gpt2(config)
     embed, layers = config["hidden_size"], config["num_hidden_layers"]

@@ -452,6 +452,9 @@ OTHER = {
     "residual_scale": 0.5,
     "logit_scale": 0.5,
     "logit_cap": 5.0,
+    "mlps": ("mlp", "none"),
+    "mlp_gate_factor": 2.0,
+    "mlp_out_factor": 2.0,
     "experts": {"count": 4, "chosen": 2},
     "value_norm": True,
     "layer_scale": True,
@@ -470,6 +473,7 @@ OTHER_OF_EXPERTS = {
     "shared": 1,
     "shared_ffn": 40,
     "shared_gate": True,
+    "width": 12,
     "smallest_sum": 0.5,
     "sum_epsilon": 0.3,
     "first_dense": 1,
@@ -521,6 +525,7 @@ OTHER_OF_MIXERS = {
         },
     ),
     "conv": ({}, {"taps": 2, "bias": True}),
+    "both": ({}, {"in_factor": 2.0, "out_factor": 2.0}),
 }
 OTHER_OF_FULL = {"head_dim": 4, "kv_heads": 2, "keys_are_values": True}
 # How a router is trained, and how tokens travel.
@@ -553,6 +558,7 @@ def test_no_setting_of_full_layers_is_lost_on_the_way_out():
 def test_no_setting_of_mixers_is_lost_on_the_way_out(mixer):
     usual, others = OTHER_OF_MIXERS[mixer]
     plain = {"name": "llama", "layers": 2, "embed": 32, "heads": 4, "vocab": 64}
+    plain |= {"ssd": OTHER_OF_MIXERS["ssd"][0]} if mixer == "both" else {}
     before = function_of(as_model(plain | {"mixers": (mixer, "attention"), mixer: usual}))
     assert function_of(as_model(plain | {"mixers": (mixer,), mixer: usual})) != before
     table = getattr(as_model(plain | {"mixers": (mixer,), mixer: usual}), mixer)

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 import numpy as np
-from mixer_oracle import conv_layer, delta_layer
+from mixer_oracle import conv_layer, delta_layer, ssd_layer
 
 Params = dict[str, np.ndarray]
 CLAMP = 7  # of gpt-oss: its gates and values
@@ -77,8 +77,11 @@ def head(model: Any, p: Params, norm: str, x: np.ndarray) -> np.ndarray:
 def block(
     model: Any, layer: Params, x: np.ndarray, number: int, routed: list | None = None
 ) -> np.ndarray:
-    y = mixed(model, layer, normed(model, layer, "attention_norm", x), number)
-    x = x + model.residual_scale * normed(model, layer, "attention_out_norm", y)
+    if any(path.startswith("attention.") for path in layer):
+        y = mixed(model, layer, normed(model, layer, "attention_norm", x), number)
+        x = x + model.residual_scale * normed(model, layer, "attention_out_norm", y)
+    if not any(path.startswith("mlp.") for path in layer):
+        return x
     y = normed(model, layer, "mlp_norm", x)
     if "mlp.router.weight_ex" in layer:
         found = gates(model, layer, y)
@@ -144,12 +147,24 @@ def normed(model: Any, p: Params, name: str, x: np.ndarray) -> np.ndarray:
 
 def mixed(model: Any, p: Params, x: np.ndarray, number: int) -> np.ndarray:
     """What a layer's attention, or what it has in its place, adds to the stream."""
-    own = {"attention.qkvz_ehn": delta_layer, "attention.in_e3c": conv_layer}  # their own weights
+    if "attention.ssd.zxt_ehrn" in p:
+        return both_mixed(model, p, x, number)
+    # Their own weights.
+    own = {"attention.qkvz_ehn": delta_layer, "attention.in_e3c": conv_layer}
+    own["attention.zxt_ehrn"] = ssd_layer
     for path, layer in own.items():
         if path in p:
             starts = np.zeros(x.shape[:2], bool)
             return layer(model, lambda name: p[f"attention.{name}"], x, starts)
     return attention(model, p, x, number)
+
+
+def both_mixed(model: Any, p: Params, x: np.ndarray, number: int) -> np.ndarray:
+    """The sum of attention and of a state space, which read the same."""
+    own = {path.replace("attention.attention.", "attention."): w for path, w in p.items()}
+    y = model.both.out_factor * attention(model, own, x * model.both.in_factor, number)
+    starts = np.zeros(x.shape[:2], bool)
+    return y + ssd_layer(model, lambda name: p[f"attention.ssd.{name}"], x, starts)
 
 
 def attention(model: Any, p: Params, x: np.ndarray, number: int) -> np.ndarray:
@@ -364,6 +379,8 @@ def experts(model: Any, p: Params, x: np.ndarray, found: np.ndarray) -> np.ndarr
         shared = {name: w for name, w in p.items() if name.startswith("mlp.shared.")}
         y = mlp(model, {name.replace("shared.", ""): w for name, w in shared.items()}, x)
         y = y * shared_gate(p, x)
+    routed = 0
+    read = x @ p["mlp.narrow_in_el"] if model.experts.width else x
     for number in range(model.experts.count):
         names = {"up_xeu": "up_ef", "down_xfe": "down_fe", "up_bias": "up_bias"}
         names["down_bias"] = "down_bias"
@@ -372,8 +389,8 @@ def experts(model: Any, p: Params, x: np.ndarray, found: np.ndarray) -> np.ndarr
             for name, ours in names.items()
             if f"mlp.{name}" in p
         }
-        y = y + found[..., number, None] * mlp(model, own, x)
-    return y
+        routed = routed + found[..., number, None] * mlp(model, own, read)
+    return y + (routed @ p["mlp.narrow_out_le"] if model.experts.width else routed)
 
 
 def mlp(model: Any, p: Params, x: np.ndarray) -> np.ndarray:
@@ -387,12 +404,17 @@ def mlp(model: Any, p: Params, x: np.ndarray) -> np.ndarray:
     elif model.mlp == "xielu":
         hidden = xielu(up, p["mlp.slopes.alpha_p"], p["mlp.slopes.alpha_n"])
     else:
-        gate, value = up[:, :, 0], up[:, :, 1]
+        gate, value = gate_factor(model, up[:, :, 0]), up[:, :, 1]
         if model.mlp == "swiglu_clamped":
             gate, value = np.minimum(gate, CLAMP), np.clip(value, -CLAMP, CLAMP) + 1
         silu = gate / (1 + np.exp(-gate * (1.702 if model.mlp == "swiglu_clamped" else 1)))
         hidden = (gelu_tanh(gate) if model.mlp == "geglu" else silu) * value
-    return hidden @ p["mlp.down_fe"] + p.get("mlp.down_bias", 0)
+    return model.mlp_out_factor * (hidden @ p["mlp.down_fe"] + p.get("mlp.down_bias", 0))
+
+
+def gate_factor(model: Any, gate: np.ndarray) -> np.ndarray:
+    """The gate in front of its activation."""
+    return model.mlp_gate_factor * gate
 
 
 def relu2(x: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ from families import FAMILIES, RICH, VOCAB, T, draw_params, family_config, rich
 from family_oracle import logits as logits_by_definition
 from flax import nnx
 from helpers import batches_of, prepared
-from mixer_oracle import conv_layer, convolution, delta_layer
+from mixer_oracle import conv_layer, convolution, delta_layer, ssd_layer
 
 from spmdtrain.config import ConfigError
 from spmdtrain.models.abstract import build_model
@@ -73,6 +73,9 @@ PLACEMENTS = [
     ("latent", ("mesh.pipeline=2", "mesh.fsdp=2", "mesh.tensor=2", "train.microbatch=2")),
     ("further", ("mesh.expert=2", "mesh.context=2", "mesh.tensor=2", "train.microbatch=2")),
     ("convolved", ("mesh.expert=2", "mesh.context=2", "mesh.tensor=2", "train.microbatch=2")),
+    ("one part", ("mesh.expert=2", "mesh.context=2", "mesh.tensor=2", "train.microbatch=2")),
+    ("one part", ("mesh.pipeline=2", "mesh.fsdp=2", "mesh.tensor=2", "train.microbatch=2")),
+    ("side by side", ("mesh.fsdp=2", "mesh.context=2", "mesh.tensor=2", "train.microbatch=2")),
 ]
 
 
@@ -89,6 +92,7 @@ def rich_gradients(name: str, *placement: str) -> tuple[float, dict[str, np.ndar
 
 
 IDS = ["own", "own in a ring", "capped", "sunk", "latent", "staged", "further", "convolved"]
+IDS += ["one part", "one part in stages", "side by side"]
 
 
 @pytest.mark.long
@@ -150,6 +154,10 @@ def delta(family: str, **changes) -> dict:
 
 def experts(family: str, **changes) -> dict:
     return {"experts": FAMILIES[family]["experts"] | changes}
+
+
+def ssd(family: str, **changes) -> dict:
+    return {"ssd": FAMILIES[family]["ssd"] | changes}
 
 
 # Mistakes that were made in public: what an importer, or a hand, gets wrong.
@@ -224,6 +232,16 @@ MISTAKES = [
     ("kimi_linear", delta("kimi_linear", gate="silu")),
     ("kimi_linear", delta("kimi_linear", rate=2)),
     ("kimi_linear", experts("kimi_linear", bias_rate=None)),
+    ("nemotron_h", {"rope_layers": ()}),
+    ("nemotron_h", {"norm_epsilon": 1e-6}),
+    ("nemotron_h", experts("nemotron_h", scale=1.0)),
+    ("nemotron_h, clamped", ssd("nemotron_h, clamped", largest_step=None)),
+    ("nemotron_h, clamped", ssd("nemotron_h, clamped", smallest_step=0.001)),
+    ("granitemoehybrid", {"rope_layers": ()}),
+    ("granitemoehybrid", {"logit_scale": 8.0}),
+    ("granitemoehybrid", {"score_scale": None}),
+    ("falcon_h1", ssd("falcon_h1", factors=(1.0,) * 5)),
+    ("falcon_h1", {"score_scale": None}),
     ("lfm2", {"query_norm": "none"}),
     ("lfm2_moe", experts("lfm2_moe", bias_rate=None)),
     ("lfm2_moe", experts("lfm2_moe", normalise=False)),
@@ -320,6 +338,51 @@ def values_after_their_norm(model, p, x, number, window):
 
 
 family_oracle_grouped = family_oracle.grouped
+
+
+def normed_over_all_groups(config, weight, x, starts):
+    """A state space with one norm where each group has its own."""
+    groups = config.ssd.groups
+    one = config.model_copy(update={"ssd": config.ssd.model_copy(update={"norm": "none"})})
+
+    def before_projection(name):
+        inner = config.ssd.heads * config.ssd.head_dim
+        heads = (groups, config.ssd.group, config.ssd.head_dim)
+        return np.eye(inner).reshape(*heads, inner) if name == "out_hrve" else weight(name)
+
+    y = ssd_layer(one, before_projection, x, starts) / config.ssd.out_factor
+    y = y / np.sqrt((y * y).mean(-1, keepdims=True) + config.norm_epsilon) * weight("norm_scale")
+    out = weight("out_hrve")
+    return config.ssd.out_factor * y @ out.reshape(-1, out.shape[-1])
+
+
+def without(left_out):
+    """A state space whose weight of this name is 0."""
+
+    def layer(config, weight, x, starts):
+        return ssd_layer(config, lambda name: weight(name) * (name != left_out), x, starts)
+
+    return layer
+
+
+def with_epsilon(epsilon):
+    """A state space whose norm has another epsilon."""
+
+    def layer(config, weight, x, starts):
+        own = config.ssd.model_copy(update={"epsilon": epsilon})
+        return ssd_layer(config.model_copy(update={"ssd": own}), weight, x, starts)
+
+    return layer
+
+
+def factor_behind_silu(model, p, x):
+    """An mlp whose factor multiplies the activated gate."""
+    plain = model.model_copy(update={"mlp_gate_factor": 1.0})
+    return model.mlp_gate_factor * family_oracle_mlp(plain, p, x)
+
+
+STATE_SPACES = ("nemotron_h", "granitemoehybrid", "falcon_h1")
+family_oracle_mlp = family_oracle.mlp
 family_oracle_output_gate = family_oracle.output_gate
 family_oracle_turned, family_oracle_gates = family_oracle.turned, family_oracle.gates
 # The same of formulas, for which there is no setting.
@@ -343,9 +406,19 @@ MISTAKEN_FORMULAS = [
     ("minimax_m2", "gates", scores_with_their_bias),
     ("lfm2_moe", "gates", scores_with_their_bias),
     ("kimi_linear", "delta_layer", one_decay_of_a_head),
+    ("nemotron_h", "gates", scores_with_their_bias),
     ("lfm2", "conv_layer", in_another_order),
     ("lfm2_moe", "conv_layer", gated_behind_the_taps),
     ("lfm2_moe", "conv_layer", activated),
+    ("nemotron_h", "ssd_layer", normed_over_all_groups),
+    ("granitemoehybrid", "ssd_layer", normed_over_all_groups),
+    *((family, "ssd_layer", without("skip")) for family in STATE_SPACES),
+    *((family, "ssd_layer", without("taps_bias_hrv")) for family in STATE_SPACES),
+    *((family, "ssd_layer", without("taps_bias_hn")) for family in STATE_SPACES),
+    ("nemotron_h", "ssd_layer", with_epsilon(1e-6)),
+    ("nemotron_h", "relu2", lambda x: x / (1 + np.exp(-x))),
+    ("falcon_h1", "gate_factor", lambda _, gate: gate),
+    ("falcon_h1", "mlp", factor_behind_silu),
 ]
 
 

@@ -67,9 +67,11 @@ MODELS = {
         "model.mlps=['none', 'mlp', 'none', 'experts', 'none']",
         "model.mlp=relu2",
         "model.norm_places=both",
+        *("model.experts.width=8", "model.experts.shared=1", "model.experts.shared_ffn=24"),
     ),
     "two mixers": (
         *SSD,
+        *("model.mlp_gate_factor=1.5", "model.mlp_out_factor=0.5"),
         "model.layers=2",
         "model.mixers=['both']",
         "model.both.in_factor=1.5",

@@ -18,6 +18,7 @@ from spmdtrain.models.logits import logit_shape, logits_of
 LENGTHS = (13, 9, 18)
 # Of the root of the mean square. Norms of a state's small outputs enlarge rounding.
 TOLERANCES = {"lfm2_moe": 2e-6, "olmo_hybrid": 1e-5, "kimi_linear": 4e-6}
+TOLERANCES |= {"nemotron_h": 2e-6, "falcon_h1": 2e-6}
 TOKENS = np.random.default_rng(4).integers(0, VOCAB, (1, T))
 
 

@@ -109,7 +109,9 @@ def as_published(folder: Path, values: dict[str, Any]) -> Published:
         raise _unknown_family(folder, values)
     if "auto_map" in values:
         remarks.append(f"{folder} contains code, which is not run: it is read as {name}")
-    keys = Keys(_with_rope(values, family), family.defaults, where, unread_by_class(name))
+    keys = Keys(
+        _with_rope(family.as_usual(values), family), family.defaults, where, unread_by_class(name)
+    )
     keys.pass_over("quantization_config")  # read with the weights
     keys.check_numbers()
     settings = _read_gpt2(family, keys) if family.is_gpt2 else _read_llama(name, keys)

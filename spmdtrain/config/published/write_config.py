@@ -99,6 +99,7 @@ def function_of(model: TransformerConfig) -> dict[str, Any]:
     plain = ("layers", "embed", "heads", "vocab", "max_length", "positions", "norm", "mlp", "tied")
     plain += ("score_cap", "logit_cap", "sinks", "query_norm", "output_gate")
     plain += ("norm_epsilon", "norm_offset", "residual_scale", "value_norm", "layer_scale")
+    plain += ("mlp_gate_factor", "mlp_out_factor")
     return {name: getattr(model, name) for name in plain} | {
         "kv_heads": model.kv_heads,
         "head_dim": model.head_dim,
@@ -149,7 +150,7 @@ def _with_epsilon(
 
 def _function_of_experts(experts: ExpertsConfig) -> dict[str, Any]:
     names = ("count", "chosen", "score", "normalise", "scale", "logit_bias", "groups")
-    names += ("shared_width", "shared_gate", "smallest_sum", "sum_epsilon")
+    names += ("shared_width", "shared_gate", "width", "smallest_sum", "sum_epsilon")
     return {name: getattr(experts, name) for name in names} | {
         "ffn": experts.ffn,
         "groups_kept": experts.groups_kept,
@@ -210,16 +211,23 @@ def _written(family: Family, name: str, model: TransformerConfig) -> dict[str, A
             family.activation: _name_of(family.activations, model.mlp),
             family.epsilon: model.norm_epsilon,
         }
-        | write_rope(
-            model,
-            strictly=family.strict_scaling,
-            by_kind=family.rope_by_kind,
-            in_tables=family.rope_in_tables,
-        )
+        | _rope(family, model)
         | family.write(model)
     )
     unread = unread_by_class(name)
     return {key: value for key, value in keys.items() if key not in unread}
+
+
+def _rope(family: Family, model: TransformerConfig) -> dict[str, Any]:
+    """Returns the keys of rotary positions; none for a model without them."""
+    if all(kind.rope_theta is None for kind in model.layer_kinds):
+        return {}
+    return write_rope(
+        model,
+        strictly=family.strict_scaling,
+        by_kind=family.rope_by_kind,
+        in_tables=family.rope_in_tables,
+    )
 
 
 def _name_of(known: Mapping[str, str], mlp: str) -> str | None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from spmdtrain.interop import pieces
-from spmdtrain.interop.names import expert_parts, kimi_parts, layer_parts, lfm_parts
+from spmdtrain.interop.names import expert_parts, kimi_parts, layer_parts, lfm_parts, ssd_parts
 from spmdtrain.interop.names.entry import EMBED, HEAD, NORM, POSITIONS, Part, Table, entry
 from spmdtrain.interop.names.expert_parts import Layouts
 from spmdtrain.interop.names.further_parts import AFTER_THE_LAST, APART, FurtherNames
@@ -143,6 +143,17 @@ NAMES: Mapping[str, FamilyNames] = {
     "apertus": FamilyNames({**ATTENTION, **NORMS_OF_APERTUS, **QUERY_NORMS}, XIELU_MLP),
     "ernie4_5": FamilyNames({**PAIRED_ATTENTION, **NORMS_BEFORE}),
     "ernie4_5_moe": FamilyNames({**PAIRED_ATTENTION, **NORMS_BEFORE}, experts=expert_parts.ERNIE),
+    "nemotron_h": FamilyNames(
+        ssd_parts.NEMOTRON,
+        ssd_parts.NEMOTRON_MLP,
+        ssd_parts.NEMOTRON_EXPERTS,
+        whole=ssd_parts.NEMOTRON_WHOLE,
+        prefix=ssd_parts.NEMOTRON_PREFIX,
+    ),
+    "granitemoehybrid": FamilyNames(
+        ssd_parts.GRANITE_HYBRID, ssd_parts.GRANITE_MLP, ssd_parts.GRANITE_HYBRID_EXPERTS
+    ),
+    "falcon_h1": FamilyNames(ssd_parts.FALCON, ssd_parts.FALCON_MLP, whole=ssd_parts.FALCON_WHOLE),
     "gpt_oss": FamilyNames({**OF_ATTENTION, **SINKS}, experts=expert_parts.GPT_OSS),
     "mixtral": FamilyNames(OF_ATTENTION, experts=expert_parts.MIXTRAL),
     "qwen3_moe": FamilyNames(WITH_QUERY_NORMS, experts=expert_parts.QWEN),

@@ -18,6 +18,7 @@ SPELLINGS: Sequence[tuple[str, str]] = (
     ("transformer.", ""),
     ("", "language_model."),
     ("model.", "model.language_model."),
+    ("backbone.", "model."),
 )
 
 

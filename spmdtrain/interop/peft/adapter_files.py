@@ -25,6 +25,7 @@ from spmdtrain.interop.names.model_sizes import sizes_of
 from spmdtrain.interop.names.model_table import table_of
 from spmdtrain.interop.peft.adapter_config import CONFIG, check_config, config_of, read_config
 from spmdtrain.interop.peft.linear_layers import LinearLayer, Member, Values, linear_layers, outputs
+from spmdtrain.interop.pieces import Rows
 from spmdtrain.interop.safetensors_files import open_file
 from spmdtrain.interop.writer import new_folder
 
@@ -152,7 +153,15 @@ def _trained_whole(
         stacked = path.startswith(OURS)
         for layer, one in enumerate(x) if stacked else [(None, x)]:
             mapped = entry.rule(sizes_of(config.model), one.shape)
-            yield from zip(entry.of_layer(layer), mapped.write(np.asarray(one)), strict=True)
+            for name, tensor in zip(
+                entry.of_layer(layer), mapped.write(np.asarray(one)), strict=True
+            ):
+                if isinstance(tensor, Rows):
+                    raise ConfigError(
+                        f"{path} is trained as a whole, and is only a part of {name}",
+                        fix="adapters of it: finetune.also_train without its pattern",
+                    )
+                yield name, tensor
 
 
 def _head_name(family: str) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.interop.names.model_sizes import sizes_of
 from spmdtrain.interop.names.model_table import LayerEntry, entries_of_layers
+from spmdtrain.interop.pieces import Rows, Written
 from spmdtrain.models.adapters.adapted import LinearPart, parts_of
 
 Values = Mapping[str, np.ndarray]  # by our dotted path, layers in order
@@ -73,7 +74,8 @@ def _members(
         of_part = part.of(number_of).ravel()
         for name, order in zip(entry.entry.names, orders, strict=True):
             row_of = np.full(number_of.size, -1)
-            row_of[order] = np.arange(order.size)
+            own = np.flatnonzero(order >= 0)
+            row_of[order[own]] = own
             rows = row_of[of_part]
             held = np.flatnonzero(rows >= 0)
             if held.size:
@@ -84,8 +86,19 @@ def _members(
 def _orders(
     entry: LayerEntry, shape: tuple[int, ...], number_of: np.ndarray, model: TransformerConfig
 ) -> list[np.ndarray]:
-    """Returns, for each tensor, the numbers of our outputs in the order of its rows."""
+    """Returns, for each tensor, the numbers of our outputs in the order of its rows; -1 where a row
+    is of another weight.
+    """
     if len(shape) > number_of.ndim + 1:  # several dims are contracted, and the rest is the stream
         return [number_of.ravel()]
     of_one_input = entry.entry.rule(sizes_of(model), (1, *number_of.shape))
-    return [order.ravel() for order in of_one_input.write(number_of[None])]
+    return [_order(written) for written in of_one_input.write(number_of[None])]
+
+
+def _order(written: Written) -> np.ndarray:
+    if not isinstance(written, Rows):
+        return written.ravel()
+    order = np.full(len(written.tensor), -1)
+    for cut in written.rows:
+        order[cut] = written.tensor[cut].ravel()
+    return order

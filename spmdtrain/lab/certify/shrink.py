@@ -277,6 +277,7 @@ def _experts(config: RunConfig, embed: int, lost: list[str]) -> dict[str, Any]:
         "chosen": min(experts.chosen, 2),
         "ffn": small(experts.ffn) if experts.is_given("ffn") else None,
         "shared_ffn": small(experts.shared_ffn) if experts.shared_ffn else None,
+        "width": small(experts.width) if experts.width else None,
         "groups": groups,
         "groups_kept": groups_kept if experts.is_given("groups_kept") else None,
         "first_dense": min(experts.first_dense, 1),

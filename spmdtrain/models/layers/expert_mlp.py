@@ -14,7 +14,7 @@ from spmdtrain.compiled.step_parts import part
 from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers.mlp import ACTIVATIONS, Mlp
-from spmdtrain.models.layers.router import Router
+from spmdtrain.models.layers.router import TOKEN, Router
 from spmdtrain.models.layers.weights import INIT_STD, hidden_std, matmul_weight, recomputed
 from spmdtrain.models.projection import FullPrecision
 from spmdtrain.parallel.experts.expert_weights import ExpertWeights
@@ -22,6 +22,8 @@ from spmdtrain.parallel.experts.expert_weights import ExpertWeights
 
 class ExpertMlp(nnx.Module):
     """Several mlps in place of `Mlp`; each token goes through a few of them.
+
+    With a width of their own, as in Nemotron 3 Super, they work between two projections of it.
 
     Returns the weighted sum of their outputs, and the side losses of the router. Tokens travel to
     the devices that own their experts; weights stay where they are (`parallel/experts`).
@@ -39,22 +41,28 @@ class ExpertMlp(nnx.Module):
         up_axes = (*(None for _ in gate), "ffn")
         std = hidden_std(config)
         down_std = std * (2 * config.layers) ** -0.5
+        width = config.expert_width
         self.up_xeu = matmul_weight(
-            rngs, (count, config.embed, *up_shape), ("experts", "embed", *up_axes), std
+            rngs, (count, width, *up_shape), ("experts", "embed", *up_axes), std
         )
         self.down_xfe = matmul_weight(
-            rngs, (count, hidden, config.embed), ("experts", "ffn", "embed"), down_std
+            rngs, (count, hidden, width), ("experts", "ffn", "embed"), down_std
         )
         if config.mlp_bias:
             self.up_bias = _zeros((count, *up_shape), ("experts", *up_axes))
-            self.down_bias = _zeros((count, config.embed), ("experts", "norm"))
+            self.down_bias = _zeros((count, width), ("experts", "norm"))
         else:
             self.up_bias = None
             self.down_bias = None
-        width = config.experts.shared_width
-        self.shared = Mlp(config, rngs, width) if width else None
+        shared_width = config.experts.shared_width
+        self.shared = Mlp(config, rngs, shared_width) if shared_width else None
         has_gate = config.experts.shared_gate
         self.shared_gate_e1 = _shared_gate(config, rngs) if has_gate else None
+        into, back = (config.embed, width), (width, config.embed)
+        is_narrow = config.experts.width is not None
+        of_in, of_out = ("embed", "rank"), ("rank", "embed")
+        self.narrow_in_el = matmul_weight(rngs, into, of_in, std) if is_narrow else None
+        self.narrow_out_le = matmul_weight(rngs, back, of_out, std) if is_narrow else None
 
     @part("mlp")
     def __call__(
@@ -65,9 +73,16 @@ class ExpertMlp(nnx.Module):
             self.up_xeu[...], self.down_xfe[...], _array(self.up_bias), _array(self.down_bias)
         )
         activation = recomputed(ACTIVATIONS[self.activation], ctx)
+        read_bte = x_bte
+        if self.narrow_in_el is not None:
+            read_bte = ctx.column_parallel(x_bte, self.narrow_in_el, (None,))
+            read_bte = ctx.constrain(read_bte, *TOKEN, None)
         y_bte = ctx.experts(
-            x_bte, routing.gates_btk, routing.ids_btk, weights, activation=activation
+            read_bte, routing.gates_btk, routing.ids_btk, weights, activation=activation
         )
+        if self.narrow_out_le is not None:
+            y_bte = ctx.constrain(y_bte, "batch", "time", None)
+            y_bte = ctx.row_parallel(y_bte, self.narrow_out_le, (None,))
         if self.shared is not None:
             y_bte = y_bte + self._of_shared(x_bte, ctx, self.shared)
         return y_bte, routing.side_losses

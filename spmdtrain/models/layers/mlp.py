@@ -123,6 +123,7 @@ class Mlp(nnx.Module):
         up_shape = (config.embed, *self.up_shape)
         self.up_ef = matmul_weight(rngs, up_shape, ("embed", *self.up_axes), std)
         self.down_fe = matmul_weight(rngs, (width, config.embed), ("ffn", "embed"), down_std)
+        self.gate_factor, self.out_factor = config.mlp_gate_factor, config.mlp_out_factor
         self.slopes = XieluSlopes() if config.mlp == "xielu" else None
         if config.mlp_bias:
             self.up_bias = nnx.Param(jnp.zeros(self.up_shape), out_sharding=self.up_axes)
@@ -140,6 +141,8 @@ class Mlp(nnx.Module):
         else:
             if self.up_bias is not None:
                 h = h + self.up_bias[...]
+            if self.gate_factor != 1:
+                h = h * jnp.array([[self.gate_factor], [1]], h.dtype)
             h = ctx.constrain(h, "batch", "time", *self.up_axes)
             if self.slopes is None:
                 h = recomputed(ACTIVATIONS[self.activation], ctx)(h)
@@ -148,4 +151,4 @@ class Mlp(nnx.Module):
         y = ctx.row_parallel(h, self.down_fe, ("ffn",))
         if self.down_bias is not None:
             y = y + self.down_bias[...]
-        return y
+        return y if self.out_factor == 1 else y * self.out_factor

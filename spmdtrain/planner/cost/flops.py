@@ -17,7 +17,7 @@ def model_flops_per_token(
 
     These are two for a multiplication by a weight, two for the gradient of its input, and two for
     the weight's own gradient if it is trained, as those of adapters are. Frozen first layers have
-    only the first two. Only the experts that a token goes through count. Equal to what the metrics
+    only the first two. Only what a router chooses for a token counts. Equal to what the metrics
     of a run use, `models.size.train_flops_per_token` and, if weights are frozen,
     `models.counted_flops.counted_flops_per_token`.
     """

@@ -434,7 +434,7 @@ def _exchange_seconds(
     sizes: LayerSizes, dispatch: Dispatch, hardware: Hardware, software: Software
 ) -> float:
     """Returns the seconds that all tokens take to travel one way."""
-    width, size = sizes.model.embed, bytes_of(sizes.dtype)
+    width, size = sizes.model.expert_width, bytes_of(sizes.dtype)
     if software.copies_per == "rows":
         return all_to_all_seconds(dispatch.row_bytes(width, size), sizes.exchange, hardware)
     sent = dispatch.sent_bytes(width, size)
@@ -452,13 +452,16 @@ def _in_rounds(sent: float, dispatch: Dispatch, sizes: LayerSizes, hardware: Har
 
 
 def _router_work(sizes: LayerSizes, hardware: Hardware, software: Software) -> Work:
-    """Returns the work of the router's logits, in float32, and of its scores."""
+    """Returns the work of the router's logits and scores, in float32, and around narrow experts."""
     assert sizes.model.experts is not None, "a model with experts"
     count = sizes.model.experts.count
     tokens = sizes.tokens // (sizes.tensor if sizes.sequence_parallel else 1)
     in_float32 = replace(sizes, dtype="float32", matmul="compute", collective_matmul=False)
     single = replace(in_float32, microbatch=1, sequence_length=tokens * sizes.context.size)
     matmul = _matmul_work(single, count, sizes.model.embed, hardware, software)
+    if width := sizes.model.experts.width:
+        for columns, inner in ((width, sizes.model.embed), (sizes.model.embed, width)):
+            matmul = add_work(matmul, _matmul_work(sizes, columns, inner, hardware, software))
     passes = memory_seconds(ROUTER_PASSES * FLOAT32 * tokens * count, hardware)
     return add_work(matmul, Work(passes, 2 * passes, 0.0))
 
@@ -471,7 +474,7 @@ def _grouped_work(
     assert experts is not None, "a model with experts"
     ffn = experts.ffn // (1 if sizes.experts_over_tensor else sizes.tensor)
     up_width = ffn * (2 if model.is_gated else 1)
-    rows, embed = dispatch.rows_of_expert, model.embed
+    rows, embed = dispatch.rows_of_expert, model.expert_width
     is_narrow = sizes.matmul != "compute" and software.narrow_experts
     seconds = partial(
         matmul_seconds,
@@ -516,7 +519,7 @@ def _dispatch_passes(
     model, experts = sizes.model, sizes.model.experts
     assert experts is not None, "a model with experts"
     size = bytes_of(sizes.dtype)
-    token = size * model.embed * dispatch.rounds
+    token = size * model.expert_width * dispatch.rounds
     outward = 2 * token * (dispatch.messages + dispatch.padded)
     back = token * (dispatch.padded + 2 * dispatch.messages + 2 * dispatch.tokens)
     forward_columns, backward_columns = _activation_columns(sizes, software)

@@ -374,7 +374,9 @@ def _deferred_of_experts(workload: Workload) -> float:
         return workload.compute_bytes * _expert_elements(workload) / shape.expert_share(model)
     columns = _expert_columns(workload)
     router = workload.tokens * FLOAT32 * (model.embed + experts.count)
-    return router + dispatch.padded * workload.compute_bytes * (2 * model.embed + columns)
+    narrow = workload.tokens * workload.compute_bytes * 2 * (experts.width or 0)
+    of_row = 2 * model.expert_width + columns
+    return router + narrow + dispatch.padded * workload.compute_bytes * of_row
 
 
 def _expert_columns(workload: Workload) -> float:
@@ -707,8 +709,9 @@ def _round_bytes(workload: Workload) -> float:
         return 0.0
     dispatch = workload.dispatch()
     columns = _expert_columns(workload)
-    moved = ROUND_MESSAGES * dispatch.messages * model.embed
-    of_rows = dispatch.padded * (ROUND_ROWS * model.embed + ROUND_COLUMNS * columns)
+    width = model.expert_width
+    moved = ROUND_MESSAGES * dispatch.messages * width
+    of_rows = dispatch.padded * (ROUND_ROWS * width + ROUND_COLUMNS * columns)
     bytes_of_element = workload.compute_bytes + (0 if dispatch.is_one_round else FLOAT32)
     # Those of a layer that has experts, not the mean over layers.
     of_layer = _expert_elements(workload) / shape.expert_share(model)

@@ -237,8 +237,9 @@ def layer_matrices(model: TransformerConfig) -> float:
     """
     router = 0.0
     if model.experts is not None:
-        scores = model.experts.count + model.experts.shared_gate
-        router = expert_share(model) * model.embed * scores
+        projections = model.experts.count + model.experts.shared_gate
+        projections += 2 * (model.experts.width or 0)
+        router = expert_share(model) * model.embed * projections
     of_tokens = 3 * model.embed * token_width(model)  # the embedding's, and two of the layer
     own = mean_of_mixers(model, mixer_matrices) + mean_of_mlps(model, mlp_matrices)
     return own + router + of_tokens
@@ -281,7 +282,7 @@ def expert_matrices(model: TransformerConfig) -> float:
     if model.experts is None:
         return 0
     width = model.experts.ffn * (3 if model.is_gated else 2)
-    return expert_share(model) * model.experts.count * model.embed * width
+    return expert_share(model) * model.experts.count * model.expert_width * width
 
 
 def expert_parameters(model: TransformerConfig) -> float:
@@ -289,7 +290,7 @@ def expert_parameters(model: TransformerConfig) -> float:
     if model.experts is None:
         return 0
     columns = model.experts.ffn * (2 if model.is_gated else 1)
-    biases = model.experts.count * (columns + model.embed) * model.mlp_bias
+    biases = model.experts.count * (columns + model.expert_width) * model.mlp_bias
     return expert_matrices(model) + expert_share(model) * biases
 
 

@@ -21,6 +21,7 @@ from spmdtrain.config.arguments import as_flag, as_path, as_step, as_whole
 from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.load import from_resolved
 from spmdtrain.config.schema import FinetuneConfig
+from spmdtrain.interop.pieces import Written
 from spmdtrain.interop.published_weights import in_words
 from spmdtrain.interop.target import Target
 from spmdtrain.interop.writer import PART, TensorWriter, new_folder, numpy_dtype, refuse_full
@@ -37,7 +38,7 @@ from spmdtrain.running.published.merged_layers import (
 )
 from spmdtrain.running.same_tokenizer import check_same, tokenizer_of
 
-Split = Callable[[np.ndarray], list[np.ndarray]]  # a layer of a parameter -> the tensors of a file
+Split = Callable[[np.ndarray], Sequence[Written]]  # a layer of a parameter -> the tensors of a file
 
 
 @dataclass(frozen=True)

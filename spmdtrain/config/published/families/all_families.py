@@ -7,6 +7,7 @@ from spmdtrain.config.published.families.arcee import ARCEE
 from spmdtrain.config.published.families.deepseek import DEEPSEEK
 from spmdtrain.config.published.families.ernie import ERNIE
 from spmdtrain.config.published.families.exaone import EXAONE
+from spmdtrain.config.published.families.falcon import FALCON
 from spmdtrain.config.published.families.family import Family
 from spmdtrain.config.published.families.gemma import GEMMA
 from spmdtrain.config.published.families.gemma4 import GEMMA4
@@ -14,12 +15,14 @@ from spmdtrain.config.published.families.glm import GLM
 from spmdtrain.config.published.families.gpt2 import GPT2
 from spmdtrain.config.published.families.gpt_oss import GPT_OSS
 from spmdtrain.config.published.families.granite import GRANITE
+from spmdtrain.config.published.families.granite_hybrid import GRANITE_HYBRID
 from spmdtrain.config.published.families.hunyuan import HUNYUAN
 from spmdtrain.config.published.families.kimi import KIMI
 from spmdtrain.config.published.families.lfm import LFM
 from spmdtrain.config.published.families.llama import LLAMA
 from spmdtrain.config.published.families.minimax import MINIMAX
 from spmdtrain.config.published.families.mistral import MISTRAL
+from spmdtrain.config.published.families.nemotron import NEMOTRON
 from spmdtrain.config.published.families.olmo import OLMO
 from spmdtrain.config.published.families.olmo_hybrid import OLMO_HYBRID
 from spmdtrain.config.published.families.phi import PHI
@@ -53,4 +56,7 @@ FAMILIES: Mapping[str, Family] = {
     **LFM,
     **OLMO_HYBRID,
     **KIMI,
+    **NEMOTRON,
+    **GRANITE_HYBRID,
+    **FALCON,
 }

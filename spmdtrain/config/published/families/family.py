@@ -44,6 +44,8 @@ class Family:
     settings: Mapping[str, Any] = field(default_factory=dict)
     read: Callable[[Keys], ModelSettings] = _none
     write: Callable[[TransformerConfig], dict[str, Any]] = _no_keys
+    # The keys under the names, and with the values, that `read` knows.
+    as_usual: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
     activation: str = "hidden_act"  # the key of the mlp's
     longest: str = "max_position_embeddings"  # the key of the longest sequence
     epsilon: str = "rms_norm_eps"  # the key of the norms'

@@ -10,7 +10,8 @@ from spmdtrain.config.published.keys import Keys
 from spmdtrain.config.schema import TransformerConfig
 
 
-def _granite(keys: Keys) -> ModelSettings:
+def read_granite(keys: Keys) -> ModelSettings:
+    """Returns the biases, and the factors of scores, embedding, stream and logits."""
     return read_biases(keys) | {
         "score_scale": float(keys.positive("attention_multiplier") or 1),
         "embed_scale": float(keys.positive("embedding_multiplier") or 1),
@@ -19,7 +20,8 @@ def _granite(keys: Keys) -> ModelSettings:
     }
 
 
-def _write_granite(model: TransformerConfig) -> dict[str, Any]:
+def write_granite(model: TransformerConfig) -> dict[str, Any]:
+    """Returns the keys that `read_granite` reads."""
     return write_llama(model) | {
         "attention_multiplier": model.score_factor or model.head_dim**-0.5,
         "embedding_multiplier": model.embed_factor,
@@ -29,14 +31,14 @@ def _write_granite(model: TransformerConfig) -> dict[str, Any]:
 
 
 def _granitemoe(keys: Keys) -> ModelSettings:
-    return _granite(keys) | {"experts": read_experts(keys, "num_local_experts")}
+    return read_granite(keys) | {"experts": read_experts(keys, "num_local_experts")}
 
 
 def _write_granitemoe(model: TransformerConfig) -> dict[str, Any]:
     if model.experts is None:
         return {}
     return {
-        **_write_granite(model),
+        **write_granite(model),
         **write_experts(model.experts, "num_local_experts"),
         "intermediate_size": model.experts.ffn,
     }
@@ -58,8 +60,8 @@ GRANITE = {
             "mlp_bias",
         ),
         defaults={"rms_norm_eps": 1e-6},
-        read=_granite,
-        write=_write_granite,
+        read=read_granite,
+        write=write_granite,
     ),
     "granitemoe": Family(
         "GraniteMoeForCausalLM",

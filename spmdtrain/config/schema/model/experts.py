@@ -45,6 +45,12 @@ class ExpertsConfig(Settings):
         description="the output of the shared experts is multiplied by the sigmoid of a projection "
         "of the token to one number",
     )
+    width: Count | None = Field(
+        default=None,
+        description="width of the space that the chosen experts work in, between a projection of "
+        "the token and one back; the shared experts read the token itself; default: none, all read "
+        "the token",
+    )
     first_dense: CountOrZero = Field(
         default=0, description="number of first layers that have an mlp of width model.ffn instead"
     )

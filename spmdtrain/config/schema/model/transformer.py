@@ -58,15 +58,9 @@ class TransformerConfig(Settings):
     of_no_array: ClassVar = (
         *("dropout", "attention", "context_attention", "windows", "norm_epsilon", "norm_offset"),
         *("rope_theta", "rope_theta_window", "rope_layers", "rope_share", "mup_base"),
-        *(
-            "value_norm",
-            "score_scale",
-            "score_cap",
-            "embed_scale",
-            "residual_scale",
-            "logit_scale",
-            "logit_cap",
-        ),
+        *("value_norm", "mlp_gate_factor", "mlp_out_factor"),
+        *("score_scale", "score_cap", "embed_scale"),
+        *("residual_scale", "logit_scale", "logit_cap"),
     )
 
     layers: Count = 4
@@ -100,6 +94,10 @@ class TransformerConfig(Settings):
         default=None, description="bias of attention's projection back to the stream; default: bias"
     )
     mlp_bias: Derived[bool] = Field(default=None, description="biases of the mlp; default: bias")
+    mlp_gate_factor: Positive = Field(
+        default=1.0, description="factor of the mlp's gate, before its activation"
+    )
+    mlp_out_factor: Positive = Field(default=1.0, description="factor of the mlp's output")
     tied: bool = Field(description="one matrix for embedding and head")
     dropout: Fraction = 0.0
     attention: Attention = Field(
@@ -299,6 +297,11 @@ class TransformerConfig(Settings):
                 f"model.norm_offset={self.norm_offset:g} only applies to RMSNorm; set "
                 "model.norm='rmsnorm'"
             )
+        if self.mlp_gate_factor != 1 and not self.is_gated:
+            raise ValueError(
+                f"model.mlp_gate_factor={self.mlp_gate_factor:g} is of a gate, which "
+                f"model.mlp={self.mlp!r} does not have; set model.mlp='swiglu'"
+            )
         if self.positions == "rope":
             self._check_rope()
         else:
@@ -460,6 +463,12 @@ class TransformerConfig(Settings):
                 "model.mlp='xielu' has learned slopes, which experts do not have; set "
                 "model.mlp='relu2', or leave model.experts out"
             )
+        for name in ("mlp_gate_factor", "mlp_out_factor"):
+            if getattr(self, name) != 1:
+                raise ValueError(
+                    f"model.{name}={getattr(self, name):g} has no meaning with model.experts; "
+                    "leave it out"
+                )
         others = self.layers - experts.first_dense
         if others < 1:
             raise ValueError(
@@ -482,6 +491,11 @@ class TransformerConfig(Settings):
             heads["ssd"] = self.ssd.groups if self.ssd.groups > 1 else self.ssd.heads
         of_full = (self.full.kv_heads or self.kv_heads,) if self.full else ()
         return tuple(heads[mixer] for mixer in self.single_mixers) + of_full
+
+    @property
+    def expert_width(self) -> int:
+        """The width of what experts read and return: by default that of the stream."""
+        return (self.experts.width if self.experts else None) or self.embed
 
     @property
     def value_width(self) -> int:
