@@ -45,4 +45,5 @@ class JoinedRows:
     def write(self, parameter: np.ndarray) -> list[np.ndarray]:
         """Returns the tensors of the file, made of the parameter."""
         (whole,) = self.of_whole.write(parameter)
+        assert isinstance(whole, np.ndarray), "tensors of one parameter each"
         return np.split(whole, np.cumsum(self.rows)[:-1])

@@ -4,6 +4,7 @@ The shapes follow the files of each family, not our tables: the tests compare th
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import numpy as np
 import pytest
 import ssd_directories
 from safetensors.numpy import save_file
+
+from spmdtrain.interop.pieces import Rows
 
 VOCAB, LAYERS = 131, 3
 FULL, WINDOW = "full_attention", "sliding_attention"
@@ -861,6 +864,19 @@ def drawn(
             values = values * 0.8 / width**0.5
         found[name] = values.astype(dtype)
     return found
+
+
+def put(
+    tensors: dict[str, np.ndarray], names: Sequence[str], written: Sequence[np.ndarray | Rows]
+) -> None:
+    """Puts what a parameter becomes under its names: of some tensors only its own rows."""
+    for name, one in zip(names, written, strict=True):
+        if not isinstance(one, Rows):
+            tensors[name] = one
+            continue
+        whole = tensors.setdefault(name, np.empty_like(one.tensor))
+        for cut in one.rows:
+            whole[cut] = one.tensor[cut]
 
 
 def apart(got: np.ndarray, want: np.ndarray) -> float:

@@ -114,7 +114,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "hybrid_override_pattern": "M*M-M-*",
         "mlp_bias": True,
         "use_conv_bias": False,
-        "time_step_limit": [0.01, 0.7],
         "head_dim": 8,
     },
     "granitemoehybrid without experts, as transformers 5 says it": GRANITE
@@ -124,11 +123,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "position_embedding_type": "rope",
         "mamba_n_groups": 1,
         "mamba_conv_bias": False,
+        "time_step_limit": [0.3, 1.1],
         "attention_bias": True,
         "tie_word_embeddings": True,
     },
-    "granitemoehybrid without attention": GRANITE
-    | {"layer_types": ["mamba"] * 5, "mamba_d_head": 16, "mamba_n_heads": 3, "mamba_n_groups": 3},
     "falcon_h1, normed behind the gate, with biases": FALCON
     | {
         "mamba_rms_norm": True,
@@ -142,6 +140,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "falcon_h1, normed before the gate": FALCON
     | {"mamba_rms_norm": True, "mamba_conv_bias": False, "mlp_multipliers": [1.0, 1.0]},
+}
+# Models of which the classes of transformers 5.24 do otherwise: that of Nemotron-H does not read
+# its limit, and that of Granite looks for a cache's length in a layer with attention.
+NOT_IN_TRANSFORMERS = {
+    "nemotron_h, clamped": NEMOTRON | {"time_step_limit": [0.01, 0.7]},
+    "granitemoehybrid without attention": GRANITE
+    | {"layer_types": ["mamba"] * 5, "mamba_d_head": 16, "mamba_n_heads": 3, "mamba_n_groups": 3},
 }
 LETTERS = {"linear_attention": "M", "moe": "E", "full_attention": "*", "mlp": "-"}
 

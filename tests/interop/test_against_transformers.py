@@ -156,7 +156,7 @@ def as_theirs(folder: Path, values, setup) -> dict[str, np.ndarray]:
         entry, mapped, layers = target.mapped(path, value.shape)
         for layer in layers:
             one = np.asarray(value if layer is None else value[layer])
-            found |= dict(zip(entry.of_layer(layer), mapped.write(one), strict=True))
+            directories.put(found, entry.of_layer(layer), mapped.write(one))
     return found
 
 

@@ -5,6 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from directories import put
 from helpers import tiny
 from safetensors.numpy import save_file
 
@@ -21,6 +22,7 @@ MIXED = (
     *("model.name=llama", "model.kv_heads=2", "model.ffn=24", "model.output_gate=channel"),
     *(f"model.delta.{size}" for size in OF_DELTA),
 )
+STATES = ("model.ssd.heads=4", "model.ssd.head_dim=3", "model.ssd.groups=2", "model.ssd.state=5")
 FAMILIES = {
     "gpt2": ("model.name=gpt",),
     "llama": ("model.name=llama", "model.kv_heads=2", "model.ffn=24"),
@@ -28,6 +30,15 @@ FAMILIES = {
     "phi3": ("model.name=llama", "model.kv_heads=2", "model.ffn=24"),
     "qwen3_5_text": (*MIXED, "model.mixers=['delta', 'delta', 'attention']", "model.layers=4"),
     "qwen3_next": (*MIXED, "model.mixers=['delta', 'attention']", "model.layers=4"),
+    "nemotron_h": (
+        *("model.name=llama", "model.kv_heads=2", "model.ffn=24", "model.mlp=relu2", *STATES),
+        *("model.layers=4", "model.mixers=['ssd', 'none', 'attention', 'none']"),
+        "model.mlps=['none', 'mlp']",
+    ),
+    "falcon_h1": (
+        *("model.name=llama", "model.kv_heads=2", "model.ffn=24", "model.mixers=['both']"),
+        *STATES,
+    ),
     "glm4_moe": (
         *("model.name=llama", "model.kv_heads=2", "model.ffn=24"),
         *(
@@ -60,7 +71,7 @@ def published(values, config, family: str) -> dict[str, np.ndarray]:
         if entry is not None:
             for layer, one in enumerate(x) if stacked else [(None, x)]:
                 written = entry.rule(sizes_of(config.model), one.shape).write(one)
-                found |= dict(zip(entry.of_layer(layer), written, strict=True))
+                put(found, entry.of_layer(layer), written)
     return found
 
 

@@ -19,6 +19,7 @@ from spmdtrain.running.published.export_run import export_run
 from spmdtrain.running.published.import_model import import_model
 
 CASES = ssd_directories.CONFIGS | ssd_directories.VARIANTS
+CASES |= ssd_directories.NOT_IN_TRANSFORMERS
 INFINITY = float("inf")
 
 

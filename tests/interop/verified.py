@@ -55,6 +55,8 @@ DIVISIBLE |= {
         "num_hidden_layers": 4,
         "layer_types": ["linear_attention", directories.FULL] * 2,
     },
+    "nemotron_h": {"num_hidden_layers": 8, "hybrid_override_pattern": "ME*-ME*-"},
+    "granitemoehybrid": {"num_hidden_layers": 4, "layer_types": ["mamba", "attention"] * 2},
     "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", directories.FULL] * 2},
     "lfm2_moe": {"layer_types": ["conv", *["conv", directories.FULL] * 2]},
 }
@@ -110,7 +112,7 @@ def measure(name: str, folder: Path) -> list[str]:
             entry, mapped, layers = target.mapped(path, whole.shape)
             for layer in layers:
                 one = whole if layer is None else whole[layer]
-                ours |= dict(zip(entry.of_layer(layer), mapped.write(one), strict=True))
+                directories.put(ours, entry.of_layer(layer), mapped.write(one))
         worst = max(
             directories.apart(ours[tensor], gradient)
             for tensor, gradient in directories.gradients_in_torch(model).items()

@@ -52,7 +52,8 @@ def _as_usual(values: Mapping[str, Any]) -> dict[str, Any]:
     }
     renamed = without_infinity(renamed) | {"tie_word_embeddings": False}  # whatever the key says
     pattern = renamed.get(LISTED) or renamed.get(PATTERN) or BY_DEFAULT
-    return renamed | {"num_hidden_layers": renamed.get("num_hidden_layers", len(pattern))}
+    layers = len(pattern) if isinstance(pattern, str | list) else None
+    return {"num_hidden_layers": layers} | renamed
 
 
 def _letters(keys: Keys) -> str:

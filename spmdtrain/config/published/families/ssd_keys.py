@@ -52,7 +52,7 @@ def read_limit(keys: Keys) -> dict[str, Any]:
     if limit is None:
         return {}
     is_pair = isinstance(limit, list | tuple) and len(limit) == 2
-    numbers = [bound for bound in limit if bound is not None] if is_pair else [None]
+    numbers = [bound for bound in limit if bound is not None] if is_pair else [-1]
     if not all(type(bound) in (int, float) and bound >= 0 for bound in numbers):
         raise keys.refused(LIMIT, limit, "two numbers, of which the second may be infinite")
     bounds: dict[str, Any] = {"smallest_step": float(limit[0] or 0)}
