@@ -242,6 +242,8 @@ MISTAKES = [
     ("granitemoehybrid", {"score_scale": None}),
     ("falcon_h1", ssd("falcon_h1", factors=(1.0,) * 5)),
     ("falcon_h1", {"score_scale": None}),
+    ("falcon_h1", ssd("falcon_h1", norm_first=True)),
+    ("falcon_h1", {"mlp_out_factor": 1.0}),
     ("lfm2", {"query_norm": "none"}),
     ("lfm2_moe", experts("lfm2_moe", bias_rate=None)),
     ("lfm2_moe", experts("lfm2_moe", normalise=False)),

@@ -1576,6 +1576,27 @@ BREAKAGES = [
         f"'{OF_FAMILY}[lfm2_moe]'",
     ),
     Breakage(
+        "adds attention beside a state space without its factor",
+        "models/layers/mixers/two_mixers.py",
+        "_scaled(y_bte, self.out_factor) + of_state",
+        "y_bte + of_state",
+        f"'{OF_FAMILY}[falcon_h1]'",
+    ),
+    Breakage(
+        "leaves the factor of a gate out",
+        "models/layers/mlp.py",
+        "h * jnp.array([[self.gate_factor], [1]], h.dtype)",
+        "h",
+        f"'{OF_FAMILY}[falcon_h1]'",
+    ),
+    Breakage(
+        "lets narrow experts read the stream's first channels",
+        "models/layers/expert_mlp.py",
+        "read_bte = ctx.column_parallel(x_bte, self.narrow_in_el, (None,))",
+        "read_bte = x_bte[..., : self.narrow_in_el.shape[-1]]",
+        f"'{OF_FAMILY}[nemotron_h]'",
+    ),
+    Breakage(
         "adds no half to the lower slope of xIELU",
         "models/layers/mlp.py",
         "XIELU_BETA + jax.nn.softplus(alpha_n",

@@ -43,6 +43,8 @@ VARIED = [
         *("model.latent.rank=16", "model.latent.query_rank=24"),
         *("model.latent.plain_dim=8", "model.latent.rope_dim=4", "model.latent.value_dim=6"),
     ),
+    (*LLAMA, "model.mlps=none", "model.query_norm=head"),  # layers of one part
+    (*LLAMA, "model.mixers=none", "model.norm_places=both"),
 ]
 GRID = {
     "layers": (2, 3),
