@@ -90,7 +90,13 @@ FEATURES = {
         r"island", ("config/schema/islands.py", "running/islands", "train/islands"), 3
     ),
     "latent attention": Feature(
-        r"latent", ("config/schema/model/latent.py", "models/layers/attention/latent.py"), 17
+        r"latent",
+        (
+            "config/schema/model/latent.py",
+            "models/layers/attention/latent.py",
+            "models/layers/attention/indexers.py",
+        ),
+        17,
     ),
     "loss scale": Feature(r"loss_?scale", ("train/items/loss_scale.py",), 5),
     "multi token": Feature(
@@ -122,7 +128,7 @@ FEATURES = {
     ),
     "soap": Feature(r"\bsoap", ("train/updates/transformations/soap.py",), 5),
     "sparsity": Feature(
-        r"spars(?!e_moe|e_step)",
+        r"spars(?!e_moe|e_step|e attention)",
         ("config/schema/sparsity.py", "train/sparsity"),
         2,
     ),

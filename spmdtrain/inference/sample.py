@@ -197,12 +197,14 @@ def _checked_tokens(config: RunConfig, tokens: Any) -> np.ndarray:
     rows = np.stack(ids_of(tokens, config.vocab))
     if np.ndim(tokens) != 2:
         raise ConfigError(f"tokens of shape {np.shape(tokens)}", fix="tokens [batch, time]")
-    if config.model.positions == "learned" and rows.shape[1] > config.model.max_length:
+    most = config.model.most_tokens
+    if most is not None and rows.shape[1] > most:
+        name = "model.indexer.kept" if config.model.indexer else "model.max_length"
         raise ConfigError(
             f"{rows.shape[1]} tokens are more than the model has positions",
             asked=f"tokens of shape {rows.shape}",
-            found=f"model.max_length={config.model.max_length}",
-            fix=f"tokens[:, -{config.model.max_length}:]",
+            found=f"{name}={most}",
+            fix=f"tokens[:, -{most}:]",
         )
     return rows
 
@@ -267,6 +269,7 @@ def make_generate(
             raise CheckpointError(what, fix="an earlier step: --step N")
         lengths_b = np.array([len(prompt) for prompt in prompts], np.int32)
         stop_at = int(lengths_b.max()) + length
+        _refuse_beyond_indexers(config, stop_at)
         start, room = shapes(int(lengths_b.min()), stop_at)
         prompts_bt = np.zeros((len(prompts), room), np.int32)
         for row, prompt in zip(prompts_bt, prompts, strict=True):
@@ -277,6 +280,18 @@ def make_generate(
         return [row[: size + length] for row, size in zip(made, lengths_b, strict=True)]
 
     return under_mesh
+
+
+def _refuse_beyond_indexers(config: RunConfig, length: int) -> None:
+    """Raises ConfigError if a text becomes longer than what the indexers of a model keep."""
+    indexer = config.model.indexer
+    if indexer and length > indexer.kept:
+        raise ConfigError(
+            "the prompt and what follows are more tokens than attention reads without an indexer",
+            asked=f"{length} tokens",
+            found=f"model.indexer.kept={indexer.kept}",
+            fix="a shorter prompt, or a smaller --length",
+        )
 
 
 # The two ways to predict the next token. Each returns the (logits [b, v], cache) after the first

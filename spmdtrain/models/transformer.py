@@ -171,6 +171,12 @@ def _segments(stacks: Sequence[Stack]) -> Stack:
     return Segments(stacks)
 
 
+def _indexers(model: TransformerConfig) -> nnx.Module:
+    from spmdtrain.models.layers.attention.indexers import Indexers
+
+    return Indexers(model)
+
+
 class Transformer(nnx.Module):
     """The transformer of `config.model`, whose vocab must be resolved, with `max_length` positions.
 
@@ -233,6 +239,7 @@ class Transformer(nnx.Module):
 
             further = nnx.List(FurtherToken(model, rngs, like_last, norm) for _ in range(depth))
         self.further = further
+        self.indexer = _indexers(model) if model.indexer else None
         self.further_after_norm = bool(model.multi_token and model.multi_token.after_norm)
         self.embed_factor = model.embed_factor
         self.logit_scale, self.logit_cap = model.logit_factor, model.logit_cap

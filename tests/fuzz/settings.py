@@ -157,6 +157,7 @@ NOT_DRAWN = {
         "is of one family; tests/models/test_families.py has it",
     ),
     "model.mlps": "asks for mixers or experts; tests/models/test_layers_of_kinds.py has it",
+    "model.indexer": "is kept and not run; tests/interop/test_indexers.py has it",
     **dict.fromkeys(("model.delta", "model.ssd", "model.conv", "model.both"), "is of model.mixers"),
     "model.rope_scaling": "a table; tests/models/test_families.py has it",
     "model.experts.balance_over": "depends on the accumulation; tests/models/test_router.py has it",

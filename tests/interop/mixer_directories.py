@@ -108,7 +108,47 @@ CONFIGS["kimi_linear"] = {
     "routed_scaling_factor": 2.446,
     "num_nextn_predict_layers": 0,
 }
+# Sequences of the tests are shorter than what the indexers keep.
+SPARSE = {
+    name: value
+    for name, value in CONFIGS["kimi_linear"].items()
+    if name in COMMON or name in ("intermediate_size", "rms_norm_eps", "tie_word_embeddings")
+} | {
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 256,
+    "rope_theta": 500.0,
+    **{
+        name: CONFIGS["kimi_linear"][name]
+        for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    },
+    "q_lora_rank": 28,
+    "head_dim": 6,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "n_group": 4,
+    "topk_group": 2,
+    "index_n_heads": 3,
+    "index_head_dim": 12,
+    "index_topk": 64,
+}
+CONFIGS |= {
+    "deepseek_v32": SPARSE
+    | {
+        "model_type": "deepseek_v32",
+        "num_hidden_layers": 3,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    },
+    "glm_moe_dsa": SPARSE | {"model_type": "glm_moe_dsa", "index_topk_freq": 2},
+}
 VARIANTS: dict[str, dict[str, Any]] = {
+    "glm_moe_dsa by a pattern": CONFIGS["glm_moe_dsa"]
+    | {"index_topk_freq": None, "index_topk_pattern": "FSSFS", "tie_word_embeddings": True},
     "kimi_linear by its newer keys": {
         name: value
         for name, value in CONFIGS["kimi_linear"].items()
@@ -177,6 +217,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def tensors_of(config: dict[str, Any]) -> Shapes:
     """The names and shapes of the tensors in the files of a family."""
     others = {"olmo_hybrid": _of_olmo, "kimi_linear": _of_kimi}
+    others |= dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _of_sparse)
     return others.get(config["model_type"], _of_lfm)(config)
 
 
@@ -194,6 +235,46 @@ def _of_kimi(config: dict[str, Any]) -> Shapes:
         own |= _newer("mlp", config["intermediate_size"], embed) if layer < dense else {}
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in own.items()}
     return shapes | {"model.norm.weight": (embed,), "lm_head.weight": (vocab, embed)}
+
+
+def _of_sparse(config: dict[str, Any]) -> Shapes:
+    """DeepSeek-V3 with an indexer in each layer, or in those that do not share one."""
+    vocab, embed = config["vocab_size"], config["hidden_size"]
+    shapes: Shapes = {"model.embed_tokens.weight": (vocab, embed)}
+    heads, width = config["index_n_heads"], config["index_head_dim"]
+    indexer: Shapes = {
+        "wq_b.weight": (heads * width, config["q_lora_rank"]),
+        "wk.weight": (width, embed),
+        "k_norm.weight": (width,),
+        "k_norm.bias": (width,),
+        "weights_proj.weight": (heads, embed),
+    }
+    pattern = config.get("index_topk_pattern")
+    for layer in range(config["num_hidden_layers"]):
+        own = _latents(config)
+        own |= {f"{name}_layernorm.weight": (embed,) for name in ("input", "post_attention")}
+        is_dense = layer < config["first_k_dense_replace"]
+        own |= _newer("mlp", config["intermediate_size"], embed) if is_dense else _grouped(config)
+        period = config.get("index_topk_freq") or 1
+        is_full = pattern[layer] == "F" if pattern else max(layer - 1, 0) % period == 0
+        if is_full:
+            own |= {f"self_attn.indexer.{name}": shape for name, shape in indexer.items()}
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in own.items()}
+    shapes["model.norm.weight"] = (embed,)
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (vocab, embed)
+    return shapes
+
+
+def _grouped(config: dict[str, Any]) -> Shapes:
+    count, embed, ffn = (
+        config[name] for name in ("n_routed_experts", "hidden_size", "moe_intermediate_size")
+    )
+    shapes: Shapes = {"mlp.gate.weight": (count, embed)}
+    shapes["mlp.gate.e_score_correction_bias"] = (count,)
+    for number in range(count):
+        shapes |= _newer(f"mlp.experts.{number}", ffn, embed)
+    return shapes | _newer("mlp.shared_experts", ffn * config["n_shared_experts"], embed)
 
 
 def _newer(place: str, ffn: int, embed: int) -> Shapes:

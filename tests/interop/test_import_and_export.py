@@ -536,7 +536,7 @@ def test_no_setting_of_a_model_is_lost_on_the_way_out():
     """An export is compared with its run by `function_of`: it must see every setting."""
     plain = {"name": "llama", "layers": 2, "embed": 32, "heads": 4, "vocab": 64, "max_length": 32}
     fields = set(type(as_model(plain)).model_fields)
-    tables = OTHER_OF_MIXERS.keys() | {"mixers"}
+    tables = OTHER_OF_MIXERS.keys() | {"mixers", "indexer"}
     assert fields == OTHER.keys() | CHANGE_NO_FUNCTION | tables | {"rope_theta_window"}
     of_plain = function_of(as_model(plain))
     for name, value in OTHER.items():

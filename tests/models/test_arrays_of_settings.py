@@ -32,6 +32,11 @@ WITH: dict[str, tuple[dict[str, str], ...]] = {
         {f"model.latent.{name}": "4" for name in ("rank", "plain_dim", "rope_dim", "value_dim")}
         | {"model.kv_heads": "4"},
     ),
+    "model.indexer": (
+        {f"model.latent.{name}": "4" for name in ("rank", "plain_dim", "rope_dim", "value_dim")}
+        | {"model.kv_heads": "4", "model.latent.query_rank": "4", "model.indexer.kept": "16"}
+        | {"model.indexer.heads": "2", "model.indexer.dim": "2"},
+    ),
     "model.full": (
         {"model.windows": "2,0", "model.full.head_dim": "6"},
         {"model.windows": "2,0", "model.full.kv_heads": "1"},
@@ -81,6 +86,7 @@ OTHERS = (
     "none",
     "silu",
     "sigmoid",
+    "after",
     "1,2,3,4,5",
 )
 TRIED = 2  # values that change no array, of a setting that should not

@@ -116,6 +116,11 @@ def as_published(folder: Path, values: dict[str, Any]) -> Published:
     keys.check_numbers()
     settings = _read_gpt2(family, keys) if family.is_gpt2 else _read_llama(name, keys)
     keys.check_all_taken()
+    if indexer := settings.get("indexer"):
+        remarks.append(
+            f"{folder}: attention is dense up to {indexer['kept']:,} tokens, which is all that is "
+            "read; the indexers are kept as they are, and not trained"
+        )
     _check_count(where, settings)
     dtype = values.get("dtype", values.get("torch_dtype"))
     if dtype not in DTYPES:

@@ -118,6 +118,7 @@ def function_of(model: TransformerConfig) -> dict[str, Any]:
         "token_layers": model.token_layers
         and (model.token_layers.dim, model.token_layers.vocab or model.vocab),
         "latent": model.latent and _with_epsilon(model, model.latent),
+        "indexer": model.indexer and model.indexer.model_dump() | {"layers": model.indexer_layers},
         "mixers": model.layer_mixers,
         "mlps": model.layer_mlps,
         "delta": model.delta and _with_epsilon(model, model.delta) | {"norm_places": None},

@@ -1,6 +1,6 @@
 """Defines an entry of a table of names: the tensors that one of our parameters is made from."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ class Entry(NamedTuple):
         number = None if layer is None else self.first + self.step * layer
         return tuple(name.replace(LAYER, str(number)) for name in self.names)
 
-    def of_all(self, numbers: range) -> "Entry":
+    def of_all(self, numbers: Sequence[int]) -> "Entry":
         """Returns the entry of a parameter that has all layers of these numbers, stacked.
 
         `of_experts` comes first: the experts of a layer stand side by side.

@@ -131,6 +131,10 @@ NAMES: Mapping[str, FamilyNames] = {
         further=APART,
     ),
     "olmo_hybrid": OLMO_HYBRID,
+    **dict.fromkeys(
+        ("deepseek_v32", "glm_moe_dsa"),
+        FamilyNames({**LATENT, **NORMS_BEFORE}, experts=expert_parts.DEEPSEEK),
+    ),
     "kimi_linear": FamilyNames(
         kimi_parts.LAYER, experts=expert_parts.KIMI, renamed=kimi_parts.RENAMED
     ),

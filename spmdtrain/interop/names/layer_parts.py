@@ -146,6 +146,13 @@ DELTA_APART = {
     "attention.norm_scale_v": entry(pieces.copy, "linear_attn.o_norm.weight"),
     "attention.out_hrve": entry(pieces.heads_out, "linear_attn.o_proj.weight"),
 }
+INDEXER = {
+    "indexer.query_nrhc": entry(pieces.heads_first, "self_attn.indexer.wq_b.weight"),
+    "indexer.key_nec": entry(pieces.transpose, "self_attn.indexer.wk.weight"),
+    "indexer.key_scale_nc": entry(pieces.copy, "self_attn.indexer.k_norm.weight"),
+    "indexer.key_bias_nc": entry(pieces.copy, "self_attn.indexer.k_norm.bias"),
+    "indexer.weight_neh": entry(pieces.transpose, "self_attn.indexer.weights_proj.weight"),
+}
 LIKE_LLAMA = {
     EMBED: entry(pieces.copy, "model.embed_tokens.weight"),
     NORM: entry(pieces.copy, "model.norm.weight"),

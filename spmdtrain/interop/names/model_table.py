@@ -15,7 +15,7 @@ from spmdtrain.interop.names.entry import (
 )
 from spmdtrain.interop.names.expert_parts import LOAD_BIAS, NO_BIAS, Layouts
 from spmdtrain.interop.names.family_names import NAMES
-from spmdtrain.interop.names.layer_parts import PLAIN_QUERIES
+from spmdtrain.interop.names.layer_parts import INDEXER, PLAIN_QUERIES
 from spmdtrain.interop.names.model_sizes import sizes_of
 from spmdtrain.interop.names.spellings import spelled, spelling_of
 
@@ -44,7 +44,20 @@ def table_of(family: str, model: TransformerConfig, layout: LayoutsInFiles = FIR
     table = {**NAMES[family].whole, **_further(family, model, layout.further)}
     for stack in model.stacks:
         table |= _of_stack(family, model, stack, layout.layers)
-    return table
+    return {**table, **_of_indexers(family, model)}
+
+
+def _of_indexers(family: str, model: TransformerConfig) -> Table:
+    """Returns the entries of [model.indexer], which have the indexers of all layers."""
+    if model.indexer is None:
+        return {}
+    prefix = NAMES[family].prefix
+    return {
+        path: Entry(entry.rule, tuple(prefix + name for name in entry.names)).of_all(
+            model.indexer_layers
+        )
+        for path, entry in INDEXER.items()
+    }
 
 
 def layout_of(family: str, model: TransformerConfig, names: Collection[str]) -> LayoutsInFiles:

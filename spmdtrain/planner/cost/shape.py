@@ -401,7 +401,17 @@ def outside_parameters(model: TransformerConfig) -> int:
     """Counts the parameters outside the layers: tables and the last norm."""
     tables = vocab(model) * vocabulary_tables(model) + position_rows(model)
     of_layers = token_table(model) + token_width(model)
-    return model.embed * (tables + vectors_per_norm(model)) + of_layers
+    return model.embed * (tables + vectors_per_norm(model)) + of_layers + indexer_parameters(model)
+
+
+def indexer_parameters(model: TransformerConfig) -> int:
+    """Counts the parameters of the indexers of sparse attention, which are not trained."""
+    if model.indexer is None or model.latent is None:
+        return 0
+    heads, dim = model.indexer.heads, model.indexer.dim
+    rank = model.latent.query_rank or model.embed
+    own = rank * heads * dim + model.embed * (dim + heads) + 2 * dim
+    return len(model.indexer_layers) * own
 
 
 def last_layer(model: TransformerConfig) -> TransformerConfig:

@@ -215,10 +215,12 @@ def _check_numbers(setup: Setup, part: dict[str, np.ndarray]) -> None:
     if config.data.mix:
         _check_range("source", part.get("source"), len(config.data.mix))
     length = part["tokens"].shape[-1] if "tokens" in part else 0
-    if learned and "positions" not in part and length > config.model.max_length:
+    most = None if learned and "positions" in part else config.model.most_tokens
+    if most is not None and length > most:
+        name = "model.max_length" if learned else "model.indexer.kept"
         raise ConfigError(
             f"the batch has {length} tokens in a row, more than the model has positions",
-            found=f"model.max_length={config.model.max_length}",
+            found=f"{name}={most}",
             fix=BATCHES,
         )
 

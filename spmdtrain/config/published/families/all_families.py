@@ -30,6 +30,7 @@ from spmdtrain.config.published.families.qwen import QWEN
 from spmdtrain.config.published.families.qwen_linear import QWEN_LINEAR
 from spmdtrain.config.published.families.seed_oss import SEED_OSS
 from spmdtrain.config.published.families.smollm import SMOLLM
+from spmdtrain.config.published.families.sparse import SPARSE
 
 FAMILIES: Mapping[str, Family] = {
     **GPT2,
@@ -59,4 +60,5 @@ FAMILIES: Mapping[str, Family] = {
     **NEMOTRON,
     **GRANITE_HYBRID,
     **FALCON,
+    **SPARSE,
 }

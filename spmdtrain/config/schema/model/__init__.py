@@ -5,6 +5,7 @@ from spmdtrain.config.schema.model.conv import ConvConfig as ConvConfig
 from spmdtrain.config.schema.model.delta import DeltaConfig as DeltaConfig
 from spmdtrain.config.schema.model.experts import ExpertsConfig as ExpertsConfig
 from spmdtrain.config.schema.model.full import FullConfig as FullConfig
+from spmdtrain.config.schema.model.indexer import IndexerConfig as IndexerConfig
 from spmdtrain.config.schema.model.latent import LatentConfig as LatentConfig
 from spmdtrain.config.schema.model.layer_kinds import IN_STACK as IN_STACK
 from spmdtrain.config.schema.model.layer_kinds import LayerKind as LayerKind

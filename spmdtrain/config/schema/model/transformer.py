@@ -10,6 +10,7 @@ from spmdtrain.config.schema.model.conv import ConvConfig
 from spmdtrain.config.schema.model.delta import DeltaConfig
 from spmdtrain.config.schema.model.experts import ExpertsConfig
 from spmdtrain.config.schema.model.full import FullConfig, of_layer
+from spmdtrain.config.schema.model.indexer import IndexerConfig
 from spmdtrain.config.schema.model.latent import LatentConfig
 from spmdtrain.config.schema.model.layer_kinds import (
     LayerKind,
@@ -185,6 +186,11 @@ class TransformerConfig(Settings):
         description="the table [model.latent]: keys and values of all heads from a narrow latent; "
         "default: none",
     )
+    indexer: IndexerConfig | None = Field(
+        default=None,
+        description="the table [model.indexer]: indexers of sparse attention, which are kept and "
+        "not run; default: none",
+    )
     delta: DeltaConfig | None = Field(
         default=None,
         description="the table [model.delta]: the gated delta rule in place of attention; "
@@ -310,6 +316,8 @@ class TransformerConfig(Settings):
             self._check_experts(self.experts)
         self._check_mlps()
         self._check_mixers()
+        if self.indexer:
+            self._check_indexer(self.indexer)
         if self.full:
             self._check_full(self.full)
         if self.token_layers:
@@ -480,6 +488,36 @@ class TransformerConfig(Settings):
                 f"model.experts.every={experts.every} does not divide the {others} layers of "
                 "model.layers after model.experts.first_dense"
             )
+
+    def _check_indexer(self, indexer: IndexerConfig) -> None:
+        """Refuses indexers of other attention, and sequences for which they would choose."""
+        if self.latent is None or not self.latent.query_rank:
+            raise ValueError(
+                "model.indexer reads the latent of queries; set model.latent.query_rank"
+            )
+        if self.max_length is not None and self.max_length > indexer.kept:
+            raise ValueError(
+                f"model.max_length={self.max_length}: attention would read only the "
+                f"model.indexer.kept={indexer.kept} tokens that an indexer chooses, and indexers "
+                f"are not run; set model.max_length={indexer.kept}"
+            )
+
+    @property
+    def indexer_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers with an indexer, and of all blocks after the last layer."""
+        if self.indexer is None:
+            return ()
+        depth = self.multi_token.depth if self.multi_token else 0
+        has_indexer = repeated(self.indexer.layers or (True,), self.layers)
+        chosen = [number for number, has in enumerate(has_indexer) if has]
+        return (*chosen, *range(self.layers, self.layers + depth))
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The tokens of a sequence beyond which the model is another one; None: there are none."""
+        if self.indexer:
+            return self.indexer.kept
+        return self.max_length if self.positions == "learned" else None
 
     @property
     def split_heads(self) -> tuple[int, ...]:
