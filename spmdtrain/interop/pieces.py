@@ -358,6 +358,12 @@ def gate_up_stacked(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as 
     return _one((count, 2 * ffn, embed), shape, (count, 2, ffn, embed), (0, 3, 1, 2))
 
 
+def gate_up_stacked_columns(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the others
+    """Takes one tensor [X, E, 2 F] of all experts, gates in the first columns, as [X, E, 2, F]."""
+    count, embed, _, ffn = shape
+    return _one((count, embed, 2 * ffn), shape, shape, (0, 1, 2, 3))
+
+
 def transpose_stacked(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 - as the others
     """Takes one tensor [X, out, in] of all experts as our [X, in, out]."""
     count, ins, outs = shape

@@ -74,15 +74,20 @@ def train_flops_per_token(config: TransformerConfig, sequence_length: int) -> fl
             else:
                 own = config.of_layer(layer)
                 of_pair = 6 * own.heads * (own.head_dim + own.value_width)
-                mixing += of_pair * seen_pairs(sequence_length, kind.window) / sequence_length
+                pairs = seen_pairs(sequence_length, kind.window, kind.chunk)
+                mixing += of_pair * pairs / sequence_length
     return 6 * matmul_parameters(config) + mixing
 
 
-def seen_pairs(length: int, window: int = 0) -> float:
+def seen_pairs(length: int, window: int = 0, chunk: int = 0) -> float:
     """Counts the pairs of query and key that causal attention sees in a sequence, as in `counting`.
 
     `window`: tokens that a query sees, including itself; 0: all, which count half of the square.
+    `chunk`: tokens of a block that it does not leave; 0: there are none.
     """
+    if 0 < chunk < length:
+        whole, rest = divmod(length, chunk)
+        return (whole * chunk * (chunk + 1) + rest * (rest + 1)) / 2
     if not window or window >= length:
         return length * length / 2
     return window * length - window * (window - 1) / 2

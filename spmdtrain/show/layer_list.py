@@ -10,7 +10,8 @@ from spmdtrain.config.schema.model.layer_kinds import singles_of
 def layer_rows(model: TransformerConfig) -> list[dict[str, Any]]:
     """Returns the kinds of layers, in order of appearance, each with the numbers of its layers.
 
-    `window`: tokens that attention sees, 0 for all. `rope_theta`: None without rotary positions.
+    `window`: tokens that attention sees, 0 for all. `chunk`: those of a block that it does not
+    leave, 0 for none. `rope_theta`: None without rotary positions.
     """
     kinds = [
         (_without_attention(kind) if "attention" not in singles_of(parts.mixer) else kind, parts)
@@ -28,7 +29,7 @@ def layer_rows(model: TransformerConfig) -> list[dict[str, Any]]:
 
 def _without_attention(kind: LayerKind) -> LayerKind:
     """Returns the kind of a layer that reads nothing of it."""
-    return kind._replace(window=0, rope_theta=None, is_scaled=False)
+    return kind._replace(window=0, rope_theta=None, is_scaled=False, chunk=0)
 
 
 def describe_layers(model: TransformerConfig) -> str:
@@ -40,7 +41,7 @@ def describe_layers(model: TransformerConfig) -> str:
     lines: dict[str, list[int]] = {}
     for row in rows:
         lines.setdefault(_line(row, model), []).extend(row["layers"])
-    is_plain = rows[0]["mixer"] == "attention" and not rows[0]["window"]
+    is_plain = rows[0]["mixer"] == "attention" and not rows[0]["window"] and not rows[0]["chunk"]
     if len(lines) == 1 and is_plain and rows[0]["mlp"] != "none":
         return ""
     return "\n".join(f"layers {_ranges(sorted(layers))} {line}" for line, layers in lines.items())
@@ -81,6 +82,8 @@ def describe_experts(model: TransformerConfig) -> str:
 def _line(row: dict[str, Any], model: TransformerConfig) -> str:
     """Returns what a layer of a row does, after its numbers."""
     span = f"the last {row['window']:,} tokens" if row["window"] else "all tokens"
+    if row["chunk"]:
+        span = f"the tokens of their block of {row['chunk']:,}"
     parts = {
         "attention": [f"see {span}"],
         "both": [f"see {span} beside ssd"],

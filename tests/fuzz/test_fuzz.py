@@ -106,20 +106,42 @@ def _is_drawn(key: str) -> bool:
 
 @pytest.fixture(scope="module")
 def many() -> list[Draw]:
-    return [draw(SEEDS_PER_NUMBERS * group + group % SEEDS_PER_NUMBERS) for group in range(400)]
+    return [drawn_of(group) for group in range(400)]
+
+
+def drawn_of(group: int) -> Draw:
+    return draw(SEEDS_PER_NUMBERS * group + group % SEEDS_PER_NUMBERS)
 
 
 def test_over_many_draws_every_setting_takes_several_values(many):
+    """Over 400, and a few hundred more for settings of a table that few runs have."""
     seen: dict[str, set] = {}
-    for each in many:
-        for values in (each.numbers, each.layout, each.onto):
+
+    def add(one: Draw) -> None:
+        for values in (one.numbers, one.layout, one.onto):
             for key, value in values.items():
                 seen.setdefault(key, set()).add(value)
-    drawn = [key for key in settings() if key not in NOT_DRAWN and not key.startswith("rules.")]
-    for key in drawn:
-        switched_off = {1} if key.removeprefix("mesh.") in AXES else {None}
-        values = set(values_of(key)) - switched_off
-        assert len(seen[key] & values) >= min(3, len(values)), key
+
+    def rare() -> list[str]:
+        drawn = [key for key in settings() if key not in NOT_DRAWN and not key.startswith("rules.")]
+        wanted = {key: set(values_of(key)) - _switched_off(key) for key in drawn}
+        return [
+            key
+            for key, values in wanted.items()
+            if len(seen.get(key, set()) & values) < min(3, len(values))
+        ]
+
+    for one in many:
+        add(one)
+    for group in range(400, 700):
+        if not rare():
+            break
+        add(drawn_of(group))
+    assert rare() == []
+
+
+def _switched_off(key: str) -> set:
+    return {1} if key.removeprefix("mesh.") in AXES else {None}
 
 
 def test_meshes_have_every_axis_and_rules_both_orders():

@@ -448,6 +448,30 @@ CONFIGS |= {
 CONFIGS |= mixer_directories.CONFIGS
 CONFIGS |= gemma4_files.CONFIGS
 CONFIGS |= ssd_directories.CONFIGS
+# Three layers in four have rotary positions and attend within blocks.
+CONFIGS["llama4_text"] = LIKE_LLAMA | {
+    "model_type": "llama4_text",
+    "rms_norm_eps": 1e-3,
+    "num_hidden_layers": 4,
+    "intermediate_size": 24,
+    "intermediate_size_mlp": 40,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 2,
+    "no_rope_layer_interval": 4,
+    "attention_chunk_size": 12,
+    "attn_temperature_tuning": True,
+    "attn_scale": 0.1,
+    "floor_scale": 8,
+    "use_qk_norm": True,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 1.0,
+        "original_max_position_embeddings": 32,
+    },
+}
 # The names of a layer's experts in published files: the router, its bias, the matrices of expert X,
 # and the mlp of the shared experts.
 NEWER = ("mlp.experts.X.gate_proj", "mlp.experts.X.up_proj", "mlp.experts.X.down_proj")
@@ -626,6 +650,8 @@ def tensors_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             of_layer = gemma4_files.layer_tensors(config, layer)
         elif kind == "gpt_oss":
             of_layer |= _of_gpt_oss(config)
+        elif kind == "llama4_text":
+            of_layer |= _of_llama4(config, layer)
         else:
             of_layer |= _of_mlp(config) if is_dense else _of_experts(config)
         if not kind.startswith("gemma4"):
@@ -693,7 +719,8 @@ def _of_attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     usual = config.get("use_bias") or config.get("attention_bias") and kind not in apart
     if config.get("attention_out_bias", usual):
         found["self_attn.o_proj.bias"] = (embed,)
-    if kind in QUERY_NORM_OF_HEAD or config.get("use_qk_norm"):
+    has_weights = config.get("use_qk_norm") and kind != "llama4_text"
+    if kind in QUERY_NORM_OF_HEAD or has_weights:
         found |= {f"self_attn.{name}_norm.weight": (dim,) for name in "qk"}
     if kind in QUERY_NORM_OF_ALL:
         found["self_attn.q_norm.weight"] = (heads * dim,)
@@ -815,6 +842,27 @@ def _of_gpt_oss(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "mlp.experts.down_proj": (count, ffn, embed),
         "mlp.experts.down_proj_bias": (count, embed),
     }
+
+
+def _of_llama4(config: dict[str, Any], layer: int) -> dict[str, tuple[int, ...]]:
+    """The mlp of a layer, or its router, its experts in two tensors and the shared one."""
+    embed, ffn, count = (
+        config[name] for name in ("hidden_size", "intermediate_size", "num_local_experts")
+    )
+    step = config["interleave_moe_layer_step"]
+    routed = config.get("moe_layers")
+    is_routed = (layer + 1) % step == 0 if routed is None else layer in routed
+    width = ffn if is_routed else config["intermediate_size_mlp"]
+    place = "feed_forward.shared_expert" if is_routed else "feed_forward"
+    found: dict[str, tuple[int, ...]] = {
+        f"{place}.{name}_proj.weight": (width, embed) for name in ("gate", "up")
+    }
+    found[f"{place}.down_proj.weight"] = (embed, width)
+    if is_routed:
+        found["feed_forward.router.weight"] = (count, embed)
+        found["feed_forward.experts.gate_up_proj"] = (count, embed, 2 * ffn)
+        found["feed_forward.experts.down_proj"] = (count, ffn, embed)
+    return found
 
 
 def _of_gpt2(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

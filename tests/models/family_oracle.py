@@ -180,6 +180,8 @@ def attention(model: Any, p: Params, x: np.ndarray, number: int) -> np.ndarray:
     place = np.arange(x.shape[1])
     distance = place[:, None] - place[None]
     seen = (distance >= 0) & (distance < (window or x.shape[1]))
+    if chunk := model.chunks[number % len(model.chunks)] if model.chunks else 0:
+        seen &= place[:, None] // chunk == place[None] // chunk
     scores = np.where(seen, scores, -np.inf)
     sinks = np.full(model.heads, -np.inf)
     if model.sinks:
@@ -239,13 +241,18 @@ def grouped(model: Any, p: Params, x: np.ndarray, number: int, window: int) -> t
     if model.output_gate == "channel":
         q = q[..., ::2, :]
     q = q.reshape(*q.shape[:2], heads, dim)
-    if model.query_norm != "none":
+    if model.query_norm in ("head", "all"):
         q = query_normed(model, q, p["attention.query_key_norm.query_scale"])
         k = query_normed(model, k, p["attention.query_key_norm.key_scale"])
     if model.positions == "rope" and (
         not model.rope_layers or model.rope_layers[number % len(model.rope_layers)]
     ):
         q, k = (turned(model, each, window) for each in (q, k))
+        if model.query_norm == "after":
+            q, k = (
+                each / np.sqrt((each * each).mean(-1, keepdims=True) + model.norm_epsilon)
+                for each in (q, k)
+            )
     if model.value_norm:
         v = v / np.sqrt((v * v).mean(-1, keepdims=True) + model.norm_epsilon)
     k, v = (np.repeat(each, group, axis=2) for each in (k, v))
@@ -320,8 +327,8 @@ def scaled(scaling: Any, frequency: np.ndarray, theta: float) -> tuple[np.ndarra
         frequency = np.where(np.arange(len(frequency)) < turning, frequency / factor, 0)
     elif scaling.kind == "llama3":
         wave = 2 * np.pi / frequency
-        share = (length / wave - scaling.low_factor) / (scaling.high_factor - scaling.low_factor)
-        share = share.clip(0, 1)
+        turns, low, high = length / wave, scaling.low_factor, scaling.high_factor
+        share = turns >= low if high == low else ((turns - low) / (high - low)).clip(0, 1)
         frequency = (1 - share) * frequency / factor + share * frequency
     elif scaling.kind == "yarn":
         channels = 2 * len(frequency)
@@ -389,7 +396,11 @@ def experts(model: Any, p: Params, x: np.ndarray, found: np.ndarray) -> np.ndarr
             for name, ours in names.items()
             if f"mlp.{name}" in p
         }
-        routed = routed + found[..., number, None] * mlp(model, own, read)
+        gate = found[..., number, None]
+        if model.experts.gate_input:
+            routed = routed + mlp(model, own, gate * read)
+        else:
+            routed = routed + gate * mlp(model, own, read)
     return y + (routed @ p["mlp.narrow_out_le"] if model.experts.width else routed)
 
 

@@ -72,6 +72,9 @@ PLACEMENTS = [
     ("latent", ("mesh.fsdp=2", "mesh.context=2", "mesh.tensor=2", "train.microbatch=2")),
     ("latent", ("mesh.pipeline=2", "mesh.fsdp=2", "mesh.tensor=2", "train.microbatch=2")),
     ("further", ("mesh.expert=2", "mesh.context=2", "mesh.tensor=2", "train.microbatch=2")),
+    ("chunked", ("mesh.expert=2", "mesh.context=2", "mesh.tensor=2", "train.microbatch=2")),
+    ("chunked", ("mesh.context=2", "mesh.data=2", "model.context_attention=ulysses")),
+    ("chunked", ("mesh.context=4", "mesh.fsdp=2", "model.context_attention=gather")),
     ("convolved", ("mesh.expert=2", "mesh.context=2", "mesh.tensor=2", "train.microbatch=2")),
     ("one part", ("mesh.expert=2", "mesh.context=2", "mesh.tensor=2", "train.microbatch=2")),
     ("one part", ("mesh.pipeline=2", "mesh.fsdp=2", "mesh.tensor=2", "train.microbatch=2")),
@@ -91,7 +94,8 @@ def rich_gradients(name: str, *placement: str) -> tuple[float, dict[str, np.ndar
     return float(sums["loss"] / sums["tokens"]), plain_arrays(setup, found)
 
 
-IDS = ["own", "own in a ring", "capped", "sunk", "latent", "staged", "further", "convolved"]
+IDS = ["own", "own in a ring", "capped", "sunk", "latent", "staged", "further"]
+IDS += ["ring of blocks", "ulysses", "gather", "convolved"]
 IDS += ["one part", "one part in stages", "side by side"]
 
 
@@ -244,6 +248,18 @@ MISTAKES = [
     ("falcon_h1", {"score_scale": None}),
     ("falcon_h1", ssd("falcon_h1", norm_first=True)),
     ("falcon_h1", {"mlp_out_factor": 1.0}),
+    ("llama4", {"chunks": ()}),
+    ("llama4", {"chunks": (11, 11, 0)}),
+    ("llama4", {"chunks": (), "windows": (12, 12, 0)}),
+    ("llama4", {"rope_layers": (True, False, False)}),
+    ("llama4", {"query_norm": "none"}),
+    ("llama4", {"rope_scaling": None}),
+    ("llama4", scaling("llama4", high_factor=4.0)),
+    ("llama4", {"temperature": None}),
+    ("llama4", {"temperature": FAMILIES["llama4"]["temperature"] | {"offset": 0}}),
+    ("llama4", {"temperature": FAMILIES["llama4"]["temperature"] | {"layers": "all"}}),
+    ("llama4", experts("llama4", gate_input=False)),
+    ("llama4", experts("llama4", score="softmax")),
     ("lfm2", {"query_norm": "none"}),
     ("lfm2_moe", experts("lfm2_moe", bias_rate=None)),
     ("lfm2_moe", experts("lfm2_moe", normalise=False)),
@@ -409,6 +425,8 @@ MISTAKEN_FORMULAS = [
     ("lfm2_moe", "gates", scores_with_their_bias),
     ("kimi_linear", "delta_layer", one_decay_of_a_head),
     ("nemotron_h", "gates", scores_with_their_bias),
+    ("llama4", "turned", by_pairs),
+    ("llama4", "shared_gate", lambda *_: 0.0),
     ("lfm2", "conv_layer", in_another_order),
     ("lfm2_moe", "conv_layer", gated_behind_the_taps),
     ("lfm2_moe", "conv_layer", activated),

@@ -38,6 +38,7 @@ from spmdtrain.train.step import make_gradients
         ("model.name=llama", "model.kv_heads=2"),
         ("model.layers=3", "model.tied=false", "model.head_dim=16"),
         ("model.layers=5", "model.windows=7,20,0,64", "model.mlp=geglu"),
+        ("model.layers=5", "model.chunks=7,20,0,64"),
         ("model.heads=4", "model.kv_heads=2", "model.output_gate=channel"),
         ("model.heads=4", "model.kv_heads=2", "model.output_gate=head"),
         (

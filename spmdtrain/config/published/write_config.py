@@ -151,7 +151,7 @@ def _with_epsilon(
 
 def _function_of_experts(experts: ExpertsConfig) -> dict[str, Any]:
     names = ("count", "chosen", "score", "normalise", "scale", "logit_bias", "groups")
-    names += ("shared_width", "shared_gate", "width", "smallest_sum", "sum_epsilon")
+    names += ("shared_width", "shared_gate", "width", "smallest_sum", "sum_epsilon", "gate_input")
     return {name: getattr(experts, name) for name in names} | {
         "ffn": experts.ffn,
         "groups_kept": experts.groups_kept,

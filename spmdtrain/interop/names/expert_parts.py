@@ -137,6 +137,14 @@ LFM = tuple(
     }
     for matrices in (_older, _stacked, _newer)
 )
+LLAMA4 = (  # in x out, unlike others
+    {
+        **_router("feed_forward.router.weight"),
+        "mlp.up_xeu": entry(pieces.gate_up_stacked_columns, "feed_forward.experts.gate_up_proj"),
+        "mlp.down_xfe": entry(pieces.copy, "feed_forward.experts.down_proj"),
+        **_shared("feed_forward.shared_expert"),
+    },
+)
 GPT_OSS = (
     {
         "mlp.router.weight_ex": entry(pieces.transpose, "mlp.router.weight"),

@@ -13,6 +13,7 @@ from spmdtrain.interop.names.layer_parts import (
     DELTA,
     DELTA_APART,
     DELTA_BY_HEAD,
+    FEED_FORWARD,
     FUSED_ATTENTION,
     FUSED_MLP,
     KEYS_AS_VALUES,
@@ -95,6 +96,11 @@ SINKS = {"attention.sinks": entry(pieces.copy, "self_attn.sinks")}
 
 OF_GEMMA4 = {**ATTENTION, **KEYS_AS_VALUES, **NORMS_BOTH, **QUERY_NORMS, **LAYER_SCALE}
 GEMMA4 = FamilyNames({**OF_GEMMA4, **TOKEN_PART}, whole={**LIKE_LLAMA, **TOKEN_LAYERS})
+LLAMA4 = FamilyNames(
+    {**PAIRED_ATTENTION, **NORMS_BEFORE},
+    mlp=FEED_FORWARD,
+    experts=expert_parts.LLAMA4,
+)
 QWEN_LINEAR = FamilyNames({**ATTENTION, **DELTA, **NORMS_BEFORE, **QUERY_NORMS}, further=APART)
 
 NAMES: Mapping[str, FamilyNames] = {
@@ -145,6 +151,7 @@ NAMES: Mapping[str, FamilyNames] = {
     "mistral4": FamilyNames({**LATENT, **NORMS_BEFORE}, experts=expert_parts.MISTRAL),
     "arcee": FamilyNames(OF_ATTENTION, UNGATED_MLP),
     "apertus": FamilyNames({**ATTENTION, **NORMS_OF_APERTUS, **QUERY_NORMS}, XIELU_MLP),
+    "llama4_text": LLAMA4,
     "ernie4_5": FamilyNames({**PAIRED_ATTENTION, **NORMS_BEFORE}),
     "ernie4_5_moe": FamilyNames({**PAIRED_ATTENTION, **NORMS_BEFORE}, experts=expert_parts.ERNIE),
     "nemotron_h": FamilyNames(

@@ -22,6 +22,12 @@ MLP = {
     "mlp.down_fe": entry(pieces.transpose, "mlp.down_proj.weight"),
     "mlp.down_bias": entry(pieces.copy, "mlp.down_proj.bias"),
 }
+FEED_FORWARD = {
+    "mlp.up_ef": entry(
+        pieces.gate_up, "feed_forward.gate_proj.weight", "feed_forward.up_proj.weight"
+    ),
+    "mlp.down_fe": entry(pieces.transpose, "feed_forward.down_proj.weight"),
+}
 UNGATED_MLP = {
     "mlp.up_ef": entry(pieces.transpose, "mlp.up_proj.weight"),
     "mlp.up_bias": entry(pieces.copy, "mlp.up_proj.bias"),

@@ -10,7 +10,7 @@ from spmdtrain.interop.names.family_names import NAMES
 SAY_NOTHING = re.compile(
     r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)"
     r"|.*\.rotary_emb\.inv_freq"
-    r"|(model\.)?(vision_tower|multi_modal_projector|visual)\..*"
+    r"|(model\.)?(vision_tower|vision_model|multi_modal_projector|visual)\..*"
 )
 # Other spellings of the same names: (our prefix, the prefix in other files).
 SPELLINGS: Sequence[tuple[str, str]] = (

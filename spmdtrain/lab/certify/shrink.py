@@ -157,7 +157,7 @@ def _model(config: RunConfig, lost: list[str]) -> dict[str, Any]:
     keeps_heads = model.mup_base is not None and model.is_given("head_dim")
     own_width = model.heads * model.head_dim != model.embed
     embed = HEADS * width // 2 if own_width else heads * width
-    windows = _windows(config, lost)
+    windows = _spans(config, model.windows, "window", lost)
     small: dict[str, Any] = {
         "layers": _layers(config, lost),
         "embed": embed,
@@ -169,6 +169,7 @@ def _model(config: RunConfig, lost: list[str]) -> dict[str, Any]:
         "vocab": _vocab(config),
         "max_length": 2 * LENGTH if model.is_given("max_length") else None,
         "windows": windows,
+        "chunks": _spans(config, model.chunks, "block", lost),
         "rope_theta_window": model.rope_theta_window if any(windows) else None,
         "rope_layers": model.rope_layers[: model.layers],
     }
@@ -225,7 +226,7 @@ def _layers(config: RunConfig, lost: list[str]) -> int:
     pattern = _pattern(config)
     if pattern:
         return len(pattern["mixers"])
-    patterns = (model.windows, model.rope_layers, model.mixers, model.mlps)
+    patterns = (model.windows, model.chunks, model.rope_layers, model.mixers, model.mlps)
     period = min(max(1, *map(len, patterns)), model.layers)
     layers = 3 if places == 1 or model.layers % places else 4
     if period > MOST_LAYERS:
@@ -317,14 +318,14 @@ def _vocab(config: RunConfig) -> int:
     return WHOLE_VOCAB if vocab and ways > 1 and vocab % ways == 0 else UNEVEN_VOCAB
 
 
-def _windows(config: RunConfig, lost: list[str]) -> tuple[int, ...]:
-    """Returns the windows, scaled like the sequences; one as long as a sequence stays so."""
+def _spans(config: RunConfig, spans: Sequence[int], what: str, lost: list[str]) -> tuple[int, ...]:
+    """Returns windows or blocks, scaled like the sequences; one as long as a sequence stays so."""
     length = config.train.sequence_length
 
-    def small(window: int) -> int:
-        if window >= length:
-            lost.append(f"a window of {window}: it is longer than the sequence")
+    def small(span: int) -> int:
+        if span >= length:
+            lost.append(f"a {what} of {span}: it is longer than the sequence")
             return LENGTH
-        return min(max(round(window * LENGTH / length), 3), LENGTH - 1) if window else 0
+        return min(max(round(span * LENGTH / length), 3), LENGTH - 1) if span else 0
 
-    return tuple(small(window) for window in config.model.windows[: config.model.layers])
+    return tuple(small(span) for span in spans[: config.model.layers])

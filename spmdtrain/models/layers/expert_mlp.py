@@ -4,6 +4,8 @@ Letters in addition to those of this room: x experts, k chosen experts of a toke
 mlp's first projection: f, or 2 and f with a gate.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -34,6 +36,7 @@ class ExpertMlp(nnx.Module):
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         assert config.experts is not None, "a model with experts"
         self.activation = config.mlp
+        self.gate_input = config.experts.gate_input
         count, hidden = config.experts.count, config.experts.ffn
         self.router = Router(config, rngs)
         gate = (2,) if config.is_gated else ()
@@ -77,9 +80,12 @@ class ExpertMlp(nnx.Module):
         if self.narrow_in_el is not None:
             read_bte = ctx.column_parallel(x_bte, self.narrow_in_el, (None,))
             read_bte = ctx.constrain(read_bte, *TOKEN, None)
-        y_bte = ctx.experts(
-            read_bte, routing.gates_btk, routing.ids_btk, weights, activation=activation
-        )
+        gates_btk, ids_btk = routing.gates_btk, routing.ids_btk
+        experts = partial(ctx.experts, weights=weights, activation=activation)
+        if self.gate_input:
+            y_bte = _of_gated_inputs(experts, read_bte, gates_btk, ids_btk)
+        else:
+            y_bte = experts(read_bte, gates_btk, ids_btk)
         if self.narrow_out_le is not None:
             y_bte = ctx.constrain(y_bte, "batch", "time", None)
             y_bte = ctx.row_parallel(y_bte, self.narrow_out_le, (None,))
@@ -97,6 +103,19 @@ class ExpertMlp(nnx.Module):
         x_f32 = x_bte.astype(jnp.float32)
         gate_bt1 = jnp.einsum("bte,ex->btx", x_f32, gate_e1, precision=highest)
         return (y_bte * jax.nn.sigmoid(gate_bt1)).astype(y_bte.dtype)
+
+
+def _of_gated_inputs(
+    experts: Callable[..., jax.Array], x_bte: jax.Array, gates_btk: jax.Array, ids_btk: jax.Array
+) -> jax.Array:
+    """Returns the sum over a token's choices of the expert's output for x times the gate."""
+    total = jnp.zeros_like(x_bte)
+    for choice in range(ids_btk.shape[-1]):
+        one = slice(choice, choice + 1)
+        gate_bt1 = gates_btk[..., one]
+        gated_bte = (x_bte.astype(jnp.float32) * gate_bt1).astype(x_bte.dtype)
+        total = total + experts(gated_bte, jnp.ones_like(gate_bt1), ids_btk[..., one])
+    return total
 
 
 def _shared_gate(config: TransformerConfig, rngs: nnx.Rngs) -> FullPrecision:

@@ -90,7 +90,7 @@ def slowed(frequency_h: jax.Array, scaling: RopeScaling, theta: float) -> jax.Ar
     """Returns the frequencies of theta after scaling, float32 [h]. `RopeScaling` lists the kinds.
 
     llama3 is that of Llama 3.1: of a frequency with r rotations in the original length the share
-    (r - low_factor) / (high_factor - low_factor) is not divided.
+    (r - low_factor) / (high_factor - low_factor) is not divided; with equal factors all or none.
     """
     divided = frequency_h / scaling.factor
     if scaling.kind == "linear":
@@ -103,8 +103,11 @@ def slowed(frequency_h: jax.Array, scaling: RopeScaling, theta: float) -> jax.Ar
     assert scaling.original_length is not None, "the settings ask for it"
     if scaling.kind == "llama3":
         turns = frequency_h * (scaling.original_length / (2 * math.pi))
-        unscaled = (turns - scaling.low_factor) / (scaling.high_factor - scaling.low_factor)
-        unscaled = jnp.clip(unscaled, 0, 1)
+        if scaling.high_factor == scaling.low_factor:
+            unscaled = (turns >= scaling.low_factor).astype(jnp.float32)
+        else:
+            unscaled = (turns - scaling.low_factor) / (scaling.high_factor - scaling.low_factor)
+            unscaled = jnp.clip(unscaled, 0, 1)
     else:
         unscaled = 1 - _yarn_ramp(frequency_h.shape[0], scaling, theta)
     return (1 - unscaled) * divided + unscaled * frequency_h

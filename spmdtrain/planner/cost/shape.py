@@ -387,10 +387,10 @@ def visible_share(model: TransformerConfig, sequence_length: int) -> float:
     """Returns the share of the pairs of causal attention that windows leave, over the layers that
     have attention.
     """
-    if not model.windows:
+    if not model.windows and not model.chunks:
         return 1.0
     pairs = [
-        seen_pairs(sequence_length, kind.window)
+        seen_pairs(sequence_length, kind.window, kind.chunk)
         for kind, mixer in zip(model.layer_kinds, model.layer_mixers, strict=True)
         if "attention" in singles_of(mixer)
     ]

@@ -20,6 +20,7 @@ from spmdtrain.config.published.families.hunyuan import HUNYUAN
 from spmdtrain.config.published.families.kimi import KIMI
 from spmdtrain.config.published.families.lfm import LFM
 from spmdtrain.config.published.families.llama import LLAMA
+from spmdtrain.config.published.families.llama4 import LLAMA4
 from spmdtrain.config.published.families.minimax import MINIMAX
 from spmdtrain.config.published.families.mistral import MISTRAL
 from spmdtrain.config.published.families.nemotron import NEMOTRON
@@ -54,6 +55,7 @@ FAMILIES: Mapping[str, Family] = {
     **APERTUS,
     **ERNIE,
     **QWEN_LINEAR,
+    **LLAMA4,
     **LFM,
     **OLMO_HYBRID,
     **KIMI,

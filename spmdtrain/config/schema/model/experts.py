@@ -24,7 +24,7 @@ class ExpertsConfig(Settings):
 
     of_no_array: ClassVar = (
         *("chosen", "score", "normalise", "smallest_sum", "sum_epsilon", "scale"),
-        *("groups", "groups_kept"),
+        *("groups", "groups_kept", "gate_input"),
         *("bias_rate", "balance", "balance_over", "z_loss", "jitter", "bucket_factor"),
     )
 
@@ -72,6 +72,10 @@ class ExpertsConfig(Settings):
         default=0.0, description="added to the sum that gates are divided by"
     )
     scale: Positive = Field(default=1.0, description="multiplies the gates")
+    gate_input: bool = Field(
+        default=False,
+        description="a gate multiplies what an expert reads, and not what it returns",
+    )
     logit_bias: bool = Field(default=False, description="a bias in the router's logits")
     groups: Count = Field(
         default=1,

@@ -32,6 +32,7 @@ class LayerKind(NamedTuple):
     window: int  # tokens that attention sees, itself among them; 0: all
     rope_theta: float | None  # None: queries and keys are not rotated
     is_scaled: bool  # `rope_scaling` stretches its positions
+    chunk: int = 0  # tokens of a block that attention does not leave; 0: none
 
 
 def singles_of(mixer: Mixer) -> tuple[Mixer, ...]:

@@ -97,9 +97,9 @@ class RopeScaling(Settings):
                 "model.rope_scaling.original_length=1 has no logarithm to scale by; set "
                 "model.rope_scaling.scale"
             )
-        if self.kind == "llama3" and self.high_factor <= self.low_factor:
+        if self.kind == "llama3" and self.high_factor < self.low_factor:
             raise ValueError(
-                f"model.rope_scaling.high_factor={self.high_factor:g} is not above "
+                f"model.rope_scaling.high_factor={self.high_factor:g} is below "
                 f"low_factor={self.low_factor:g}"
             )
         if self.kind == "yarn" and self.beta_fast <= self.beta_slow:

@@ -57,8 +57,9 @@ class TransformerConfig(Settings):
     """
 
     of_no_array: ClassVar = (
-        *("dropout", "attention", "context_attention", "windows", "norm_epsilon", "norm_offset"),
-        *("rope_theta", "rope_theta_window", "rope_layers", "rope_share", "mup_base"),
+        *("dropout", "attention", "context_attention", "windows", "chunks"),
+        *("norm_epsilon", "norm_offset", "mup_base"),
+        *("rope_theta", "rope_theta_window", "rope_layers", "rope_share"),
         *("value_norm", "mlp_gate_factor", "mlp_out_factor"),
         *("score_scale", "score_cap", "embed_scale"),
         *("residual_scale", "logit_scale", "logit_cap"),
@@ -135,6 +136,11 @@ class TransformerConfig(Settings):
         description="tokens that attention sees, itself among them, 0 for all; "
         "repeats over the layers; default: all",
     )
+    chunks: Windows = Field(
+        default=(),
+        description="tokens of a block of positions, from the start of a document, which attention "
+        "does not leave, 0 for no blocks; repeats over the layers; default: none",
+    )
     score_scale: Positive | None = Field(
         default=None, description="factor of attention's scores; default: head_dim ** -0.5"
     )
@@ -146,10 +152,10 @@ class TransformerConfig(Settings):
         description="a learned logit per head that takes part in attention's softmax, "
         "and has no value",
     )
-    query_norm: Literal["none", "head", "all"] = Field(
+    query_norm: Literal["none", "head", "all", "after"] = Field(
         default="none",
         description="RMSNorm of queries and keys before rope: of each head, or of all heads at "
-        "once",
+        "once; after: of each head behind rope, without weights, in layers with rope",
     )
     value_norm: bool = Field(
         default=False, description="RMSNorm of the values of each head, without weights"
@@ -322,6 +328,14 @@ class TransformerConfig(Settings):
             self._check_full(self.full)
         if self.token_layers:
             self._check_token_layers(self.token_layers)
+        for number, kind in enumerate(self.layer_kinds if any(self.chunks) else ()):
+            if kind.window and kind.chunk:
+                raise ValueError(
+                    f"layer {number} has a window of {kind.window} and blocks of {kind.chunk}; set "
+                    "model.windows or model.chunks to 0 there"
+                )
+        if self.query_norm == "after" and self.positions != "rope":
+            raise ValueError("model.query_norm='after' needs model.positions='rope'")
         temperature = self.temperature
         if temperature and temperature.layers == "no_rope" and self._has_rope_everywhere:
             raise ValueError(
@@ -707,12 +721,13 @@ class TransformerConfig(Settings):
         turns = self.positions == "rope"
         windows = repeated(self.windows or (0,), self.layers)
         has_rope = repeated(self.rope_layers or (True,), self.layers)
+        chunks = repeated(self.chunks or (0,), self.layers)
         kinds = []
-        for window, rope in zip(windows, has_rope, strict=True):
+        for window, rope, chunk in zip(windows, has_rope, chunks, strict=True):
             own_theta = self.rope_theta_window if window else None
             theta = own_theta or self.rope_theta
             is_scaled = bool(turns and rope and self.rope_scaling and own_theta is None)
-            kinds.append(LayerKind(window, theta if turns and rope else None, is_scaled))
+            kinds.append(LayerKind(window, theta if turns and rope else None, is_scaled, chunk))
         return tuple(kinds)
 
 

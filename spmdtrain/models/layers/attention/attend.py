@@ -4,7 +4,7 @@ decides how its queries reach the keys of other devices.
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.attention import attention
 from pallas_kernels.choose import Refused
+from pallas_kernels.counting import share_counted
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.models.context import ForwardContext
@@ -33,6 +34,8 @@ class Attend:
     """
 
     windows: tuple[int, ...]  # for each layer, the tokens that a query sees; 0: all
+    chunks: tuple[int, ...]  # for each layer, the tokens of a block that it does not leave; 0: none
+    longest: int  # positions
     scale: float | None  # factor of scores; None: 1 / sqrt(channels of a key)
     cap: float | None
     implementation: str | None
@@ -58,6 +61,9 @@ class Attend:
         if sinks is not None:
             # Their gradient is summed over the devices that share them.
             sinks = sinks.astype(jnp.float32)
+        if any(self.chunks) and cache is None:
+            blocks_bt = self._blocks(ctx, ctx.positions_bt, ctx.segment_ids_bt)
+            ctx = replace(ctx, segment_ids_bt=blocks_bt)
         method = ctx.context_method
         if cache is None and method and method.name == "ring":
             return self._by_ring(q_btkgd, k_bskd, v_bske, sinks, ctx)
@@ -77,7 +83,7 @@ class Attend:
             }
             number = _number(ctx, layer)
             attend_in_window = partial(self._attend, ctx, q, k, v, sinks, options)
-            return by_kind(self.windows, number, attend_in_window)
+            return by_kind(self._kinds, number, attend_in_window)
 
         # Keys are split over time like queries, and gathered here. A cache is not split.
         key_time = Whole("time") if cache is None else None
@@ -86,9 +92,12 @@ class Attend:
         of_k = ("batch", key_time, of_groups[0], None)
         of_q_token = ("batch", "time")
         of_k_token = ("batch", key_time)
-        segments = ctx.segment_ids_bt if cache is None else None
+        q_segments = k_segments = ctx.segment_ids_bt if cache is None else None
+        if any(self.chunks) and cache is not None:
+            q_segments, k_segments = self._blocks(ctx, places_bt), self._blocks(ctx, places_bs)
         layer = self._traced_layer(ctx)
-        arrays = (q_btkgd, k_bskd, v_bske, segments, segments, places_bt, places_bs, sinks, layer)
+        segments = (q_segments, k_segments)
+        arrays = (q_btkgd, k_bskd, v_bske, *segments, places_bt, places_bs, sinks, layer)
         of_tokens = (of_q_token, of_k_token, of_q_token, of_k_token)
         names = (of_q, of_k, of_k, *of_tokens, ("kv_heads",), ())
         return ctx.local_map(local, arrays, names, of_q)
@@ -146,7 +155,7 @@ class Attend:
 
             def attend(q, k, v):
                 attend_in_window = partial(self._attend, ctx, q, k, v, sinks, options)
-                return by_kind(self.windows, _number(ctx, layer), attend_in_window)
+                return by_kind(self._kinds, _number(ctx, layer), attend_in_window)
 
             return heads_for_time(attend, axes, q, k, v)
 
@@ -156,24 +165,40 @@ class Attend:
         names = (OF_QUERIES, OF_KEYS, OF_KEYS, of_tokens, ("kv_heads",), ())
         return ctx.local_map(local, arrays, names, OF_QUERIES)
 
+    def _blocks(
+        self, ctx: ForwardContext, positions_bt: jax.Array, documents_bt: jax.Array | None = None
+    ) -> jax.Array:
+        """Returns the segments [b, t] that the blocks of this layer are, within documents."""
+        from spmdtrain.models.layers.attention.chunks import block_ids
+
+        return block_ids(self.chunks, ctx.layer, positions_bt, documents_bt, self.longest)
+
+    @property
+    def _kinds(self) -> tuple[tuple[int, int], ...]:
+        """The window of each layer, and the tokens of its blocks."""
+        return tuple(zip(self.windows, self.chunks, strict=True))
+
     def _traced_layer(self, ctx: ForwardContext) -> jax.Array | None:
         """Returns the number of the layer if windows depend on it and it is traced; else None."""
-        if len(set(self.windows)) > 1 and isinstance(ctx.layer, jax.Array):
+        if len(set(self._kinds)) > 1 and isinstance(ctx.layer, jax.Array):
             return ctx.layer
         return None
 
     def _attend(  # noqa: PLR0913 - the arrays of attention
-        self, ctx, q_btkgd, k_bskd, v_bske, sinks_h, options: dict[str, Any], window: int
+        self, ctx, q_btkgd, k_bskd, v_bske, sinks_h, options: dict[str, Any], kind: tuple[int, int]
     ) -> jax.Array:
         """Returns the attention output [b, t, k, g, e] within a window; 0 stands for all tokens.
+
+        `kind`: the window, and the tokens of a block or 0.
 
         A sink is one more column of the softmax, without a value: the others lose the sink's share,
         and keep sigmoid(lse - sink).
         """
         shape = (*q_btkgd.shape[:-1], v_bske.shape[-1])
         q_bthd = q_btkgd.reshape(*q_btkgd.shape[:2], -1, q_btkgd.shape[-1])
+        window, chunk = kind
         before = _before(window, k_bskd.shape[1])
-        with self._refusals_as_config_errors():
+        with self._refusals_as_config_errors(), _counted(chunk, k_bskd.shape[1]):
             attended: Any = attention(
                 q_bthd,
                 k_bskd,
@@ -205,6 +230,15 @@ def _number(ctx: ForwardContext, layer: jax.Array | None) -> jax.Array | int | N
     return ctx.layer if layer is None else layer
 
 
+def _counted(chunk: int, tokens: int) -> contextlib.AbstractContextManager:
+    """Returns a context in which attention within blocks counts only the pairs that it sees."""
+    if not chunk:
+        return contextlib.nullcontext()
+    from spmdtrain.models.layers.attention.chunks import share_of_window
+
+    return share_counted(share_of_window(tokens, chunk))
+
+
 def _before(window: int, tokens: int) -> int | None:
     """Returns how many tokens before its own a query sees; None: all. `window` is a setting."""
     return window - 1 if 0 < window < tokens else None
@@ -222,7 +256,9 @@ def make_attend(config: TransformerConfig, *, causal: bool = True) -> Attend:
     if config.latent and scale is None:
         scale = config.head_dim**-0.5  # even if queries are as wide as the latent
     return Attend(
-        windows=tuple(kind.window for kind in config.layer_kinds),
+        windows=tuple(kind.window or kind.chunk for kind in config.layer_kinds),
+        chunks=tuple(kind.chunk for kind in config.layer_kinds),
+        longest=config.max_length or 0,
         scale=scale,
         cap=config.score_cap,
         implementation=None if config.attention == "auto" else config.attention,

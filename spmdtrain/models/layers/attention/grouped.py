@@ -47,9 +47,10 @@ class Attention(nnx.Module):
         causal: bool = True,
         projects: Literal["qkv", "qk", "q"] = "qkv",
     ):
-        if any(config.windows) and not causal:
-            what = "model.windows counts earlier tokens; attention here is not causal"
-            raise ConfigError(what, fix="--set model.windows=[]")
+        for name in ("windows", "chunks"):
+            if any(getattr(config, name)) and not causal:
+                what = f"model.{name} counts earlier tokens; attention here is not causal"
+                raise ConfigError(what, fix=f"--set model.{name}=[]")
         self.position = position
         self.causal = causal
         self.rotation = make_rotation(config)
@@ -77,7 +78,9 @@ class Attention(nnx.Module):
         qkv_width = self.heads * slots * config.head_dim
         self.qkv_bias = bias(qkv_width, "kv_heads") if config.qkv_bias else None
         self.out_bias = bias(config.embed, "norm") if config.out_bias else None
-        self.query_key_norm = QueryKeyNorm(config) if config.query_norm != "none" else None
+        has_weights = config.query_norm in ("head", "all")
+        self.query_key_norm = QueryKeyNorm(config) if has_weights else None
+        self.rotated_norm = _rotated_norm(config) if config.query_norm == "after" else None
         # In the order of the heads: those of a key-value head follow each other.
         self.sinks = bias(config.heads, "kv_heads") if config.sinks else None
 
@@ -125,7 +128,7 @@ class Attention(nnx.Module):
         if position is None and self.rotation is not None:
             position = partial(self.rotation, number=ctx.layer)
         stays = position is None and self.query_key_norm is None and not self.has_gates
-        stays = stays and self.temperature is None
+        stays = stays and self.temperature is None and self.rotated_norm is None
         if self.qkv_bias is not None:
             bias_knd = self.qkv_bias[...].reshape(qkv_btknd.shape[2:])
             if stays:
@@ -148,6 +151,8 @@ class Attention(nnx.Module):
             qk = self.query_key_norm(qk, ctx)
         if position is not None:
             qk = position(qk, ctx.positions_bt)
+        if self.rotated_norm is not None:
+            qk = self.rotated_norm(qk, ctx)
         q, k = jnp.split(qk, [self.group], -2)
         if self.temperature is not None:
             q = self.temperature(q, ctx)
@@ -159,6 +164,12 @@ class Attention(nnx.Module):
         pairs = gated.reshape(*gated.shape[:-2], self.group, 2, gated.shape[-1])
         q, gate = (jnp.squeeze(half, -2) for half in jnp.split(pairs, 2, -2))
         return q, gate, kv
+
+
+def _rotated_norm(config: TransformerConfig) -> Callable[..., jax.Array]:
+    from spmdtrain.models.layers.attention.rotated_norm import make_rotated_norm
+
+    return make_rotated_norm(config)
 
 
 def _gated(attended_btkgd: jax.Array, gate: jax.Array) -> jax.Array:
