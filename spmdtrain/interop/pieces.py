@@ -382,6 +382,11 @@ def qkv(sizes: Sizes, shape: Shape) -> Mapped:
     return _qkv(sizes, shape, fused=False, transposed=True)
 
 
+def queries(sizes: Sizes, shape: Shape) -> Mapped:
+    """Takes one tensor [H d, E] as [E, K, G, d]."""
+    return _qkv(sizes, shape, fused=False, transposed=True, alone=0)
+
+
 def queries_and_keys(sizes: Sizes, shape: Shape) -> Mapped:
     """Takes two tensors [H d, E] and [K d, E] as [E, K, G + 1, d]: keys are also values."""
     return _qkv(sizes, shape, fused=False, transposed=True, alone=1)

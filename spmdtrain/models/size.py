@@ -36,7 +36,7 @@ def _mlp_parameters(config: TransformerConfig, layer: LayerParts) -> int:
         return 0
     experts = config.experts
     if layer.mlp == "mlp" or experts is None:
-        return per_hidden * config.ffn
+        return per_hidden * config.of_layer(layer).ffn
     of_chosen = per_hidden // config.embed * config.expert_width * experts.chosen * experts.ffn
     projections = experts.count + experts.shared_gate + 2 * (experts.width or 0)
     return of_chosen + per_hidden * experts.shared_width + config.embed * projections
@@ -50,6 +50,7 @@ def _attention_parameters(config: TransformerConfig) -> int:
     if latent is None:
         gates = {"none": 0, "channel": heads * dim, "head": heads}[config.output_gate]
         keys = 1 if config.full and config.full.keys_are_values else 2
+        keys = 0 if config.shared_keys else keys
         return config.embed * (dim * (heads + keys * groups) + gates) + out
     down = config.embed * ((latent.query_rank or 0) + latent.rank + latent.rope_dim)
     queries = (latent.query_rank or config.embed) * heads * dim

@@ -80,6 +80,7 @@ class Stack(nnx.Module):
     # A module that makes of (x, ctx) a context with what layers read beside x; None: they read no
     # more. The class has None: flax asks for one kind of value in an instance.
     beside: Any = None
+    extend: Any = None  # (x, ctx, caches) -> (x, caches), if not layer by layer
 
     def __init__(self, make_block: MakeBlock | Sequence[MakeBlock], count: int, rngs: nnx.Rngs):
         self.count = count

@@ -138,7 +138,12 @@ def _layer_scale() -> nnx.Module:
 
 
 def _parts_of(
-    model: TransformerConfig, layer: LayerParts, attention: MakePart, mlp: MakePart
+    model: TransformerConfig,
+    layer: LayerParts,
+    attention: MakePart,
+    mlp: MakePart,
+    *,
+    shares: bool = False,
 ) -> dict[str, MakePart | None]:
     """Returns the makers of the parts that the settings of a layer name: `attention` and `mlp`
     where they name no others.
@@ -147,6 +152,8 @@ def _parts_of(
         from spmdtrain.models.layers.attention.latent import LatentAttention
 
         attention = LatentAttention
+    elif shares:
+        attention = _sharing_keys(layer)
     elif model.value_norm or model.full:
         from spmdtrain.models.layers.attention.own_values import OwnValues
 
@@ -163,6 +170,18 @@ def _parts_of(
     elif layer.mlp == "none":
         parts["mlp"] = None
     return parts
+
+
+def _sharing_keys(layer: LayerParts) -> MakePart:
+    from spmdtrain.models.layers.attention.shared_keys import KeepingKeys, SharingKeys
+
+    return SharingKeys if layer.shares_keys else KeepingKeys
+
+
+def _shared_stack(makers: Sequence[MakeBlock], config: TransformerConfig, rngs: nnx.Rngs) -> Stack:
+    from spmdtrain.models.shared_stack import SharedStack
+
+    return SharedStack(makers, config, rngs)
 
 
 def _segments(stacks: Sequence[Stack]) -> Stack:
@@ -218,11 +237,14 @@ class Transformer(nnx.Module):
         def maker(layer: LayerParts, first: int) -> MakeBlock:
             """Returns the maker of a layer of a stack that begins after `first` layers."""
             settings = model.of_layer(layer)
-            of_layer = _parts_of(settings, layer, attention, mlp)
+            shares = model.shared_keys > 0
+            of_layer = _parts_of(settings, layer, attention, mlp, shares=shares)
             return partial(Block, settings, norm=norm, first=first, **of_layer)
 
         def make_stack(stack: LayerStack) -> Stack:
             makers = [maker(layer, stack.first) for layer in stack.pattern]
+            if model.shared_keys:
+                return _shared_stack(makers, model, rngs)
             return Stack(makers if len(makers) > 1 else makers[0], stack.layers, rngs)
 
         stacks = [make_stack(stack) for stack in model.stacks]
@@ -347,6 +369,8 @@ def _extend_stack(
     stack: Stack, x_bte: jax.Array, ctx: ForwardContext, caches: StackCache
 ) -> tuple[jax.Array, StackCache]:
     """Returns (stream, caches of all layers) of a stack after the tokens of x."""
+    if stack.extend is not None:
+        return stack.extend(x_bte, ctx, caches)
     graphdef, parameters = nnx.split(stack.layer)
 
     def body(x_bte, layer):

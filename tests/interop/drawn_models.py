@@ -221,6 +221,7 @@ OTHER_VALUES: dict[str, Any] = {
     "topk_group": 1,
     "use_bias": True,
     "use_bidirectional_attention": True,
+    "use_double_wide_mlp": True,
     "use_qk_norm": True,
     "use_sliding_window": True,
     "v_head_dim": 8,

@@ -71,6 +71,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gemma4_text without windows": DENSE
     | {"layer_types": [FULL] * 7, "attention_k_eq_v": False, "attention_bias": True},
     "gemma4_text with embeddings of layers": DENSE | TOKENS,
+    "gemma4_text with shared keys": DENSE
+    | TOKENS
+    | {
+        "num_hidden_layers": 8,
+        "layer_types": [WINDOW, WINDOW, FULL] * 2 + [WINDOW, FULL],
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+        "attention_k_eq_v": False,
+    },
     "gemma4_text, one width": DENSE | {"per_layer_config": {}, "attention_k_eq_v": False},
 }
 
@@ -89,6 +98,8 @@ def layer_tensors(config: dict[str, Any], layer: int) -> Shapes:
     """The tensors of a layer."""
     embed, ffn = config["hidden_size"], config["intermediate_size"]
     found = {**_attention(config, layer), "layer_scalar": (1,)}
+    if config.get("use_double_wide_mlp") and _shares(config, layer):
+        ffn *= 2
     found |= {f"mlp.{name}_proj.weight": (ffn, embed) for name in ("gate", "up")}
     found["mlp.down_proj.weight"] = (embed, ffn)
     if dim := config.get("hidden_size_per_layer_input"):
@@ -122,7 +133,16 @@ def _attention(config: dict[str, Any], layer: int) -> Shapes:
     if config.get("attention_bias"):
         found |= {f"self_attn.{name}_proj.bias": (wide,) for name, wide in rows.items()}
         found["self_attn.o_proj.bias"] = (embed,)
-    return found | {f"self_attn.{name}_norm.weight": (dim,) for name in "qk"}
+    found |= {f"self_attn.{name}_norm.weight": (dim,) for name in "qk"}
+    if _shares(config, layer):
+        parts = ("k_proj", "v_proj", "k_norm")
+        found = {name: x for name, x in found.items() if name.split(".")[1] not in parts}
+    return found
+
+
+def _shares(config: dict[str, Any], layer: int) -> bool:
+    """True for a layer that has no keys and values."""
+    return layer >= config["num_hidden_layers"] - config.get("num_kv_shared_layers", 0)
 
 
 def _heads(config: dict[str, Any], layer: int) -> tuple[int, int]:

@@ -460,6 +460,7 @@ OTHER = {
     "value_norm": True,
     "layer_scale": True,
     "full": {"head_dim": 16},
+    "shared_keys": 1,
     "token_layers": {"dim": 4},
     "latent": {"rank": 8, "plain_dim": 6, "rope_dim": 2, "value_dim": 8},
     "multi_token": {"depth": 1},
@@ -538,11 +539,13 @@ def test_no_setting_of_a_model_is_lost_on_the_way_out():
     """An export is compared with its run by `function_of`: it must see every setting."""
     plain = {"name": "llama", "layers": 2, "embed": 32, "heads": 4, "vocab": 64, "max_length": 32}
     fields = set(type(as_model(plain)).model_fields)
-    tables = OTHER_OF_MIXERS.keys() | {"mixers", "indexer"}
+    tables = OTHER_OF_MIXERS.keys() | {"mixers", "indexer", "shared_ffn"}
     assert fields == OTHER.keys() | CHANGE_NO_FUNCTION | tables | {"rope_theta_window"}
     of_plain = function_of(as_model(plain))
     for name, value in OTHER.items():
         assert function_of(as_model(plain | {name: value})) != of_plain, name
+    sharing = plain | {"shared_keys": 1}
+    assert function_of(as_model(sharing | {"shared_ffn": 7})) != function_of(as_model(sharing))
     windowed = plain | {"windows": (8, 0)}
     other = function_of(as_model(windowed | {"rope_theta_window": 5.0}))
     assert other != function_of(as_model(windowed))

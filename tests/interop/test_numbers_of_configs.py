@@ -29,7 +29,11 @@ ODD = (
 # Keys of which transformers itself takes a 0 for absent.
 ZERO_IS_ABSENT = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
 # Keys whose number is 0 where they are absent, in all families or in one.
-ZERO_BY_DEFAULT = {"num_nextn_predict_layers", "router_jitter_noise"}
+ZERO_BY_DEFAULT = {
+    "num_kv_shared_layers",
+    "num_nextn_predict_layers",
+    "router_jitter_noise",
+}
 ZERO_BY_DEFAULT_IN = {
     "dots1": {"n_shared_experts", "first_k_dense_replace"},
     "mistral4": {"first_k_dense_replace"},

@@ -103,6 +103,16 @@ FAMILIES = {
         "full": {"head_dim": 24},
         "token_layers": {"dim": 10, "vocab": 140},
     },
+    "gemma4 with shared keys": {
+        **GEMMA4,
+        "layers": 8,
+        "windows": [7, 7, 0],
+        "score_scale": 0.5,  # sharper, rounding shows in so many layers
+        "full": {"head_dim": 24, "kv_heads": 1},
+        "shared_keys": 3,
+        "shared_ffn": 100,
+        "token_layers": {"dim": 10},
+    },
     "phi3": {
         **FIXED_HEAD,
         "windows": [7],
@@ -492,6 +502,12 @@ RICH = {
         *("model.rope_scaling.factor=2", "model.rope_scaling.share=0.5", "model.score_scale=0.3"),
         *("model.query_norm=head", "model.norm_places=both", "model.embed_scale=sqrt"),
         *("model.token_layers.dim=6", "model.norm_epsilon=1e-3"),
+    ),
+    "sharing": (
+        *("model.layers=3", "model.windows=5,0", "model.shared_keys=1", "model.shared_ffn=64"),
+        *("model.full.head_dim=16", "model.full.kv_heads=4", "model.value_norm=true"),
+        *("model.query_norm=head", "model.norm_places=both", "model.qkv_bias=true"),
+        *("model.token_layers.dim=6", "model.norm_epsilon=1e-2"),
     ),
     "latent": (
         *("model.layers=3", "model.windows=5,0", "model.sinks=true", "model.out_bias=true"),

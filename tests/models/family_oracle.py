@@ -60,8 +60,9 @@ def stream(model: Any, p: Params, tokens_bt: np.ndarray, routed: list | None = N
     if model.positions == "learned":
         x = x + p["positions_te"][: tokens_bt.shape[1]]
     parts = token_layers(model, p, x, tokens_bt)
+    kept = {}  # by the window of a layer: its keys and values
     for number in range(model.layers):
-        layer = layer_params(model, p, number)
+        layer = layer_params(model, p, number) | {"kept": kept}
         if parts is not None:
             layer = layer | {"own": parts[:, :, number]}
         x = block(model, layer, x, number, routed)
@@ -231,6 +232,13 @@ def grouped(model: Any, p: Params, x: np.ndarray, number: int, window: int) -> t
     """(queries, keys, values) of each query head, [b, t, h, d]."""
     heads, kv_heads, dim, are_keys = sizes(model, window)
     group = heads // kv_heads
+    if "attention.q_eknd" in p:
+        q = np.einsum("bte,eknd->btknd", x, p["attention.q_eknd"])
+        if "attention.qkv_bias" in p:
+            q = q + p["attention.qkv_bias"].reshape(q.shape[2:])
+        q = q.reshape(*q.shape[:2], heads, dim)
+        q = query_normed(model, q, p["attention.query_key_norm.query_scale"])
+        return turned(model, q, window), *p["kept"][bool(window)]
     name = "qk_eknd" if are_keys else "qkv_eknd"
     qkv = np.einsum("bte,eknd->btknd", x, p[f"attention.{name}"])
     if "attention.qkv_bias" in p:
@@ -256,7 +264,13 @@ def grouped(model: Any, p: Params, x: np.ndarray, number: int, window: int) -> t
     if model.value_norm:
         v = v / np.sqrt((v * v).mean(-1, keepdims=True) + model.norm_epsilon)
     k, v = (np.repeat(each, group, axis=2) for each in (k, v))
+    keep(p.get("kept", {}), bool(window), (k, v))
     return q, k, v
+
+
+def keep(kept: dict, has_window: bool, keys: tuple) -> None:
+    """Later layers that share keys read those of the last layer before them of their kind."""
+    kept[has_window] = keys
 
 
 def sizes(model: Any, window: int) -> tuple[int, int, int, bool]:

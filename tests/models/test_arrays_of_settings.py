@@ -23,7 +23,7 @@ BASE = {
 }
 # Table -> the settings with which a model has it, in several ways where one does not show all.
 WITH: dict[str, tuple[dict[str, str], ...]] = {
-    "model": ({}, {"model.name": "gpt"}, {"model.windows": "2,0"}),
+    "model": ({}, {"model.name": "gpt"}, {"model.windows": "2,0"}, {"model.shared_keys": "2"}),
     "model.experts": (
         {"model.experts.count": "4", "model.experts.chosen": "2", "model.experts.shared": "1"},
         {"model.experts.count": "4", "model.experts.chosen": "2", "model.experts.groups": "2"},

@@ -67,6 +67,8 @@ def test_a_family_has_the_logits_of_its_definition(name):
 PLACEMENTS = [
     ("own", ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "train.microbatch=1")),
     ("own", ("mesh.context=4", "mesh.tensor=2", "train.microbatch=2")),
+    ("sharing", ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "train.remat=full")),
+    ("sharing", ("mesh.context=4", "mesh.tensor=2", "train.microbatch=2")),
     ("capped", ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "train.microbatch=1")),
     ("sunk", ("mesh.pipeline=2", "mesh.context=2", "mesh.tensor=2", "train.microbatch=4")),
     ("latent", ("mesh.fsdp=2", "mesh.context=2", "mesh.tensor=2", "train.microbatch=2")),
@@ -94,7 +96,8 @@ def rich_gradients(name: str, *placement: str) -> tuple[float, dict[str, np.ndar
     return float(sums["loss"] / sums["tokens"]), plain_arrays(setup, found)
 
 
-IDS = ["own", "own in a ring", "capped", "sunk", "latent", "staged", "further"]
+IDS = ["own", "own in a ring", "sharing", "sharing in a ring", "capped"]
+IDS += ["sunk", "latent", "staged", "further"]
 IDS += ["ring of blocks", "ulysses", "gather", "convolved"]
 IDS += ["one part", "one part in stages", "side by side"]
 
@@ -355,6 +358,19 @@ def values_after_their_norm(model, p, x, number, window):
     return q, k, v if window else k
 
 
+def gate_of_a_normed_stream(model, p, x):
+    return family_oracle_gated_own(model, p, x / np.sqrt((x * x).mean(-1, keepdims=True)))
+
+
+def tokens_of_another_size(model, p, x, tokens_bt):
+    """Rows of the table without the root of their width."""
+    width = np.sqrt(model.token_layers.dim)
+    smaller = p | {"blocks.beside.table_vf": p["blocks.beside.table_vf"] / width}
+    return family_oracle_token_layers(model, smaller, x, tokens_bt)
+
+
+family_oracle_gated_own = family_oracle.gated_own
+family_oracle_token_layers = family_oracle.token_layers
 family_oracle_grouped = family_oracle.grouped
 
 
@@ -410,6 +426,9 @@ MISTAKEN_FORMULAS = [
     ("gemma2", "gelu_tanh", exact_gelu),
     ("gemma3", "gelu_tanh", exact_gelu),
     ("gemma4", "gelu_tanh", exact_gelu),
+    ("gemma4 with tokens", "gated_own", gate_of_a_normed_stream),
+    ("gemma4 with tokens", "token_layers", tokens_of_another_size),
+    ("gemma4 with shared keys", "keep", lambda kept, *keys: kept.setdefault(*keys)),
     ("gemma4", "grouped", values_after_their_norm),
     ("gemma4", "scaled_layer", lambda x, *_: x),
     ("gpt_oss", "CLAMP", 1000),

@@ -48,6 +48,10 @@ MODELS = {
         *("model.name=llama", "model.layers=4", "model.token_layers.dim=6"),
         *("model.windows=5,0", "model.full.head_dim=12", "model.token_layers.vocab=40"),
     ),
+    "shared keys": (
+        *("model.name=llama", "model.layers=5", "model.windows=5,0", "model.shared_keys=2"),
+        *("model.full.head_dim=12", "model.shared_ffn=40", "model.query_norm=head"),
+    ),
     "state spaces and convolutions": (
         *OTHERS,
         "model.layers=3",

@@ -115,6 +115,8 @@ def function_of(model: TransformerConfig) -> dict[str, Any]:
         "rope_scaling": scaling,
         "layer_kinds": model.layer_kinds,
         "full": _function_of_full(model),
+        "shared_keys": model.shared_keys,
+        "shared_ffn": (model.shared_ffn or model.ffn) if model.shared_keys else None,
         "token_layers": model.token_layers
         and (model.token_layers.dim, model.token_layers.vocab or model.vocab),
         "latent": model.latent and _with_epsilon(model, model.latent),

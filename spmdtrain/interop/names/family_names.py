@@ -26,6 +26,7 @@ from spmdtrain.interop.names.layer_parts import (
     NORMS_BOTH,
     NORMS_OF_APERTUS,
     PAIRED_ATTENTION,
+    QUERIES_ALONE,
     QUERY_NORMS,
     TOKEN_LAYERS,
     TOKEN_PART,
@@ -94,7 +95,14 @@ LFM = FamilyNames(lfm_parts.LAYER, lfm_parts.MLP, whole=lfm_parts.WHOLE)
 SINKS = {"attention.sinks": entry(pieces.copy, "self_attn.sinks")}
 
 
-OF_GEMMA4 = {**ATTENTION, **KEYS_AS_VALUES, **NORMS_BOTH, **QUERY_NORMS, **LAYER_SCALE}
+OF_GEMMA4 = {
+    **ATTENTION,
+    **KEYS_AS_VALUES,
+    **QUERIES_ALONE,
+    **NORMS_BOTH,
+    **QUERY_NORMS,
+    **LAYER_SCALE,
+}
 GEMMA4 = FamilyNames({**OF_GEMMA4, **TOKEN_PART}, whole={**LIKE_LLAMA, **TOKEN_LAYERS})
 LLAMA4 = FamilyNames(
     {**PAIRED_ATTENTION, **NORMS_BEFORE},

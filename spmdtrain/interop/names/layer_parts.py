@@ -89,6 +89,10 @@ TOKEN_LAYERS = {
     "blocks.beside.project_ef": entry(pieces.transpose, "model.per_layer_model_projection.weight"),
     "blocks.beside.scale_p": entry(pieces.copy, "model.per_layer_projection_norm.weight"),
 }
+# If keys and values are those of an earlier layer.
+QUERIES_ALONE = {
+    "attention.q_eknd": entry(pieces.queries, "self_attn.q_proj.weight"),
+}
 LAYER_SCALE = {"layer_scale.scale": entry(pieces.copy, "layer_scalar")}
 FUSED_ATTENTION = {
     "attention.qkv_eknd": entry(pieces.qkv_fused, "self_attn.qkv_proj.weight"),

@@ -138,7 +138,12 @@ def _of_rounds(
         ours = f"block.{place}." if len(pattern) > 1 else ""
         of_layer = {**_layer(family, model), **of_mlp}
         for path, entry in in_layers(names.prefix, of_layer, ours).items():
-            yield place, path, _sized(entry, model.of_layer(layer)) if model.full else entry
+            yield place, path, _sized(entry, model.of_layer(layer)) if _has_widths(model) else entry
+
+
+def _has_widths(model: TransformerConfig) -> bool:
+    """Returns True if layers have sizes of their own."""
+    return bool(model.full or model.shared_keys)
 
 
 def _sized(entry: Entry, model: TransformerConfig) -> Entry:

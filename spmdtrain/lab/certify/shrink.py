@@ -178,6 +178,9 @@ def _model(config: RunConfig, lost: list[str]) -> dict[str, Any]:
     if model.latent is not None:
         small |= {"kv_heads": None, "head_dim": None, "latent": _latent(config)}
     small |= _mixers(config) | _pattern(config)
+    if model.shared_keys:
+        lost.append("model.shared_keys: layers have their own keys and values")
+        small |= {"shared_keys": 0, "shared_ffn": None}
     if model.token_layers is not None:
         small["token_layers"] = {"dim": WIDTH // 2}
     if model.full is not None:

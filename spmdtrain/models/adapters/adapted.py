@@ -67,7 +67,7 @@ def parts_of(path: str, shape: tuple[int, ...], model: TransformerConfig) -> tup
     name = path.rpartition(".")[2]
     if name in OF_DELTA and model.delta:
         return _side_by_side_parts(OF_DELTA[name], _widths_of_delta(name, model.delta), shape)
-    if name in ("qkv_eknd", "qk_eknd"):
+    if name in ("qkv_eknd", "qk_eknd", "q_eknd"):
         behind = name.partition("_")[0][1:]
         queries = shape[SLOTS] - len(behind)  # and the gates of their channels
         others = [LinearPart(part, at, at + 1) for at, part in enumerate(behind, queries)]

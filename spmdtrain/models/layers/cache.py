@@ -99,7 +99,9 @@ def empty_cache(
 
     def of_stack(stack: LayerStack) -> StackCache:
         return tuple(
-            EMPTY[layer.mixer](config.of_layer(layer), stack.rounds, shape, dtype, constrain)
+            None
+            if layer.shares_keys
+            else EMPTY[layer.mixer](config.of_layer(layer), stack.rounds, shape, dtype, constrain)
             for layer in stack.pattern
         )
 

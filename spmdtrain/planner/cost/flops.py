@@ -41,7 +41,9 @@ def _mixing_flops(model: TransformerConfig, sequence_length: int) -> float:
     def of_layer(alike: TransformerConfig) -> float:
         if sizes := shape.linear_mixer(alike):
             return sizes.flops(chunk_of(sequence_length))
-        share = shape.visible_share(alike if model.full else model, sequence_length)
+        share = shape.visible_share(
+            alike if model.full or model.shared_keys else model, sequence_length
+        )
         return _attention_flops(alike, sequence_length) * share
 
     return shape.mean_of_mixers(model, of_layer)

@@ -67,6 +67,8 @@ def qkv_width(model: TransformerConfig) -> int:
     if mixer := linear_mixer(model):
         return mixer.mixed
     keys_and_values = model.kv_heads * (model.head_dim + projected_values(model))
+    if model.shared_keys:
+        keys_and_values = 0
     return model.heads * model.head_dim + gate_width(model) + keys_and_values
 
 
@@ -108,7 +110,7 @@ def whole_matrices(model: TransformerConfig) -> float:
 
 def cached_width(model: TransformerConfig) -> int:
     """Counts the numbers that a layer's cache holds for a token."""
-    if linear_mixer(model):
+    if linear_mixer(model) or model.shared_keys:
         return 0
     if model.latent:
         return model.latent.rank + model.latent.rope_dim
@@ -166,7 +168,7 @@ def mixer_shares(model: TransformerConfig) -> tuple[tuple[float, TransformerConf
     A layer with two mixers counts among those of both, and one without any among none. Attention
     with heads of another width is another mixer.
     """
-    if model.full:
+    if model.full or model.shared_keys:
         of_layers = Counter(layer._replace(mlp="mlp") for layer in model.layer_parts)
         return tuple((n / model.layers, model.of_layer(layer)) for layer, n in of_layers.items())
     counts = Counter(mixer for layer in model.layer_mixers for mixer in singles_of(layer))
@@ -184,6 +186,10 @@ def mlp_shares(model: TransformerConfig) -> tuple[tuple[float, TransformerConfig
     """Returns, for each kind of mlp, its share of the layers and a model that has it in all; with
     experts it is the one that all tokens go through.
     """
+    if model.shared_keys:
+        sharing = model.of_layer(model.layer_parts[-1])
+        share = model.shared_keys / model.layers
+        return ((1 - share, model), (share, model.model_copy(update={"ffn": sharing.ffn})))
     counts = Counter(model.layer_mlps)
     if counts == {"mlp": model.layers}:
         return ((1.0, model),)
@@ -365,7 +371,8 @@ def query_norm_size(model: TransformerConfig) -> int:
     """Counts the parameters of the norms of queries and keys in one layer."""
     if model.query_norm == "all":
         return query_key_width(model)
-    return 2 * model.head_dim if model.query_norm == "head" else 0
+    normed = 1 if model.shared_keys else 2
+    return normed * model.head_dim if model.query_norm == "head" else 0
 
 
 def latent_norm_width(model: TransformerConfig) -> int:

@@ -95,7 +95,7 @@ def trained_part(config: RunConfig) -> Trained:
     if not finetune.has_adapters and not freezes:
         return Trained(frozen_layers=below)
     own = config.model.make is not None or set(config.model.layer_mixers) != {"attention"}
-    own = own or config.model.full is not None
+    own = own or config.model.full is not None or config.model.shared_keys > 0
     share = of_matrices = 0.0
     if own or freezes or finetune.also_train:
         share, of_matrices = _built_shares(config, with_adapters=own)

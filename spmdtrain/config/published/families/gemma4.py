@@ -29,6 +29,7 @@ READS = (
     *(OVERRIDES, FULL_DIM, FULL_HEADS, SHARE),
     *("attention_bias", "attention_k_eq_v", "final_logit_softcapping", "hidden_activation"),
     *("layer_types", "sliding_window", "use_bidirectional_attention", "num_kv_shared_layers"),
+    "use_double_wide_mlp",
 )
 DEFAULTS = {
     "hidden_activation": "gelu_pytorch_tanh",
@@ -62,12 +63,15 @@ def _gemma4(keys: Keys) -> ModelSettings:
     """Returns the settings of a model; its last layer never has a window."""
     layers = keys.count("num_hidden_layers")
     keys.must_be("use_bidirectional_attention", None, "vision")  # of pictures
-    keys.must_be("num_kv_shared_layers", 0, None)
-    keys.pass_over("use_double_wide_mlp")  # of layers that share keys
+    shared = keys.whole("num_kv_shared_layers") or 0
+    is_wide = keys.flag("use_double_wide_mlp") and shared > 0
     settings = read_biases(keys) | read_windows(keys, all_but_each(keys, 6))
     if "windows" in settings:
         windows = [*repeated(settings["windows"], layers)[:-1], 0]
         settings["windows"] = shortest(windows)
+    if shared:
+        ffn = 2 * keys.count("intermediate_size") if is_wide else None
+        settings |= {"shared_keys": shared, "shared_ffn": ffn}
     cap = keys.positive("final_logit_softcapping")
     if cap is not None:
         settings["logit_cap"] = float(cap)
@@ -121,7 +125,8 @@ def _write_gemma4(model: TransformerConfig) -> dict[str, Any]:
         "sliding_window": window_of(model) or DEFAULTS["sliding_window"],
         "final_logit_softcapping": model.logit_cap,
         "attention_k_eq_v": model.full.keys_are_values,
-        "num_kv_shared_layers": 0,
+        "num_kv_shared_layers": model.shared_keys,
+        "use_double_wide_mlp": model.shared_ffn == 2 * model.ffn,
         FULL_DIM: full.head_dim,
         FULL_HEADS: full.kv_heads if model.full.keys_are_values else None,
         OVERRIDES: {str(number): sizes for number in model.full_layers},

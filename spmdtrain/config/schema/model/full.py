@@ -31,13 +31,19 @@ class FullConfig(Settings):
 
 @lru_cache(maxsize=1000)
 def of_layer(model: Any, layer: LayerParts) -> Any:
-    """Returns the settings of a model with [model.full] whose layers all have the attention of
-    `layer`. Windows stay those of the layers' numbers.
+    """Returns the settings of a model whose layers all have the attention of `layer`, and if it
+    shares keys its mlp. Windows stay those of the layers' numbers.
     """
-    full, windows = model.full, model.windows
-    if layer.is_full:
-        sizes = {name: getattr(full, name) or getattr(model, name) for name in SIZES}
-        return model.model_copy(update={"windows": (), "rope_theta_window": None, **sizes})
-    any_window = next(window for window in windows if window)
-    all_windows = tuple(window or any_window for window in windows)
-    return model.model_copy(update={"full": None, "windows": all_windows})
+    changes: dict[str, Any] = {}
+    if model.shared_keys:
+        changes["shared_keys"] = model.layers if layer.shares_keys else 0
+        if layer.shares_keys and model.shared_ffn:
+            changes["ffn"] = model.shared_ffn
+    if model.full and layer.is_full:
+        sizes = {name: getattr(model.full, name) or getattr(model, name) for name in SIZES}
+        changes |= {"windows": (), "rope_theta_window": None, **sizes}
+    elif model.full:
+        any_window = next(window for window in model.windows if window)
+        all_windows = tuple(window or any_window for window in model.windows)
+        changes |= {"full": None, "windows": all_windows}
+    return model.model_copy(update=changes)

@@ -19,6 +19,7 @@ class LayerParts(NamedTuple):
     mixer: Mixer
     mlp: LayerMlp
     is_full: bool = False  # its attention is that of [model.full]
+    shares_keys: bool = False  # it reads the keys and values of an earlier layer
 
     @property
     def parts(self) -> int:

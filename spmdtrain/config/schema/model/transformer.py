@@ -13,6 +13,7 @@ from spmdtrain.config.schema.model.full import FullConfig, of_layer
 from spmdtrain.config.schema.model.indexer import IndexerConfig
 from spmdtrain.config.schema.model.latent import LatentConfig
 from spmdtrain.config.schema.model.layer_kinds import (
+    BLOCKS,
     LayerKind,
     LayerMlp,
     LayerParts,
@@ -182,6 +183,14 @@ class TransformerConfig(Settings):
         default=None,
         description="the table [model.full]: heads of layers without a window; default: as others",
     )
+    shared_keys: CountOrZero = Field(
+        default=0,
+        description="last layers without keys and values: each reads those of the last layer "
+        "before them that has a window, if it has one itself, or that has none",
+    )
+    shared_ffn: Count | None = Field(
+        default=None, description="hidden width of the mlps of those layers; default: ffn"
+    )
     token_layers: TokenLayersConfig | None = Field(
         default=None,
         description="the table [model.token_layers]: an embedding of each token for each layer; "
@@ -326,6 +335,10 @@ class TransformerConfig(Settings):
             self._check_indexer(self.indexer)
         if self.full:
             self._check_full(self.full)
+        if self.shared_keys:
+            self._check_shared_keys()
+        elif self.shared_ffn:
+            raise ValueError("model.shared_ffn is of layers that share keys; set model.shared_keys")
         if self.token_layers:
             self._check_token_layers(self.token_layers)
         for number, kind in enumerate(self.layer_kinds if any(self.chunks) else ()):
@@ -364,6 +377,24 @@ class TransformerConfig(Settings):
                     f"model.{name}={getattr(self, name)!r} has no meaning with model.latent; "
                     "leave it out"
                 )
+
+    def _check_shared_keys(self) -> None:
+        """Refuses layers that would share keys of no layer, and what they do not go with."""
+        first = self.layers - self.shared_keys
+        kinds = [kind.window > 0 for kind in self.layer_kinds]
+        if first < 1 or set(kinds[first:]) - set(kinds[:first]):
+            raise ValueError(
+                f"model.shared_keys={self.shared_keys} leaves no layer of each kind before them, "
+                "with a window and without; set it lower"
+            )
+        if self.query_norm == "all" or self.output_gate != "none" or self.sinks:
+            raise ValueError(
+                "model.shared_keys does not go with model.query_norm='all', model.output_gate and "
+                "model.sinks; leave them out"
+            )
+        for name in ("latent", "mixers", "mlps", "experts", "mup_base", "multi_token"):
+            if getattr(self, name):
+                raise ValueError(f"model.shared_keys does not go with model.{name}; leave one out")
 
     def _check_token_layers(self, token_layers: TokenLayersConfig) -> None:
         """Refuses what embeddings of layers do not go with."""
@@ -619,8 +650,10 @@ class TransformerConfig(Settings):
     def layer_parts(self) -> tuple[LayerParts, ...]:
         """The parts of each layer, in order."""
         full = self.full_layers
-        are_full = (number in full for number in range(self.layers))
-        return tuple(map(LayerParts, self.layer_mixers, self.layer_mlps, are_full))
+        numbers = range(self.layers)
+        are_full = (number in full for number in numbers)
+        share = (number >= self.layers - self.shared_keys for number in numbers)
+        return tuple(map(LayerParts, self.layer_mixers, self.layer_mlps, are_full, share))
 
     @property
     def further_parts(self) -> LayerParts:
@@ -635,7 +668,7 @@ class TransformerConfig(Settings):
         """Returns the settings of a layer: of a model whose layers all have such attention, and
         norms at its places.
         """
-        settings = of_layer(self, layer) if self.full else self
+        settings = of_layer(self, layer) if self.full or self.shared_keys else self
         places = self.norm_places_of(layer.mixer)
         if places == self.norm_places:
             return settings
@@ -644,6 +677,8 @@ class TransformerConfig(Settings):
     @property
     def stacks(self) -> tuple[LayerStack, ...]:
         """The stacks of layers, one after another: of the first dense ones, and of the others."""
+        if self.shared_keys:  # whose layers are one round, written out
+            return (LayerStack(BLOCKS, 0, self.layer_parts, 1),)
         return stacks_of(self.layer_parts, self.layers - self.stack_layers)
 
     @property
@@ -754,9 +789,14 @@ class Llama(TransformerConfig):
 
 
 def refusals_of_pipelines(run: Any) -> Iterator[str]:
-    """Yields what stages of a pipeline do not hand on."""
+    """Yields what a pipeline does not hand on from layer to layer."""
     if run.model.token_layers and run.mesh.pipeline != 1:
         yield (
-            f"mesh.pipeline={run.mesh.pipeline} does not go with [model.token_layers]: later "
-            "stages lack the embedding; set mesh.pipeline=1"
+            f"mesh.pipeline={run.mesh.pipeline} does not go with [model.token_layers]: a "
+            "pipeline does not hand on the embedding; set mesh.pipeline=1"
+        )
+    if run.model.shared_keys and run.mesh.pipeline != 1:
+        yield (
+            f"mesh.pipeline={run.mesh.pipeline} does not go with model.shared_keys: a pipeline "
+            "hands on no keys and values; set mesh.pipeline=1"
         )

@@ -104,6 +104,18 @@ class Attention(nnx.Module):
             cache = cache.extended(k, v)
             k = cache.k_bskd
             v = cache.v_bskd
+        return self._back(q, k, v, gate, ctx, cache), cache
+
+    def _back(  # noqa: PLR0913 - the arrays of attention
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        gate: jax.Array | None,
+        ctx: ForwardContext,
+        cache: Cache | None,
+    ) -> jax.Array:
+        """Returns what attention adds to the stream, [b, t, e]."""
         sinks = None if self.sinks is None else self.sinks[...]
         attended = self.attend(q, k, v, ctx, cache=cache, sinks=sinks)
         attended = ctx.constrain(attended, "batch", "time", *OF_HEADS)
@@ -112,7 +124,7 @@ class Attention(nnx.Module):
         y = ctx.row_parallel(attended, self.out_kgde, OF_HEADS)
         if self.out_bias is not None:
             y = y + self.out_bias[...]
-        return y, cache
+        return y
 
     def _project(self, x_bte: jax.Array, ctx: ForwardContext) -> jax.Array:
         """Returns the slots of each key-value head [b, t, k, n, d], before biases."""
