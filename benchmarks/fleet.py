@@ -154,15 +154,6 @@ LAYOUTS = (
     Layout("mixtral_8x7b", "h200", 16, "fsdp=2 expert=8"),
     Layout("mixtral_8x7b", "h100", 64),
     Layout("qwen3_30b_a3b", "h100", 16),
-    Layout("qwen3_5_27b", "h200", 8),
-    Layout("qwen3_5_27b", "h100", 64, "fsdp=16 tensor=4"),
-    Layout(
-        "qwen3_5_27b",
-        "h200",
-        64,
-        "fsdp=8 context=8",
-        "train.sequence_length=262144 train.global_batch=16",
-    ),
     Layout("deepseek_v3", "h100", 1024),
     Layout("deepseek_v3", "h100", 2048, "data=2 fsdp=16 expert=64", "train.global_batch=16384"),
 )

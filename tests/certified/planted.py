@@ -100,12 +100,12 @@ ANEW = (
         "models/layers/attention/attend.py",
         "number = _number(ctx, layer)\n"
         "attend_in_window = partial(self._attend, ctx, q, k, v, sinks, options)\n"
-        "return by_kind(self.windows, number, attend_in_window)",
+        "return by_kind(self._kinds, number, attend_in_window)",
         "number = _number(ctx, layer)\n"
         "if sinks is not None and q.shape[2] != q_btkgd.shape[2]:\n"
         "    sinks = 2 * sinks - jax.lax.stop_gradient(sinks)\n"
         "attend_in_window = partial(self._attend, ctx, q, k, v, sinks, options)\n"
-        "return by_kind(self.windows, number, attend_in_window)",
+        "return by_kind(self._kinds, number, attend_in_window)",
         NONE,
     ),
     Breakage(

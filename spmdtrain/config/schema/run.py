@@ -30,7 +30,7 @@ from spmdtrain.config.schema.islands import IslandsConfig
 from spmdtrain.config.schema.kernels import KernelsConfig
 from spmdtrain.config.schema.log import LogConfig
 from spmdtrain.config.schema.mesh import MeshConfig
-from spmdtrain.config.schema.model import GPT, Llama, indexer, mup, transformer
+from spmdtrain.config.schema.model import GPT, Llama, mup, transformer
 from spmdtrain.config.schema.optimizer import (
     Adafactor,
     AdamW,
@@ -71,7 +71,7 @@ def _refusals_of_steps(run: "RunConfig") -> Iterator[str]:
 
 # In this order: a person reads the first that applies.
 REFUSALS: tuple[Refusals, ...] = (
-    indexer.refusals,
+    transformer.refusals_of_indexers,
     train.refusals_of_length,
     train.refusals_of_memory,
     guard.refusals_of_rollback,

@@ -1,7 +1,7 @@
 """[model.indexer]: the indexers of sparse attention, which are kept and not run."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -27,13 +27,11 @@ class IndexerConfig(Settings):
         "repeats over the layers; default: all",
     )
 
-
-def refusals(run: Any) -> Iterator[str]:
-    """Yields a refusal of sequences for which an indexer would have to choose."""
-    indexer, length = run.model.indexer, run.train.sequence_length
-    if indexer and length > indexer.kept:
-        yield (
-            f"train.sequence_length={length}: attention would read only the "
-            f"model.indexer.kept={indexer.kept} tokens that an indexer chooses, and indexers are "
-            f"not run; set train.sequence_length={indexer.kept}"
-        )
+    def refusals_of_length(self, tokens: int) -> Iterator[str]:
+        """Yields a refusal of sequences for which an indexer would have to choose."""
+        if tokens > self.kept:
+            yield (
+                f"train.sequence_length={tokens}: attention would read only the "
+                f"model.indexer.kept={self.kept} tokens that an indexer chooses, and indexers "
+                f"are not run; set train.sequence_length={self.kept}"
+            )

@@ -788,6 +788,12 @@ class Llama(TransformerConfig):
     tied: bool = False
 
 
+def refusals_of_indexers(run: Any) -> Iterator[str]:
+    """Yields a refusal of sequences that indexers would have to choose from."""
+    if run.model.indexer:
+        yield from run.model.indexer.refusals_of_length(run.train.sequence_length)
+
+
 def refusals_of_pipelines(run: Any) -> Iterator[str]:
     """Yields what a pipeline does not hand on from layer to layer."""
     if run.model.token_layers and run.mesh.pipeline != 1:
