@@ -370,9 +370,12 @@ def _parse_override(path: KeyPath, text: str, table: TomlTable, origin: Origin) 
     try:
         return _parse(annotation, text)
     except ValidationError as error:
-        expected = dict.fromkeys(map(expectation, error.errors(include_url=False)))
+        errors = error.errors(include_url=False)
+        expected = dict.fromkeys(map(expectation, errors))
         expected |= dict.fromkeys(_none_of(annotation))
-        raise _refused(key, text, COMMAND_LINE, *expected) from None
+        # Of a list of names, the one that is none of them.
+        value = errors[0]["input"] if errors[0]["type"] == "literal_error" else text
+        raise _refused(key, value, COMMAND_LINE, *expected) from None
 
 
 def _parse(annotation: Any, text: str) -> Any:
@@ -609,9 +612,19 @@ def _in_our_words(error: ValidationError, values: TomlTable, origin: Origin) -> 
     # A union complains once for each of its members.
     complaints = [first, *(other for other in others if _locate(other["loc"], values)[0] == key)]
     expected = dict.fromkeys(map(expectation, complaints))
+    if item := _name_in_a_list(first):
+        inside, value = item
     if not inside:
         expected |= dict.fromkeys(_none_of(_find_type(tuple(key.split(".")), values, origin)))
     return _refused(key, value, origin[key], *expected, inside=inside)
+
+
+def _name_in_a_list(error: Any) -> tuple[str, Any] | None:
+    """Returns (place, value) of an item of a list that is none of the names that may be there."""
+    place = error["loc"][-1] if error["loc"] else None
+    if error["type"] == "literal_error" and isinstance(place, int):
+        return f"[{place}]", error["input"]
+    return None
 
 
 def _locate(loc: tuple[int | str, ...], values: TomlTable) -> tuple[str, str, Any]:

@@ -5,7 +5,7 @@ refused before a number is read.
 """
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -234,13 +234,29 @@ class Weights:
             for name in self._names(entry, None)
         }
         depth = self._model.multi_token.depth if self._model.multi_token else 0
-        if of_further.issuperset(missing):
+        if not of_further or not of_further.issuperset(missing):
+            return
+        there = sorted(of_further - set(missing))
+        if there:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            pattern = self._apart(there[0], of_further)
             raise CheckpointError(
-                f"{self.folder} lacks the layers that predict further tokens",
-                asked=f"model.multi_token.depth={depth}",
-                found=f"{self._model.layers} layers",
-                fix="--set model.multi_token=none",
+                f"{self.folder} lacks {missing[0]}{more} of the layers that predict further tokens",
+                found=f"{len(there)} of their {len(of_further)} tensors",
+                fix=f"downloading all of its files, or --ignore '{pattern}'",
             )
+        raise CheckpointError(
+            f"{self.folder} lacks the layers that predict further tokens",
+            asked=f"model.multi_token.depth={depth}",
+            found=f"{self._model.layers} layers",
+            fix="--set model.multi_token=none",
+        )
+
+    def _apart(self, name: str, names: Collection[str]) -> str:
+        """Returns a pattern of a tensor and of those around it, but of none outside `names`."""
+        top = name.partition(".")[0] + "."
+        shares = any(other.startswith(top) for other in self._in_files if other not in names)
+        return _pattern(name) if shares else f"{top}*"
 
     def _count_layers(self, wanted: Sequence[str]) -> int:
         """Counts the layers of which at least one tensor exists."""

@@ -303,8 +303,8 @@ def build_model(
     if stages > 1 and segments > 1:
         raise ConfigError(
             f"mesh.pipeline={stages}: its stages share out whole rounds of layers",
-            found=f"{segments} segments of layers, with a round each",
-            fix="--set mesh.pipeline=1, or a number of layers that a round of them divides",
+            found=f"{segments} segments of layers, each with rounds of its own",
+            fix="--set mesh.pipeline=1, or so many layers that one round repeats for each stage",
         )
     layout = lay_out(model.blocks.rounds, stages, chunks)
     variables = tuple(nnx.to_flat_state(state))

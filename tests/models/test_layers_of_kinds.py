@@ -120,7 +120,10 @@ def test_layers_are_named_by_what_they_have():
         (("model.mixers=['delta']",), "needs the table"),
         (DELTA, "read by no layer"),
         ((*OTHERS, "model.mixers=['ssd', 'attention']"), r"\[model.conv\] is read by no layer"),
-        ((*DELTA, "model.mixers=['mamba']"), "mixers"),
+        (
+            (*DELTA, "model.mixers=['delta', 'mamba']"),
+            "mixers='mamba' .* must be 'attention'",
+        ),
         (("model.mixers=['both']",), r"needs the table \[model.ssd\]"),
         (("model.both.in_factor=2",), r"\[model.both\] is read by no layer"),
         (("model.mixers=none", "model.mlps=['mlp', 'none']"), "layer 1 has neither"),
@@ -280,6 +283,22 @@ def test_every_matmul_of_a_mixer_has_an_adapter(name):
     of_matmuls = {path for path, one in parameters.items() if one.is_of_matmuls}
     adapted = {path.rsplit(".", 2)[0] for path in of_matmuls if path.endswith(".a")}
     assert {path for path in of_matmuls if not path.endswith(".a")} == adapted
+
+
+@pytest.mark.parametrize(
+    ("targets", "meant"),
+    [
+        ("in_proj_qkv,in_proj_z", "q,k,v,in_proj_z"),
+        ("q,o_proj", "q,out"),
+        ("all-linear", "q,k,v,out,z,rate,decay,up,down"),
+        ("nothing", "decay,down,k,out,q,rate,up,v,z"),
+    ],
+)
+def test_names_of_published_layers_are_told_as_ours(targets, meant):
+    numbers = (*SMALL, *DELTA, "model.mixers=['delta', 'attention']", "model.layers=4")
+    config = tiny(*numbers, "finetune.kind=lora", f"finetune.targets={targets}")
+    with pytest.raises(ConfigError, match=f"finetune.targets={meant}(\n|$)"):
+        build_model(*choose_model(config))
 
 
 @pytest.mark.parametrize("name", MODELS)

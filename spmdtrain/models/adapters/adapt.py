@@ -25,6 +25,25 @@ from spmdtrain.models.adapters.quantised import as_buffers
 from spmdtrain.models.projection import MatmulWeight, matmul_weights
 from spmdtrain.parallel.axes import STACK_AXES
 
+# The linear layers of blocks, by their names in published models and in peft.
+PUBLISHED = {
+    **{f"{name}_proj": (name,) for name in ("q", "k", "v", "gate", "up", "down")},
+    **{f"w{number}": (name,) for number, name in zip("132", ("gate", "up", "down"), strict=True)},
+    "o_proj": ("out",),
+    "out_proj": ("out",),
+    "c_attn": ("q", "k", "v"),
+    "qkv_proj": ("q", "k", "v"),
+    "gate_up_proj": ("gate", "up"),
+    "in_proj": ("in",),
+    "in_proj_qkv": ("q", "k", "v"),
+    "in_proj_qkvz": ("q", "k", "v", "z"),
+    "in_proj_z": ("z",),
+    "in_proj_ba": ("rate", "decay"),
+    "in_proj_b": ("rate",),
+    "in_proj_a": ("decay",),
+    "all-linear": LINEAR,
+}
+
 
 def adapt(model: nnx.Module, run: RunConfig, key: jax.Array) -> None:
     """Replaces the adapted weights of a model that is being built by weights with adapters.
@@ -61,26 +80,36 @@ def _check_targets(
     config: FinetuneConfig, weights: Mapping[str, Any], model: TransformerConfig
 ) -> None:
     """Refuses a pattern that matches no weight, and targets that produce no adapter at all."""
-    for target in config.targets:
-        if target not in LINEAR and not _matched(weights, target):
-            near = difflib.get_close_matches(target, [*LINEAR, *weights], 1, 0.3) or list(LINEAR)
-            raise ConfigError(
-                f"finetune.targets: {target!r} is not a linear layer of a block, and no "
-                "matmul weight has such a path",
-                found=", ".join([*LINEAR, *weights]),
-                fix=f"--set finetune.targets={near[0]}",
-            )
     layers = {
         part.name
         for path, (module, name) in weights.items()
         for part in parts_of(path, getattr(module, name).shape, model)
     }
+    for target in config.targets:
+        if target not in LINEAR and not _matched(weights, target):
+            meant = _meant(target, layers, weights)
+            targets = [
+                name for one in config.targets for name in (meant if one == target else [one])
+            ]
+            raise ConfigError(
+                f"finetune.targets: {target!r} is not a linear layer of a block, and no "
+                "matmul weight has such a path",
+                found=", ".join(sorted(layers)),
+                fix=f"--set finetune.targets={','.join(dict.fromkeys(targets))}",
+            )
     if not layers & set(config.targets) and not any(_matched(weights, t) for t in config.targets):
         raise ConfigError(
             f"finetune.targets={','.join(config.targets)}: the model has no such layer",
             found=", ".join(sorted(layers)) or "no weight that only matmuls read",
             fix=f"--set finetune.targets={','.join(sorted(layers)) or '...'}",
         )
+
+
+def _meant(target: str, layers: Collection[str], weights: Collection[str]) -> list[str]:
+    """Returns the linear layers of this model that a name of a published one stands for."""
+    named = [name for name in PUBLISHED.get(target, ()) if name in layers]
+    ours = sorted(layers)
+    return named or difflib.get_close_matches(target, [*ours, *weights], 1, 0.5) or ours
 
 
 def _matched(paths: Collection[str], pattern: str) -> bool:
