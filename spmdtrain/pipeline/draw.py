@@ -52,12 +52,16 @@ def headline(table: Table, times: Times | None = None) -> str:
     )
 
 
-def describe_pipeline(table: Table, layout: "StageLayout") -> str:
-    """Describes a schedule in one line, with the cost of padding and a cure for a large bubble."""
+def describe_pipeline(table: Table, layout: "StageLayout", of_round: int = 1) -> str:
+    """Describes a schedule in one line, with the cost of padding and a cure for a large bubble.
+
+    `of_round`: the layers of a round, which stages do not divide.
+    """
     parts = [headline(table)]
     if layout.padding:
         more = layout.places / layout.layers - 1
-        padded = f"{layout.layers} layers in {layout.places} places"
+        shared_out = f"rounds of {of_round} layers" if of_round > 1 else "layers"
+        padded = f"{layout.layers} {shared_out} in {layout.places} places"
         parts.append(f"{padded}, {more:.0%} more layer work")
     if table.microbatches < table.stages:
         parts.append("a smaller train.microbatch makes more of them, and the bubble smaller")

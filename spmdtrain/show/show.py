@@ -35,7 +35,10 @@ def describe(
     """
     setup = setup_of(config, make)
     model = setup.model
-    pipeline = describe_pipeline(setup.pipeline, model.stage_layout) if setup.pipeline else None
+    pipeline = None
+    if setup.pipeline:
+        of_round = len(setup.config.model.stacks[-1].pattern)
+        pipeline = describe_pipeline(setup.pipeline, model.stage_layout, of_round)
     abstract, specs = setup.state, setup.specs
     rows = [
         {

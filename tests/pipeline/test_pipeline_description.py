@@ -19,3 +19,9 @@ def test_it_says_what_padding_costs_and_how_the_bubble_shrinks(layers, microbatc
     sizes, *more = describe_pipeline(one_f_one_b(2, microbatches), layout).split("; ")
     assert sizes.startswith("1f1b: 2 stages")
     assert more == said
+
+
+def test_rounds_are_not_called_layers():
+    layout = StageLayout(chunks=1, stages=4, per_chunk=1, layers=2)
+    line = describe_pipeline(one_f_one_b(4, 4), layout, of_round=4)
+    assert line.endswith("2 rounds of 4 layers in 4 places, 100% more layer work")

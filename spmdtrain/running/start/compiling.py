@@ -90,7 +90,9 @@ def _introduction(setup: Setup, data: Data) -> str:
     if setup.pipeline:
         from spmdtrain.pipeline.draw import describe_pipeline
 
-        lines.append(f"pipeline: {describe_pipeline(setup.pipeline, setup.model.stage_layout)}")
+        of_round = len(setup.config.model.stacks[-1].pattern)
+        described = describe_pipeline(setup.pipeline, setup.model.stage_layout, of_round)
+        lines.append(f"pipeline: {described}")
     lines.append(f"data: {data.describe(config)}, vocabulary {config.model.vocab}")
     return "\n".join(lines)
 
