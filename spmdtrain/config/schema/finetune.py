@@ -17,6 +17,8 @@ from spmdtrain.config.settings import (
 # The linear layers of a shipped block: of attention and of the gated delta rule, which has those
 # behind "out" as well; of other mixers ("in"), and of the mlp.
 LINEAR = ("q", "k", "v", "out", "z", "rate", "decay", "in", "gate", "up", "down")
+# The default of runs that were written before there were other mixers than attention.
+OF_ATTENTION = ("q", "k", "v", "out", "gate", "up", "down")
 
 
 class FinetuneConfig(Settings):
@@ -67,6 +69,8 @@ class FinetuneConfig(Settings):
     def _check(self):
         if self.kind == "full":
             for name, field in type(self).model_fields.items():
+                if name == "targets" and self.targets == OF_ATTENTION:
+                    continue
                 if name != "frozen_layers" and getattr(self, name) != field.default:
                     raise ValueError(
                         f"finetune.{name}={getattr(self, name)!r} only applies to adapters, and "
