@@ -15,9 +15,9 @@ OF_KEYS = re.compile(
 
 def without_idle(names: Iterable[str], model: TransformerConfig) -> list[str]:
     """Returns the names but for those of tensors that no layer of the model could read."""
-    first = model.layers - model.shared_keys
+    sharing = range(model.layers - model.shared_keys, model.layers)
     return [
         name
         for name in names
-        if not ((match := OF_KEYS.fullmatch(name)) and int(match[1]) >= first)
+        if not ((match := OF_KEYS.fullmatch(name)) and int(match[1]) in sharing)
     ]

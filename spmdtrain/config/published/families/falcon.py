@@ -28,8 +28,10 @@ def _falcon(keys: Keys) -> ModelSettings:
         ssd["norm_first"] = first
     settings = read_biases(keys) | {ours: _factor(keys, key) for ours, key in OF_MODEL.items()}
     key_factor = _factor(keys, KEY)
-    head_dim = keys.some("head_dim")
-    head_dim = head_dim or keys.count("hidden_size") // keys.count("num_attention_heads")
+    heads = keys.count("num_attention_heads")
+    head_dim = keys.some("head_dim") or keys.count("hidden_size") // heads
+    if not head_dim:
+        raise keys.refused("num_attention_heads", heads, "at most hidden_size")
     return settings | {
         "mixers": ("both",),
         "both": {ours: _factor(keys, key) for ours, key in OF_ATTENTION.items()},

@@ -74,11 +74,11 @@ def _has_rope(keys: Keys) -> bool:
 
 
 def _write_olmo_hybrid(model: TransformerConfig) -> dict[str, Any]:
+    if model.delta is None:  # an OLMo 2 or 3, whose families write it
+        return {}
     theirs = {ours: kind for kind, ours in MIXERS.items()}
-    keys = write_biases(model)
+    keys = write_biases(model) | _write_delta(model.delta)
     keys["layer_types"] = [theirs.get(mixer) for mixer in model.layer_mixers]
-    if model.delta:
-        keys |= _write_delta(model.delta)
     if all(kind.rope_theta is None for kind in model.layer_kinds):
         keys |= {"rope_theta": None, "rope_scaling": None, "rope_parameters": NO_ROPE}
     return keys
