@@ -6,7 +6,7 @@ A checkpoint only shows that leaves differ. config.json says which settings make
 import contextlib
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -69,17 +69,19 @@ def naming_settings(
         names = [*_of_model(setup, then), *_of_optimizer(setup, then)] if then else []
         now = settings_of(setup.config)
         changed = [name for name in names if then.get(name) != now.get(name)]
-        starts = _starts_from(run, setup, changed)
-        fix = f"--set {shlex.quote(f'model.from={run}')}" if starts else ""
+        fix = ""
+        of_model = [name for name in changed if name.startswith("model.")]
+        if of_model and _starts_from(run, setup):  # whose adapters may be others, or none
+            changed = of_model
+            fix = f"--set {shlex.quote(f'model.from={run}')}"
         refuse_other_settings(error.what, changed, setup.config, then, fix)
         raise
 
 
-def _starts_from(run: Path, setup: Setup, changed: Sequence[str]) -> bool:
-    """Returns True if the run starts from the weights of `run`, with another model than that."""
+def _starts_from(run: Path, setup: Setup) -> bool:
+    """Returns True if the run starts from the weights of `run`."""
     source = setup.config.train.init_from
-    is_source = source is not None and Path(os.path.expanduser(source)) == run
-    return is_source and all(name.startswith("model.") for name in changed)
+    return source is not None and Path(os.path.expanduser(source)) == run
 
 
 def _of_model(setup: Setup, then: Mapping[str, Any]) -> list[str]:

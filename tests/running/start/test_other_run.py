@@ -108,3 +108,13 @@ def test_the_width_of_the_weights_may_change_on_the_way(tmp_path, capsys, then, 
     more = (f"precision.params={now}", *mesh, "train.steps=3")
     assert go(tmp_path, *more, devices=devices).step == 3
     assert f"precision.params: {then}, now {now}" in capsys.readouterr().out
+
+
+@pytest.mark.seconds
+def test_adapters_on_another_model_are_not_told_to_go(trained, tmp_path):
+    lora = ("finetune.kind=lora", "finetune.rank=2", f"train.init_from={trained}")
+    with pytest.raises(CheckpointError) as raised:
+        go(tmp_path / "run", "model.layers=3", *lora)
+    line = str(raised.value)
+    assert "asked model.layers=3; found model.layers=2" in line
+    assert line.endswith(f"try --set model.from={trained}")
