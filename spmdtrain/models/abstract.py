@@ -7,7 +7,7 @@ makes it from such a dict.
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -124,11 +124,17 @@ class AbstractModel:
     @property
     def size(self) -> int:
         """The number of parameters, without the padding of the layout."""
+        return self._size_of(self.parameters)
+
+    @property
+    def trained_size(self) -> int:
+        """The number of parameters that are trained, without the padding of the layout."""
+        return self._size_of(path for path, one in self.parameters.items() if one.is_trained)
+
+    def _size_of(self, paths: Iterable[str]) -> int:
         share = self.stage_layout.layers / self.stage_layout.places
-        total = 0
-        for path, parameter in self.parameters.items():
-            total += round(parameter.size * share) if self.in_stack(path) else parameter.size
-        return total
+        sizes = ((self.parameters[path].size, self.in_stack(path)) for path in paths)
+        return sum(round(size * share) if in_stack else size for size, in_stack in sizes)
 
     def frozen_rounds(self, config: RunConfig) -> int:
         """Returns how many places of the stack, from the first on, `config` freezes.

@@ -131,7 +131,9 @@ def test_adapters_have_the_loss_and_gradients_of_one_device(layout):
 def test_a_model_with_adapters_computes_what_the_merged_one_does():
     """On one device, where the gradients are those of the test above."""
     setup = setup_of("precision.frozen=float32", "finetune.dropout=0.0")
-    assert len([each for each in setup.model.parameters.values() if each.is_of_adapter]) == 7 * 3
+    of_adapters = [one for one in setup.model.parameters.values() if one.is_of_adapter]
+    assert len(of_adapters) == 7 * 3
+    assert setup.model.trained_size == sum(one.size for one in of_adapters)
     params = moved(setup, st.init_state(setup).params)
     plain = st.shard(tiny(*MODEL, GATED), devices=jax.devices()[:1])
     weights = merged(jax.device_get(params), setup.config.finetune, setup.config.model)

@@ -15,7 +15,10 @@ class EvalConfig(Settings):
         default=None,
         description="validation batches of train.global_batch windows; default: the whole split",
     )
-    at_start: bool = Field(default=False, description="also evaluate before the first step")
+    at_start: bool = Field(
+        default=False,
+        description="also evaluate before the first step, as with train.init_from always",
+    )
     patience: Count | None = Field(
         default=None,
         description="evaluations in a row without a better eval_loss after which the run stops; "

@@ -74,9 +74,10 @@ def _introduction(setup: Setup, data: Data) -> str:
     name = config.model.name
     if setup.make is not Transformer:
         name = type(setup.model.bind({})).__name__
-    size = quantity(setup.model.size)
-    lines = [*config.notes]
-    lines += [f"{name}: {size} parameters on {mesh.size} x {kind} ({axes or 'no split'})"]
+    size = f"{quantity(setup.model.size)} parameters"
+    if setup.model.trained_size < setup.model.size:
+        size += f", {quantity(setup.model.trained_size)} of them trained,"
+    lines = [*config.notes, f"{name}: {size} on {mesh.size} x {kind} ({axes or 'no split'})"]
     if mesh.shape["expert"] > 1 and not any(
         "expert" in axes_of(spec) for spec in setup.specs.values()
     ):
