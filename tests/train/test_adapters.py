@@ -133,7 +133,8 @@ def test_a_model_with_adapters_computes_what_the_merged_one_does():
     setup = setup_of("precision.frozen=float32", "finetune.dropout=0.0")
     of_adapters = [one for one in setup.model.parameters.values() if one.is_of_adapter]
     assert len(of_adapters) == 7 * 3
-    assert setup.model.trained_size == sum(one.size for one in of_adapters)
+    also_trained = setup.model.parameters["norm.scale_e"].size
+    assert setup.model.trained_size == also_trained + sum(one.size for one in of_adapters)
     params = moved(setup, st.init_state(setup).params)
     plain = st.shard(tiny(*MODEL, GATED), devices=jax.devices()[:1])
     weights = merged(jax.device_get(params), setup.config.finetune, setup.config.model)
