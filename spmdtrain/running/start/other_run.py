@@ -71,7 +71,7 @@ def naming_settings(
         changed = [name for name in names if then.get(name) != now.get(name)]
         fix = ""
         of_model = [name for name in changed if name.startswith("model.")]
-        if of_model and _starts_from(run, setup):  # whose adapters may be others, or none
+        if of_model and _starts_from(run, setup):  # of which it may train other parts
             changed = of_model
             fix = f"--set {shlex.quote(f'model.from={run}')}"
         refuse_other_settings(error.what, changed, setup.config, then, fix)
