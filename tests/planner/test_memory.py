@@ -277,3 +277,20 @@ def test_memory_follows_the_settings():
     assert held(zero=1).optimizer * 2 == before.optimizer
     assert held(zero=1).parameters * 2 == before.parameters
     assert held(remat="none").activations > 10 * before.activations
+
+
+def test_a_turn_of_several_layers_gathers_all_of_them():
+    """Models of the same layers, in rounds of two and of four."""
+    sizes = ("key_heads=2", "value_heads=4", "key_dim=8", "value_dim=6")
+    delta = [f"model.delta.{size}" for size in sizes]
+    mesh = ("mesh.fsdp=8", "model.layers=8", "train.scan_layers=true", "model.name=llama")
+
+    def workload(mixers: list[str]):
+        config = tiny(*mesh, *delta, "model.vocab=64", f"model.mixers={mixers}")
+        return estimate(config, 8, "h100")
+
+    twos = workload(["delta", "attention"])
+    fours = workload(["delta", "delta", "attention", "attention"])
+    layer = shape.layer_parameters(fours.workload.model)
+    more = fours.memory.total - twos.memory.total
+    assert more == pytest.approx(2 * layer * (fours.workload.compute_bytes + 4), rel=0.01)
