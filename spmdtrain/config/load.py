@@ -373,7 +373,7 @@ def _parse_override(path: KeyPath, text: str, table: TomlTable, origin: Origin) 
         errors = error.errors(include_url=False)
         expected = dict.fromkeys(map(expectation, errors))
         expected |= dict.fromkeys(_none_of(annotation))
-        # Of a list of names, the one that is none of them.
+        # If a list holds an unknown name, the line shows that name alone.
         value = errors[0]["input"] if errors[0]["type"] == "literal_error" else text
         raise _refused(key, value, COMMAND_LINE, *expected) from None
 

@@ -21,9 +21,8 @@ from spmdtrain.models.stack import (
     sum_losses,
 )
 
-Kept = dict[
-    bool, SharedKeys
-]  # by whether the layer has a window: of the last one before those that share
+# Those of the last layer of each kind before the ones that share: by whether it has a window.
+Kept = dict[bool, SharedKeys]
 
 
 class SharedStack(Stack):

@@ -1,6 +1,7 @@
 """Gemma 4: heads of another width in layers without a window."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from spmdtrain.config.errors import ConfigError
@@ -152,32 +153,29 @@ def _write_text_part(model: TransformerConfig) -> dict[str, Any]:
     return _write_gemma4(model) | of_tokens | {"enable_moe_block": False}
 
 
+_family = partial(
+    Family,
+    settings=SETTINGS,
+    activation="hidden_activation",
+    rope_by_kind=True,
+    rope_in_tables=True,
+    default_rope=ROPE,
+    rope_kinds=(PROPORTIONAL, "linear"),
+)
 GEMMA4 = {
-    "gemma4_text": Family(
+    "gemma4_text": _family(
         "Gemma4ForCausalLM",
         reads=(*READS, *OF_TOKENS, *OF_EXPERTS),
         defaults=DEFAULTS | {OF_TOKENS[0]: 256, OF_TOKENS[1]: 262_144},
-        settings=SETTINGS,
         read=_text_part,
         write=_write_text_part,
-        activation="hidden_activation",
-        rope_by_kind=True,
-        rope_in_tables=True,
-        default_rope=ROPE,
-        rope_kinds=(PROPORTIONAL, "linear"),
     ),
-    # Of the model without encoders: its keys lack experts and embeddings of layers.
-    "gemma4_unified_text": Family(
+    # The model without encoders has no keys of experts and of embeddings of layers.
+    "gemma4_unified_text": _family(
         "Gemma4UnifiedForCausalLM",
         reads=READS,
         defaults=DEFAULTS | {"sliding_window": 1024, "max_position_embeddings": 262_144},
-        settings=SETTINGS,
         read=_gemma4,
         write=_write_gemma4,
-        activation="hidden_activation",
-        rope_by_kind=True,
-        rope_in_tables=True,
-        default_rope=ROPE,
-        rope_kinds=(PROPORTIONAL, "linear"),
     ),
 }
