@@ -9,9 +9,10 @@ from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import FinetuneConfig, TransformerConfig
 from spmdtrain.interop.imported_tensors import ImportedTensors
 from spmdtrain.interop.names.entry import OURS, Entry, Table
+from spmdtrain.interop.names.family_names import NAMES
 from spmdtrain.interop.names.model_sizes import sizes_of
 from spmdtrain.interop.names.model_table import layout_of, table_of
-from spmdtrain.interop.names.spellings import spelled, spelling_of
+from spmdtrain.interop.names.spellings import respelled, spelled, spelling_of
 from spmdtrain.interop.pieces import AnyMapped, Shape
 
 CHOOSES = "router.load_bias_x"  # the ending of our paths of such a bias
@@ -30,9 +31,22 @@ class Target:
 
     @cached_property
     def table(self) -> Table:
-        """The names of tensors, in the layout that was imported."""
+        """The names of tensors, in the layout that was imported, and in its spelling where
+        transformers keeps it.
+        """
         layout = layout_of(self.family, self.model, self.imported.types)
-        return table_of(self.family, self.model, layout)
+        table = table_of(self.family, self.model, layout)
+        if not self._keeps_spelling:
+            return table
+        return {path: respelled(entry, self._spelling) for path, entry in table.items()}
+
+    @cached_property
+    def _spelling(self) -> tuple[str, str]:
+        return spelling_of(self.family, self.imported.types)
+
+    @property
+    def _keeps_spelling(self) -> bool:
+        return self._spelling in NAMES[self.family].kept_spellings
 
     def dtypes(self, ours: Mapping[str, Shape]) -> dict[str, str]:
         """Returns the dtype of each tensor that parameters of these shapes become.
@@ -40,15 +54,14 @@ class Target:
         It is that of the export, but for those that were in float32 among others, and for the
         biases by which routers choose: rounded to 16 bits, they would choose otherwise.
         """
-        spelling = spelling_of(self.family, self.imported.types)
         dtypes = {}
         for path, shape in ours.items():
             entry, _, layers = self.mapped(path, shape)
             for name in (name for layer in layers for name in entry.of_layer(layer)):
-                spelled_name = spelled(name, spelling)
-                is_narrow = self.imported.types.get(spelled_name, "float32") != "float32"
+                imported = name if self._keeps_spelling else spelled(name, self._spelling)
+                is_narrow = self.imported.types.get(imported, "float32") != "float32"
                 chooses = path.endswith(CHOOSES) and not is_narrow
-                is_wide = chooses or self.imported.is_wide(spelled_name)
+                is_wide = chooses or self.imported.is_wide(imported)
                 dtypes[name] = "float32" if is_wide else self.dtype
         return dtypes
 

@@ -98,7 +98,7 @@ def parameters_and_tensors(folder: Path) -> tuple[dict, dict]:
         for layer in layers:
             x = weights.read(path, layer, tuple(slice(0, size) for size in mapped.shape))
             parameters[path, layer] = x
-            tensors |= dict(zip(entry.of_layer(layer), mapped.write(x), strict=True))
+            directories.put(tensors, entry.of_layer(layer), mapped.write(x))
     return parameters, tensors
 
 

@@ -3,14 +3,18 @@ same models, and go out as published ones.
 """
 
 import re
+from dataclasses import replace
 
 import directories
+import ml_dtypes
 import numpy as np
 import pytest
 from mixer_directories import SAVED_BY_5_24
-from test_expert_layouts import parameters_and_tensors
+from test_expert_layouts import opened, parameters_and_tensors
 
 from spmdtrain.config.errors import CheckpointError
+from spmdtrain.interop.names.family_names import NAMES
+from spmdtrain.interop.names.spellings import spelled
 
 
 @pytest.mark.parametrize("family", SAVED_BY_5_24)
@@ -27,6 +31,31 @@ def test_they_are_the_published_model_and_go_out_as_it(family, tmp_path):
     assert all(np.array_equal(x, wanted[at]) for at, x in parameters.items())
     assert exported.keys() == published.keys()
     assert all(np.array_equal(x, exported[name]) for name, x in published.items())
+
+
+PREFIXES = [
+    *((family, spelling) for family in NAMES for spelling in NAMES[family].kept_spellings),
+    ("gemma3_text", ("model.", "model.language_model.")),
+]
+
+
+@pytest.mark.parametrize(("family", "spelling"), PREFIXES)
+def test_a_prefix_goes_out_as_it_came_where_transformers_keeps_it(family, spelling, tmp_path):
+    """In bfloat16 files with one tensor in float32, which stays so in either case."""
+    config = directories.CONFIGS[family] | {"dtype": "bfloat16"}
+    published = directories.drawn(directories.tensors_of(config), ml_dtypes.bfloat16)
+    wide = max(published)
+    published[wide] = published[wide].astype(np.float32)
+    spelt = {spelled(name, spelling): x for name, x in published.items()}
+    assert spelt.keys() != published.keys()
+    directories.write(tmp_path, config, spelt, parts=2)
+    _, exported = parameters_and_tensors(tmp_path)
+    wanted = spelt if NAMES[family].kept_spellings else published
+    assert exported.keys() == wanted.keys()
+    assert all(np.array_equal(exported[name], x) for name, x in wanted.items())
+    _, target, shapes = opened(tmp_path)
+    dtypes = replace(target, dtype="bfloat16").dtypes(shapes)
+    assert dtypes == {name: str(x.dtype) for name, x in wanted.items()}
 
 
 def test_rows_that_are_cut_elsewhere_are_refused(tmp_path):

@@ -50,6 +50,9 @@ class FamilyNames(NamedTuple):
     further: FurtherNames = AFTER_THE_LAST
     # (a part of a name, what some files have in its place). An export writes the first.
     renamed: Sequence[tuple[str, str]] = ()
+    # (our prefix, the prefix of other files) that transformers reads and writes again for this
+    # family. An export does so too.
+    kept_spellings: Sequence[tuple[str, str]] = ()
 
 
 OF_ATTENTION = {**ATTENTION, **NORMS_BEFORE}
@@ -109,7 +112,11 @@ LLAMA4 = FamilyNames(
     mlp=FEED_FORWARD,
     experts=expert_parts.LLAMA4,
 )
-QWEN_LINEAR = FamilyNames({**ATTENTION, **DELTA, **NORMS_BEFORE, **QUERY_NORMS}, further=APART)
+QWEN_LINEAR = FamilyNames(
+    {**ATTENTION, **DELTA, **NORMS_BEFORE, **QUERY_NORMS},
+    further=APART,
+    kept_spellings=(("model.", "model.language_model."),),
+)
 
 NAMES: Mapping[str, FamilyNames] = {
     "gpt2": GPT2,
@@ -168,6 +175,7 @@ NAMES: Mapping[str, FamilyNames] = {
         ssd_parts.NEMOTRON_EXPERTS,
         whole=ssd_parts.NEMOTRON_WHOLE,
         prefix=ssd_parts.NEMOTRON_PREFIX,
+        kept_spellings=(("backbone.", "model."),),
     ),
     "granitemoehybrid": FamilyNames(
         ssd_parts.GRANITE_HYBRID, ssd_parts.GRANITE_MLP, ssd_parts.GRANITE_HYBRID_EXPERTS

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Collection, Sequence
 
-from spmdtrain.interop.names.entry import EMBED, NORM
+from spmdtrain.interop.names.entry import EMBED, NORM, Entry
 from spmdtrain.interop.names.family_names import NAMES
 
 # Tensors that no parameter needs: masks and frequencies of older versions, and vision towers.
@@ -26,6 +26,11 @@ def spelled(name: str, spelling: tuple[str, str]) -> str:
     """Returns a name of a table as a file spells it."""
     written, instead = spelling
     return instead + name.removeprefix(written) if name.startswith(written) else name
+
+
+def respelled(entry: Entry, spelling: tuple[str, str]) -> Entry:
+    """Returns an entry of a table with its names as a file spells them."""
+    return entry._replace(names=tuple(spelled(name, spelling) for name in entry.names))
 
 
 def name_in(names: Collection[str], name: str, family: str) -> str:
