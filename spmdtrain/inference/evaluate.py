@@ -14,6 +14,7 @@ from spmdtrain.checkpoints.restore import read_document, refuse_own_parts
 from spmdtrain.config.arguments import as_run, as_texts, check_kind
 from spmdtrain.config.errors import ConfigError, DataError
 from spmdtrain.config.load import COMMAND_LINE
+from spmdtrain.config.schema import RunConfig
 from spmdtrain.config.settable import OF_EVALUATION
 from spmdtrain.data.batches import Range
 from spmdtrain.data.corpus import Corpus, token_corpus
@@ -49,8 +50,9 @@ def evaluate(
 
     The result has "loss" (nats per token), "perplexity", "bits_per_byte" (None if ids have no text,
     or if the model restores some of the tokens), the predicted "tokens" and "bytes", the
-    "split_tokens" from which "tokens" were taken, and "step". On validation data the loss equals
-    the one that the run reports at this step, over the same windows.
+    "split_tokens" from which "tokens" were taken, the name of their "data", and "step". On
+    validation data the loss equals the one that the run reports at this step, over the same
+    windows.
 
     For a mixture, loss and bits per byte are means over the sources, weighted by their shares.
     "loss/NAME", "bits_per_byte/NAME" and "tokens/NAME" are those of one source; the first two are
@@ -83,6 +85,7 @@ def evaluate(
     unit = unit_of(opened.config)
     return {
         "step": opened.step,
+        "data": ", ".join(paths) or _validation_data(opened.config),
         "loss": loss,
         "perplexity": math.exp(min(loss, 700.0)) if unit == "tokens" else None,
         "bits_per_byte": _bits_per_byte(predictions),
@@ -90,6 +93,17 @@ def evaluate(
         f"split_{unit}": sum(predicted.of_tokens for predicted, _ in predictions),
         "bytes": sum(size for _, size in predictions),
     } | _by_source(predictions)
+
+
+def _validation_data(config: RunConfig) -> str:
+    """Names the validation data of a run as its settings do."""
+    data = config.data
+    if config.own.data:
+        return config.own.data
+    if data.mix:
+        return ", ".join(source.name for source in data.mix)
+    paths = data.validation_path or data.path or f"data.corpus={data.corpus}"
+    return paths if isinstance(paths, str) else ", ".join(paths)
 
 
 def _by_source(predictions: Sequence[tuple[Predicted, int]]) -> dict[str, Any]:

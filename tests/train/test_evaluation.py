@@ -81,6 +81,7 @@ def test_the_command_and_the_run_have_one_loss_of_a_limited_evaluation(here, cap
     for asked in ((), ("mesh.data=2", "mesh.tensor=2"), ("train.global_batch=1",)):
         found = st.evaluate("run", overrides=asked)
         assert found["loss"] == pytest.approx(own["eval_loss"], rel=1e-6)
+        assert found["data"] == "data.corpus=synthetic"
         assert found["tokens"] == own["eval_tokens"]
         assert found["split_tokens"] == own["eval_split_tokens"] == 104857
     assert "(144 of 104,857 tokens)" in said.out + said.err
@@ -119,6 +120,7 @@ def test_loss_and_bits_of_a_mixture_are_those_of_its_shares(here, capsys):
     assert main(["eval", "run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["loss", *MIX]
+    assert "tokens of a, b, c, step" in lines[0]
 
 
 def figures_of(predicted: dict[str, tuple[float, int]], monkeypatch) -> dict:

@@ -82,7 +82,7 @@ def run_eval(parsed: argparse.Namespace) -> int:
         parts.append(f"{figures['bits_per_byte']:.4f} bits per byte")
     unit = "pairs" if "pairs" in figures else "tokens"
     counted = f"{figures[unit]:,} of {figures[f'split_{unit}']:,} {unit}"
-    print(f"{'  '.join(parts)}  ({counted}, step {figures['step']})")
+    print(f"{'  '.join(parts)}  ({counted} of {figures['data']}, step {figures['step']})")
     for name, count in figures.items():
         word, slash, source = name.partition("/")
         if word == "tokens" and slash:
