@@ -13,7 +13,7 @@ from spmdtrain.checkpoints.model_code import ModelCode, check_model_code, model_
 from spmdtrain.config.errors import CheckpointError
 from spmdtrain.config.load import resolved
 from spmdtrain.config.own_parts import own_sources
-from spmdtrain.config.schema import RunConfig, Settings
+from spmdtrain.config.schema import RunConfig, Settings, TransformerConfig
 from spmdtrain.data.source import Data
 from spmdtrain.train.joined import LearnedFrom
 from spmdtrain.train.setup import Setup
@@ -31,7 +31,7 @@ DATA = (
 OF_SHAPES = {"layers", "embed", "heads", "kv_heads", "head_dim", "ffn", "vocab", "max_length"} | {
     *("bias", "qkv_bias", "out_bias", "mlp_bias", "tied", "sinks"),
 }
-OF_NO_FUNCTION = {"name", "dropout", "attention", "make", "extra"}
+OF_NO_FUNCTION = {"name", "dropout", "make", "extra", *TransformerConfig.of_placement}
 
 
 class DescribedData(Protocol):

@@ -173,3 +173,9 @@ def test_every_setting_of_the_function_is_compared_and_how_to_set_it_said(change
     assert identity.model_changes(saved, tiny(*llama, change, "model.ffn=80")) == []
     ((found, then, _),) = identity.model_changes(saved, tiny(*llama))
     assert (found, identity.as_setting(found, then)) == (name, said)
+
+
+@pytest.mark.parametrize("change", ["context_attention=ulysses", "attention=xla"])
+def test_how_attention_is_computed_may_change_when_a_run_resumes(change):
+    saved = {"model": identity.model_function(tiny("model.vocab=64"))}
+    assert identity.model_changes(saved, tiny("model.vocab=64", f"model.{change}")) == []

@@ -9,12 +9,10 @@ from spmdtrain.config.load import from_resolved
 from spmdtrain.config.published.model_from import is_run
 from spmdtrain.config.published.read_config import NAME, read_published
 from spmdtrain.config.run_files import RunFiles, given_in
-from spmdtrain.config.schema import RunConfig
+from spmdtrain.config.schema import RunConfig, TransformerConfig
 
 # Sections of a run that its teacher shares: where it computes, and in which dtypes.
 SHARED = ("mesh", "precision", "kernels", "rules")
-# Settings of how attention is computed, which do not change a model's outputs.
-OF_PLACEMENT = ("attention", "context_attention")
 
 
 def teacher_settings(config: RunConfig) -> RunConfig | None:
@@ -31,7 +29,8 @@ def teacher_settings(config: RunConfig) -> RunConfig | None:
     setting = f"distill.teacher={teacher!r}"
     model = _of_run(folder, setting) if is_run(folder) else read_published(folder).settings
     _check(setting, folder, model, config)
-    model = model | {name: getattr(config.model, name) for name in OF_PLACEMENT} | {"dropout": 0.0}
+    placement = {name: getattr(config.model, name) for name in TransformerConfig.of_placement}
+    model = model | placement | {"dropout": 0.0}
     shared = {name: getattr(config, name).as_given() for name in SHARED}
     train = config.train.model_dump(include={"sequence_length", "global_batch", "microbatch"})
     return from_resolved({"config": shared | {"model": model, "train": train}, "origin": {}})

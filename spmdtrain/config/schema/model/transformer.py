@@ -66,6 +66,9 @@ class TransformerConfig(Settings):
         *("residual_scale", "logit_scale", "logit_cap"),
     )
 
+    # The settings of how attention is computed, which change no output.
+    of_placement: ClassVar = ("attention", "context_attention")
+
     layers: Count = 4
     embed: Count = Field(default=128, description="width of the residual stream")
     heads: Count = Field(default=4, description="query heads")
