@@ -93,13 +93,17 @@ class Mapped:
         out = np.empty(shape, dtypes.pop() if len(dtypes) == 1 else np.float32)
         for piece in self.pieces:
             start, stop, _ = bounds[piece.dim]
-            low, high = max(start, piece.places.start), min(stop, piece.places.stop)
+            places = range(*piece.places.indices(self.view[piece.dim]))
+            low = len(range(places.start, start, places.step))
+            high = len(range(places.start, min(stop, places.stop), places.step))
             if low >= high:
                 continue
             cut = [slice(first, last) for first, last, _ in bounds]
-            cut[piece.dim] = slice(low - piece.places.start, high - piece.places.start)
+            cut[piece.dim] = slice(low, high)
             target = [slice(None)] * len(shape)
-            target[piece.dim] = slice(low - start, high - start)
+            target[piece.dim] = slice(
+                places[low] - start, places[high - 1] - start + 1, places.step
+            )
             box = self._box(piece, tensors[piece.source])[tuple(cut)]
             _copy(out[tuple(target)], box)
         return out
@@ -380,6 +384,25 @@ def gate_up_interleaved(sizes: Sizes, shape: Shape) -> Mapped:  # noqa: ARG001 -
 def qkv(sizes: Sizes, shape: Shape) -> Mapped:
     """Takes three tensors [H d, E], [K d, E], [K d, E] as [E, K, G + 2, d]."""
     return _qkv(sizes, shape, fused=False, transposed=True)
+
+
+def qkv_gates_apart(sizes: Sizes, shape: Shape) -> Mapped:
+    """Takes four tensors [H d, E], [H d, E], [K d, E], [K d, E] of queries, gates of channels, keys
+    and values as [E, K, 2 G + 2, d]: each query stands before its gate.
+    """
+    embed, heads, slots, dim = shape
+    group = sizes.group
+    places = (
+        *(slice(first, 2 * group, 2) for first in (0, 1)),
+        *(slice(at, at + 1) for at in (slots - 2, slots - 1)),
+    )
+    counts = (group, group, 1, 1)
+    shapes = tuple((heads * count * dim, embed) for count in counts)
+    pieces = tuple(
+        Piece(number, 0, slice(0, rows), (heads, count, dim, embed), (3, 0, 1, 2), 2, place)
+        for number, (count, place, (rows, _)) in enumerate(zip(counts, places, shapes, strict=True))
+    )
+    return Mapped(shape, shape, shapes, pieces)
 
 
 def queries(sizes: Sizes, shape: Shape) -> Mapped:

@@ -472,6 +472,25 @@ CONFIGS["llama4_text"] = LIKE_LLAMA | {
         "original_max_position_embeddings": 32,
     },
 }
+CONFIGS["afmoe"] = LIKE_LLAMA | {
+    "model_type": "afmoe",
+    "rms_norm_eps": 1e-3,
+    "num_hidden_layers": 5,
+    "num_dense_layers": 1,
+    "moe_intermediate_size": 24,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "num_shared_experts": 2,
+    "route_scale": 2.826,
+    "route_norm": True,
+    "score_func": "sigmoid",
+    "n_group": 1,
+    "topk_group": 1,
+    "load_balance_coeff": 0.001,
+    "global_attn_every_n_layers": 3,
+    "sliding_window": 7,
+    "mup_enabled": True,
+}
 # The names of a layer's experts in published files: the router, its bias, the matrices of expert X,
 # and the mlp of the shared experts.
 NEWER = ("mlp.experts.X.gate_proj", "mlp.experts.X.up_proj", "mlp.experts.X.down_proj")
@@ -497,6 +516,7 @@ EXPERTS: dict[str, tuple[str, str, tuple[str, ...], str]] = {
         ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "dots1", "solar_open"), LIKE_DEEPSEEK
     ),
     "hy_v3": ("mlp.router.gate.weight", "mlp.expert_bias", NEWER, "mlp.shared_mlp"),
+    "afmoe": ("mlp.router.gate.weight", "mlp.expert_bias", NEWER, "mlp.shared_experts"),
     "granitemoe": ("block_sparse_moe.router.layer.weight", "", (), ""),
     **dict.fromkeys(
         ("qwen2_moe", "qwen3_5_moe_text", "qwen3_next"),
@@ -528,6 +548,7 @@ QUERY_NORM_OF_HEAD = (
     "qwen3_5_text",
     "qwen3_5_moe_text",
     "qwen3_next",
+    "afmoe",
 )
 QUERY_NORM_OF_ALL = ("olmo2", "olmo3", "olmoe", "flex_olmo", "minimax_m2")
 # The matrices of all experts in one tensor each, in families that have no other layout.
@@ -542,6 +563,7 @@ UNGATED = ("arcee", "apertus")
 # In float32, torch's own gradient of a slope of xIELU, a sum over all tokens, is off by 6e-6.
 IN_DOUBLE = ("apertus",)
 XIELU_CONSTANTS = {"act_fn.beta": 0.5, "act_fn.eps": -1e-6}
+LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
 NORMS_AFTER = ("olmo2", "olmo3", "flex_olmo", "exaone4")
 
 # The same families with settings that only some of their models have.
@@ -588,6 +610,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "partial_rotary_factor": 0.5,
         },
         "first_k_dense_replace": 0,
+        "num_key_value_heads": 6,
+    },
+    "afmoe, windows by a list, not scaled": CONFIGS["afmoe"]
+    | {
+        "num_dense_layers": 2,
+        "num_shared_experts": 1,
+        "mup_enabled": False,
+        "tie_word_embeddings": True,
+        "layer_types": [WINDOW, FULL, FULL, WINDOW, WINDOW],
         "num_key_value_heads": 6,
     },
     "glm4_moe_lite with yarn": CONFIGS["glm4_moe_lite"]
@@ -687,12 +718,16 @@ def _norms(kind: str) -> list[str]:
         return ["post_attention_layernorm", "post_feedforward_layernorm"]
     if kind == "apertus":
         return ["attention_layernorm", "feedforward_layernorm"]
+    if kind == "afmoe":
+        return [*LLAMA_NORMS, "pre_mlp_layernorm", "post_mlp_layernorm"]
     around = ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
     more = around if kind in ("gemma2", "gemma3_text") else []
-    return ["input_layernorm", "post_attention_layernorm", *more]
+    return [*LLAMA_NORMS, *more]
 
 
 def _first_dense(config: dict[str, Any]) -> int:
+    if "num_dense_layers" in config:
+        return config["num_dense_layers"]
     kinds = config.get("mlp_layer_types")
     if "mlp_layer_types" in config and not kinds:
         return config.get("first_k_dense_replace", 1)
@@ -715,6 +750,8 @@ def _of_attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             found[f"self_attn.{name}_proj.weight"] = (count * dim, embed)
             if has_bias:
                 found[f"self_attn.{name}_proj.bias"] = (count * dim,)
+    if kind == "afmoe":
+        found["self_attn.gate_proj.weight"] = (heads * dim, embed)
     apart = ("glm4_moe", "solar_open", "seed_oss")  # whose way back has no bias, or one of its own
     usual = config.get("use_bias") or config.get("attention_bias") and kind not in apart
     if config.get("attention_out_bias", usual):

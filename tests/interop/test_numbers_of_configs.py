@@ -39,7 +39,7 @@ ZERO_BY_DEFAULT_IN = {
     "mistral4": {"first_k_dense_replace"},
 }
 # Keys that change nothing, or are the older name of another key.
-SAY_NOTHING = {"torch_dtype", "dtype", "pad_token_id", "type"}
+SAY_NOTHING = {"torch_dtype", "dtype", "pad_token_id", "type", "load_balance_coeff"}
 
 
 def says_nothing(config: dict, path: tuple) -> bool:

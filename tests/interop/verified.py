@@ -8,6 +8,7 @@ Needs torch and transformers. Tiny models whose every parameter is random: see d
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
@@ -139,16 +140,26 @@ def main(asked: list[str]) -> None:
             rows.append(f"| {' | '.join(measure(name, Path(folder)))} |")
         print(rows[-1], flush=True)
     if write:
-        write_table(BEGIN, END, [*HEAD, *rows])
+        write_table(BEGIN, END, HEAD, rows)
 
 
-def write_table(begin: str, end: str, rows: list[str]) -> None:
-    """Writes the rows of a table between two marks of the page, under the versions used."""
+def write_table(begin: str, end: str, head: Sequence[str], rows: Sequence[str]) -> None:
+    """Writes the rows of a table between two marks of the page, under the versions used.
+
+    Rows of other families stay if they have the same columns and were measured with the same
+    versions.
+    """
     torch_version = torch.__version__.partition("+")[0]
     versions = f"torch {torch_version}, transformers {transformers.__version__}"
-    lines = "\n".join([f"With {versions} and jax {jax.__version__}:", "", *rows])
+    head = [f"With {versions} and jax {jax.__version__}:", "", *head]
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(begin)
-    after = rest.partition(end)[2]
+    table, _, after = rest.partition(end)
+    former = table.strip().splitlines()
+    kept = former[len(head) :] if former[: len(head)] == head else []
+    by_family = {row.split(" | ")[0]: row for row in (*kept, *rows)}
+    order = [f"| {family}" for family in directories.CONFIGS]
+    in_order = sorted(by_family, key=lambda family: order.index(family))
+    lines = "\n".join([*head, *(by_family[family] for family in in_order)])
     PAGE.write_text(f"{before}{begin}\n{lines}\n{end}{after}", encoding="utf-8")
 
 

@@ -89,7 +89,7 @@ def main(names: list[str]) -> None:
             rows.append(f"| {' | '.join(measure(name, Path(folder)))} |")
         print(rows[-1], flush=True)
     if write:
-        verified.write_table(BEGIN, END, [*HEAD, *rows])
+        verified.write_table(BEGIN, END, HEAD, rows)
 
 
 if __name__ == "__main__":

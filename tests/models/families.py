@@ -255,6 +255,17 @@ FAMILIES = {
     },
     "gated heads": {**GIVEN_HEAD, "output_gate": "head"},
     "arcee": {**GIVEN_HEAD, "mlp": "relu2"},
+    "afmoe": {
+        **GIVEN_HEAD,
+        "norm_places": "both",
+        "query_norm": "head",
+        "output_gate": "channel",
+        "embed_scale": "sqrt",
+        "norm_epsilon": 1e-3,
+        "windows": [7, 7, 0],
+        "rope_layers": [True, True, False],
+        "experts": {**BY_SIGMOID, "shared": 1, "first_dense": 1},
+    },
     "apertus": {**GIVEN_HEAD, "query_norm": "head", "mlp": "xielu"},
     "ministral3": {
         **GIVEN_HEAD,

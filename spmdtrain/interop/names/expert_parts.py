@@ -102,6 +102,9 @@ EXAONE = _layouts(BESIDE_ROUTER, _shared("mlp.shared_experts")) + DEEPSEEK
 HUNYUAN = _layouts(
     _router("mlp.router.gate.weight", "mlp.expert_bias"), _shared("mlp.shared_mlp")
 ) + _layouts(BESIDE_ROUTER, _shared("mlp.shared_experts"))
+AFMOE = _layouts(
+    _router("mlp.router.gate.weight", "mlp.expert_bias"), _shared("mlp.shared_experts")
+)
 MISTRAL = _layouts(_router("mlp.gate.weight"), _shared("mlp.shared_experts"))
 MISTRAL = (MISTRAL[1], MISTRAL[0], MISTRAL[2])  # stacked, wherever it came from
 GATED_SHARED = _layouts(

@@ -16,6 +16,7 @@ from spmdtrain.interop.names.layer_parts import (
     FEED_FORWARD,
     FUSED_ATTENTION,
     FUSED_MLP,
+    GATED_ATTENTION,
     KEYS_AS_VALUES,
     LATENT,
     LAYER_SCALE,
@@ -24,6 +25,7 @@ from spmdtrain.interop.names.layer_parts import (
     NORMS_AFTER,
     NORMS_BEFORE,
     NORMS_BOTH,
+    NORMS_OF_AFMOE,
     NORMS_OF_APERTUS,
     PAIRED_ATTENTION,
     QUERIES_ALONE,
@@ -166,6 +168,9 @@ NAMES: Mapping[str, FamilyNames] = {
     "mistral4": FamilyNames({**LATENT, **NORMS_BEFORE}, experts=expert_parts.MISTRAL),
     "arcee": FamilyNames(OF_ATTENTION, UNGATED_MLP),
     "apertus": FamilyNames({**ATTENTION, **NORMS_OF_APERTUS, **QUERY_NORMS}, XIELU_MLP),
+    "afmoe": FamilyNames(
+        {**GATED_ATTENTION, **NORMS_OF_AFMOE, **QUERY_NORMS}, experts=expert_parts.AFMOE
+    ),
     "llama4_text": LLAMA4,
     "ernie4_5": FamilyNames({**PAIRED_ATTENTION, **NORMS_BEFORE}),
     "ernie4_5_moe": FamilyNames({**PAIRED_ATTENTION, **NORMS_BEFORE}, experts=expert_parts.ERNIE),

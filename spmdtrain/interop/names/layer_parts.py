@@ -72,6 +72,20 @@ QUERY_NORMS = {
     "attention.query_key_norm.query_scale": entry(pieces.copy, "self_attn.q_norm.weight"),
     "attention.query_key_norm.key_scale": entry(pieces.copy, "self_attn.k_norm.weight"),
 }
+# AFMoE's: the gates of attention's output are a tensor of their own.
+GATED_ATTENTION = {
+    "attention.qkv_eknd": entry(
+        pieces.qkv_gates_apart,
+        *(f"self_attn.{name}_proj.weight" for name in ("q", "gate", "k", "v")),
+    ),
+    "attention.out_kgde": entry(pieces.heads_out, "self_attn.o_proj.weight"),
+}
+NORMS_OF_AFMOE = {
+    "attention_norm.scale_e": entry(pieces.copy, "input_layernorm.weight"),
+    "attention_out_norm.scale_e": entry(pieces.copy, "post_attention_layernorm.weight"),
+    "mlp_norm.scale_e": entry(pieces.copy, "pre_mlp_layernorm.weight"),
+    "mlp_out_norm.scale_e": entry(pieces.copy, "post_mlp_layernorm.weight"),
+}
 # If values are the projected keys.
 KEYS_AS_VALUES = {
     "attention.qk_eknd": entry(

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from spmdtrain.config.published.families.afmoe import AFMOE
 from spmdtrain.config.published.families.apertus import APERTUS
 from spmdtrain.config.published.families.arcee import ARCEE
 from spmdtrain.config.published.families.deepseek import DEEPSEEK
@@ -52,6 +53,7 @@ FAMILIES: Mapping[str, Family] = {
     **SEED_OSS,
     **EXAONE,
     **ARCEE,
+    **AFMOE,
     **APERTUS,
     **ERNIE,
     **QWEN_LINEAR,
