@@ -58,7 +58,7 @@ class Target:
         for path, shape in ours.items():
             entry, _, layers = self.mapped(path, shape)
             for name in (name for layer in layers for name in entry.of_layer(layer)):
-                imported = name if self._keeps_spelling else spelled(name, self._spelling)
+                imported = self._imported_name(name)
                 is_narrow = self.imported.types.get(imported, "float32") != "float32"
                 chooses = path.endswith(CHOOSES) and not is_narrow
                 is_wide = chooses or self.imported.is_wide(imported)
@@ -66,10 +66,19 @@ class Target:
         return dtypes
 
     def files(self, names: Collection[str]) -> list[list[str]] | None:
-        """Returns the tensors of each file, as they were imported; None if they were others."""
-        if self.imported.types.keys() != set(names):
+        """Returns the tensors of each file, as they were imported; None if they were others.
+
+        Tensors that were left out, such as those of a vision tower, take nothing along.
+        """
+        ours = {self._imported_name(name): name for name in names}
+        if not ours.keys() <= self.imported.types.keys():
             return None
-        return [sorted(self.imported.files[file]) for file in sorted(self.imported.files)]
+        files = (in_file.keys() & ours for _, in_file in sorted(self.imported.files.items()))
+        return [sorted(ours[name] for name in in_file) for in_file in files if in_file]
+
+    def _imported_name(self, name: str) -> str:
+        """Returns the name by which the imported files had a tensor of the export."""
+        return name if self._keeps_spelling else spelled(name, self._spelling)
 
     def mapped(self, path: str, shape: Shape) -> tuple[Entry, AnyMapped, Sequence[int | None]]:
         """Returns the tensors of a parameter of this shape, and the numbers of its layers."""
