@@ -16,7 +16,6 @@ from spmdtrain.config.published.read_config import Published
 from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.interop.names.entry import EMBED, FURTHER, HEAD, OURS, POSITIONS, Entry
 from spmdtrain.interop.names.family_names import NAMES
-from spmdtrain.interop.names.idle_keys import without_idle
 from spmdtrain.interop.names.model_sizes import sizes_of
 from spmdtrain.interop.names.model_table import layout_of, table_of
 from spmdtrain.interop.names.spellings import SAY_NOTHING, name_in, spelled, spelling_of
@@ -271,7 +270,6 @@ class Weights:
                     f"{self.folder} holds no {pattern} that nothing reads", fix="no --ignore for it"
                 )
         unread = [name for name in unread if not _is_ignored(name, ignored)]
-        unread = without_idle(unread, self._model)
         if not unread:
             return
         more = f", and {len(unread) - 1} more" if len(unread) > 1 else ""

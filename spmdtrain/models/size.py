@@ -34,9 +34,10 @@ def _mlp_parameters(config: TransformerConfig, layer: LayerParts) -> int:
     per_hidden = (3 if config.is_gated else 2) * config.embed
     if layer.mlp == "none":
         return 0
-    experts = config.experts
+    own = config.of_layer(layer)
+    experts = own.experts
     if layer.mlp == "mlp" or experts is None:
-        return per_hidden * config.of_layer(layer).ffn
+        return per_hidden * own.ffn
     of_chosen = per_hidden // config.embed * config.expert_width * experts.chosen * experts.ffn
     projections = experts.count + experts.shared_gate + 2 * (experts.width or 0)
     return of_chosen + per_hidden * experts.shared_width + config.embed * projections

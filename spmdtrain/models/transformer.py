@@ -23,13 +23,13 @@ from spmdtrain.models.layers import (
     weight,
 )
 from spmdtrain.models.layers.cache import ModelCache, StackCache
+from spmdtrain.models.layers.norm import MakeNorm, normed
 from spmdtrain.models.layers.weights import INIT_STD
 from spmdtrain.models.logits import logits_of
 from spmdtrain.models.stack import MakeBlock, Round, SideLosses, Stack, sum_losses, with_losses
 from spmdtrain.parallel.axes import STREAM
 
 EMBED_SITE, ATTENTION_SITE, MLP_SITE = 0, 1, 2  # where dropout acts
-MakeNorm = Callable[[TransformerConfig], nnx.Module]
 MakePart = Callable[[TransformerConfig, nnx.Rngs], nnx.Module]
 
 
@@ -38,7 +38,7 @@ class Block(nnx.Module):
 
     `model.norm_places` says where: `attention_norm` and `mlp_norm` on the input of a part,
     `attention_out_norm` and `mlp_out_norm` on its output. A block may lack one of its two parts,
-    and has no norm of it then.
+    and has no norm of it then. An mlp with the attribute `reads_stream` reads it without a norm.
 
     Its parts may be replaced: `norm(config)` makes a module called as `norm(x_bte, ctx)`,
     `mlp(config, rngs)` one called in the same way, and `attention(config, rngs)` one called as
@@ -66,8 +66,9 @@ class Block(nnx.Module):
         self.attention_norm = norm(config) if attention and is_before else None
         self.attention = attention(config, rngs) if attention else None
         self.attention_out_norm = norm(config) if attention and is_after else None
-        self.mlp_norm = norm(config) if mlp and is_before else None
         self.mlp = mlp(config, rngs) if mlp else None
+        reads_stream = getattr(self.mlp, "reads_stream", False)
+        self.mlp_norm = norm(config) if mlp and is_before and not reads_stream else None
         self.mlp_out_norm = norm(config) if mlp and is_after else None
         self.residual_scale = config.residual_scale
         self.token_part = _token_part(config, rngs) if config.token_layers else None
@@ -89,13 +90,13 @@ class Block(nnx.Module):
             ctx = replace(ctx, layer=ctx.layer + self.first)
         of_attention, of_mlp = {}, {}
         if self.attention is not None:
-            y, cache = self.attention(_normed(self.attention_norm, x_bte, ctx), ctx, cache)
+            y, cache = self.attention(normed(self.attention_norm, x_bte, ctx), ctx, cache)
             y, of_attention = with_losses(y, self.attention)
-            y = _normed(self.attention_out_norm, y, ctx)
+            y = normed(self.attention_out_norm, y, ctx)
             x_bte = self._added(x_bte, y, ctx, ATTENTION_SITE)
         if self.mlp is not None:
-            y, of_mlp = with_losses(self.mlp(_normed(self.mlp_norm, x_bte, ctx), ctx), self.mlp)
-            x_bte = self._added(x_bte, _normed(self.mlp_out_norm, y, ctx), ctx, MLP_SITE)
+            y, of_mlp = with_losses(self.mlp(normed(self.mlp_norm, x_bte, ctx), ctx), self.mlp)
+            x_bte = self._added(x_bte, normed(self.mlp_out_norm, y, ctx), ctx, MLP_SITE)
         if self.token_part is not None:
             x_bte = ctx.constrain(self.token_part(x_bte, ctx), *STREAM)
         if self.layer_scale is not None:
@@ -108,11 +109,6 @@ class Block(nnx.Module):
         if self.residual_scale != 1:
             y_bte = y_bte * self.residual_scale
         return ctx.constrain(x_bte + y_bte, *STREAM)
-
-
-def _normed(norm: nnx.Module | None, x_bte: jax.Array, ctx: ForwardContext) -> jax.Array:
-    call: Any = norm
-    return x_bte if norm is None else call(x_bte, ctx)
 
 
 def _rows(table_te: jax.Array, positions_bt: jax.Array) -> jax.Array:
@@ -140,6 +136,7 @@ def _layer_scale() -> nnx.Module:
 def _parts_of(
     model: TransformerConfig,
     layer: LayerParts,
+    norm: MakeNorm,
     attention: MakePart,
     mlp: MakePart,
     *,
@@ -166,7 +163,7 @@ def _parts_of(
     if layer.mlp == "experts":
         from spmdtrain.models.layers.expert_mlp import ExpertMlp
 
-        parts["mlp"] = ExpertMlp
+        parts["mlp"] = partial(ExpertMlp, norm=norm)
     elif layer.mlp == "none":
         parts["mlp"] = None
     return parts
@@ -238,7 +235,7 @@ class Transformer(nnx.Module):
             """Returns the maker of a layer of a stack that begins after `first` layers."""
             settings = model.of_layer(layer)
             shares = model.shared_keys > 0
-            of_layer = _parts_of(settings, layer, attention, mlp, shares=shares)
+            of_layer = _parts_of(settings, layer, norm, attention, mlp, shares=shares)
             return partial(Block, settings, norm=norm, first=first, **of_layer)
 
         def make_stack(stack: LayerStack) -> Stack:

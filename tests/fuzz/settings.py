@@ -153,7 +153,8 @@ NOT_DRAWN = {
     "model.extra": "is typed by such a model",
     "model.mup_base": "asks for some optimizers; tests/certify/test_widths.py has it",
     **dict.fromkeys(
-        ("model.shared_keys", "model.shared_ffn"), "tests/models/test_shared_keys.py has them"
+        ("model.shared_keys", "model.shared_ffn", "model.idle_keys"),
+        "tests/models/test_shared_keys.py has them",
     ),
     "model.mixers": "asks for a table; tests/models/test_layers_of_kinds.py has it",
     **dict.fromkeys(

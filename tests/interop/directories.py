@@ -942,7 +942,7 @@ def drawn(
             continue
         if len(shape) == 1:
             own = 1.0 if "linear_attn" in name else scale
-            around = any(part in name for part in ("norm", "ln_", "scalar"))
+            around = any(part in name for part in ("norm", "ln_", "scalar", "scale"))
             values = 0.2 * values + (own if around else 0.0)
         else:
             width = 4.0 if "embed" in name or "wte" in name or "wpe" in name else shape[-1]

@@ -75,6 +75,8 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "experts.shared": (0, 1),
     "experts.shared_ffn": (40,),
     "experts.shared_gate": (True, False),
+    "experts.own_norms": (True, False),
+    "experts.learned_scale": (True, False),
     "experts.smallest_sum": (1e-12,),
     "experts.sum_epsilon": (1e-6, 0.1),
     "experts.gate_input": (True, False),

@@ -5,6 +5,8 @@ from typing import Any
 import numpy as np
 
 FULL, WINDOW = "full_attention", "sliding_attention"
+OF_KEYS = ("k_proj", "v_proj", "k_norm")
+PRE, POST = "pre_feedforward", "post_feedforward"
 Shapes = dict[str, tuple[int, ...]]
 SIZES = {
     "vocab_size": 131,
@@ -49,6 +51,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
     },
 }
+EXPERTS = {
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 24,
+}
 TOKENS = {"hidden_size_per_layer_input": 10, "vocab_size_per_layer_input": 140}
 VARIANTS: dict[str, dict[str, Any]] = {
     "gemma4_text by per_layer_config": {
@@ -80,6 +88,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "use_double_wide_mlp": True,
         "attention_k_eq_v": False,
     },
+    "gemma4_text with experts": DENSE | EXPERTS,
+    "gemma4_text with experts and shared keys": DENSE
+    | TOKENS
+    | EXPERTS
+    | {
+        "num_hidden_layers": 5,
+        "layer_types": [FULL, WINDOW, FULL, WINDOW, FULL],
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+    },
     "gemma4_text, one width": DENSE | {"per_layer_config": {}, "attention_k_eq_v": False},
 }
 
@@ -106,8 +124,24 @@ def layer_tensors(config: dict[str, Any], layer: int) -> Shapes:
         found["per_layer_input_gate.weight"] = (dim, embed)
         found["per_layer_projection.weight"] = (embed, dim)
         found["post_per_layer_input_norm.weight"] = (embed,)
-    norms = ("input", "post_attention", "pre_feedforward", "post_feedforward")
-    return found | {f"{name}_layernorm.weight": (embed,) for name in norms}
+    norms = [f"{at}_layernorm" for at in ("input", "post_attention", PRE, POST)]
+    if config.get("enable_moe_block"):
+        found |= _experts(config)
+        norms += [f"{PRE}_layernorm_2", f"{POST}_layernorm_1", f"{POST}_layernorm_2"]
+    return found | {f"{name}.weight": (embed,) for name in norms}
+
+
+def _experts(config: dict[str, Any]) -> Shapes:
+    """The tensors of experts beside the mlp, and of their router."""
+    embed, ffn = config["hidden_size"], config["moe_intermediate_size"]
+    count = config["num_experts"]
+    return {
+        "router.proj.weight": (count, embed),
+        "router.scale": (embed,),
+        "router.per_expert_scale": (count,),
+        "experts.gate_up_proj": (count, 2 * ffn, embed),
+        "experts.down_proj": (count, embed, ffn),
+    }
 
 
 def whole_tensors(config: dict[str, Any]) -> Shapes:
@@ -135,9 +169,22 @@ def _attention(config: dict[str, Any], layer: int) -> Shapes:
         found["self_attn.o_proj.bias"] = (embed,)
     found |= {f"self_attn.{name}_norm.weight": (dim,) for name in "qk"}
     if _shares(config, layer):
-        parts = ("k_proj", "v_proj", "k_norm")
-        found = {name: x for name, x in found.items() if name.split(".")[1] not in parts}
+        found = {name: x for name, x in found.items() if name.split(".")[1] not in OF_KEYS}
     return found
+
+
+def idle_tensors(config: dict[str, Any]) -> Shapes:
+    """The tensors of keys and values that published files have in layers that share others."""
+    alone = config | {"num_kv_shared_layers": 0}
+    layers = range(
+        config["num_hidden_layers"] - config["num_kv_shared_layers"], config["num_hidden_layers"]
+    )
+    return {
+        f"model.layers.{layer}.{name}": shape
+        for layer in layers
+        for name, shape in _attention(alone, layer).items()
+        if name.split(".")[1] in OF_KEYS
+    }
 
 
 def _shares(config: dict[str, Any], layer: int) -> bool:

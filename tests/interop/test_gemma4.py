@@ -5,12 +5,15 @@ import json
 import directories
 import gemma4_files
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 
 from spmdtrain.config.errors import UserError
 from spmdtrain.config.published.read_config import as_published
+from spmdtrain.inference.sample import make_logits
 from spmdtrain.interop.safetensors_files import open_tensors
+from spmdtrain.planner.cost import shape
 from spmdtrain.running.published.export_run import export_run
 from spmdtrain.running.published.import_model import import_model
 
@@ -22,17 +25,43 @@ def imported(folder, config, tensors, name="run"):
     return import_model(folder / f"{name} model", folder / name, devices=jax.devices()[:1])
 
 
+def with_idle(tensors, config=SHARING, dtype=np.float32):
+    """The tensors of a model whose layers that share keys have projections of their own too."""
+    own = gemma4_files.idle_tensors(config)
+    return tensors | directories.drawn(own, dtype)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.seconds
-def test_keys_of_layers_that_share_others_are_read_over(tmp_path):
+def test_idle_keys_of_files_go_out_as_they_came_in_and_compute_nothing(dtype, tmp_path):
+    config = SHARING | {"dtype": np.dtype(dtype).name}
+    tensors = directories.drawn(directories.tensors_of(config), dtype)
+    plain = imported(tmp_path, config, tensors)
+    whole = with_idle(tensors, dtype=dtype)
+    run = imported(tmp_path, config, whole, "idle")
+    assert len(whole) == len(tensors) + 9
+    assert not plain.setup.config.model.idle_keys
+    idle = {path for path in run.params if ".idle." in path}
+    assert run.params.keys() - idle == plain.params.keys()
+    assert shape.parameters(run.setup.config.model) == run.setup.model.size
+    tokens = np.arange(24).reshape(1, 24)
+    logits = [make_logits(one.setup)(one.params, tokens) for one in (plain, run)]
+    assert np.array_equal(*logits)
+    export_run(tmp_path / "idle", tmp_path / "out")
+    written = open_tensors(tmp_path / "out")
+    assert written.keys() == whole.keys()
+    for name, x in whole.items():
+        assert written[name].dtype == x.dtype
+        assert np.array_equal(written[name].map(), x), name
+
+
+@pytest.mark.seconds
+def test_idle_keys_may_be_left_out_and_others_are_still_refused(tmp_path):
     tensors = directories.drawn(directories.tensors_of(SHARING))
-    params = imported(tmp_path, SHARING, tensors).params
-    idle = {
-        f"model.layers.{layer}.self_attn.{name}.weight": np.ones((2, 2), np.float32)
-        for layer in (5, 6, 7)
-        for name in ("k_proj", "v_proj", "k_norm")
-    }
-    again = imported(tmp_path, SHARING, tensors | idle, "again").params
-    assert all(np.array_equal(params[path], again[path]) for path in params)
+    directories.write(tmp_path / "model", SHARING, with_idle(tensors))
+    ignored = [f"*.layers.[567].self_attn.{name}.*" for name in ("k_proj", "v_proj", "k_norm")]
+    run = import_model(tmp_path / "model", tmp_path / "run", ignored=ignored)
+    assert not run.setup.config.model.idle_keys
     strange = {"model.layers.4.self_attn.k_proj.bias": np.ones(2, np.float32)}
     with pytest.raises(UserError, match="which nothing reads"):
         imported(tmp_path, SHARING, tensors | strange, "strange")
@@ -67,7 +96,7 @@ def test_another_type_of_a_like_name_is_refused(model_type, tmp_path):
     "change",
     [
         {"use_bidirectional_attention": "all"},
-        {"enable_moe_block": True},
+        {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3},
         {"per_layer_config": {"2": {"head_dim": 8}}},
         {"per_layer_config": {"2": {"hidden_size": 8}}},
         {"num_kv_shared_layers": 7},

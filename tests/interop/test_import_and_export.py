@@ -467,7 +467,15 @@ OTHER = {
     "temperature": {"weight": 0.1, "length": 16},
     "mup_base": 16,
 }
-CHANGE_NO_FUNCTION = {"name", "dropout", "attention", "context_attention", "make", "extra"}
+CHANGE_NO_FUNCTION = {
+    "idle_keys",
+    "name",
+    "dropout",
+    "attention",
+    "context_attention",
+    "make",
+    "extra",
+}
 OTHER_OF_EXPERTS = {
     "count": 16,
     "chosen": 2,
@@ -475,6 +483,8 @@ OTHER_OF_EXPERTS = {
     "shared": 1,
     "shared_ffn": 40,
     "shared_gate": True,
+    "own_norms": True,
+    "learned_scale": True,
     "width": 12,
     "smallest_sum": 0.5,
     "sum_epsilon": 0.3,
@@ -578,7 +588,7 @@ def test_no_setting_of_experts_is_lost_on_the_way_out():
     experts = {"count": 8, "chosen": 3, "groups": 4, "groups_kept": 3}
     assert set(ExpertsConfig.model_fields) == OTHER_OF_EXPERTS.keys() | OF_TRAINING
     more = {"groups": {"groups_kept": 2}}
-    more |= dict.fromkeys(("shared_ffn", "shared_gate"), {"shared": 1})
+    more |= dict.fromkeys(("shared_ffn", "shared_gate", "own_norms"), {"shared": 1})
     for name, value in OTHER_OF_EXPERTS.items():
         usual = experts | more.get(name, {})
         before = function_of(as_model(plain | {"experts": experts if name == "groups" else usual}))

@@ -113,6 +113,20 @@ FAMILIES = {
         "shared_ffn": 100,
         "token_layers": {"dim": 10},
     },
+    "gemma4 with experts": {
+        **GEMMA4,
+        "windows": [7, 0],
+        "full": {"head_dim": 24, "kv_heads": 1, "keys_are_values": True},
+        "experts": {
+            "count": 8,
+            "chosen": 3,
+            "ffn": 24,
+            "shared": 1,
+            "shared_ffn": 72,
+            "own_norms": True,
+            "learned_scale": True,
+        },
+    },
     "phi3": {
         **FIXED_HEAD,
         "windows": [7],
@@ -479,6 +493,11 @@ def draw_params(model: AbstractModel, offset: float = 0.0, seed: int = 0) -> dic
     return {path: jnp.asarray(x, jnp.float32) for path, x in drawn.items()}
 
 
+OWN_EXPERTS = (
+    *("model.experts.count=4", "model.experts.chosen=2", "model.experts.ffn=24"),
+    *("model.experts.shared=1", "model.experts.own_norms=true"),
+    *("model.experts.learned_scale=true", "model.mlp=geglu"),
+)
 # Models that have every setting between them, in sizes that a mesh of eight splits. No depth is a
 # multiple of its patterns, nor of two stages.
 RICH = {
@@ -519,6 +538,19 @@ RICH = {
         *("model.full.head_dim=16", "model.full.kv_heads=4", "model.value_norm=true"),
         *("model.query_norm=head", "model.norm_places=both", "model.qkv_bias=true"),
         *("model.token_layers.dim=6", "model.norm_epsilon=1e-2"),
+    ),
+    "beside": (
+        *("model.layers=4", "model.windows=5,0", "model.full.head_dim=16", "model.value_norm=true"),
+        *("model.norm_places=both", "model.query_norm=head", "model.norm_epsilon=1e-3"),
+        *OWN_EXPERTS,
+        "model.experts.shared_ffn=20",
+    ),
+    "beside, sharing": (
+        *("model.layers=3", "model.windows=5,0", "model.shared_keys=1", "model.shared_ffn=64"),
+        *("model.full.head_dim=16", "model.full.kv_heads=4", "model.value_norm=true"),
+        *("model.norm_places=both", "model.query_norm=head", "model.norm_epsilon=1e-2"),
+        *("model.token_layers.dim=6", "model.layer_scale=true", "model.score_scale=0.15"),
+        *OWN_EXPERTS,
     ),
     "latent": (
         *("model.layers=3", "model.windows=5,0", "model.sinks=true", "model.out_bias=true"),

@@ -85,8 +85,8 @@ def block(
         return x
     y = normed(model, layer, "mlp_norm", x)
     if "mlp.router.weight_ex" in layer:
-        found = gates(model, layer, y)
-        y = experts(model, layer, y, found[2])
+        found = gates(model, layer, routers_input(model, layer, x, y))
+        y = beside(model, layer, x, y, found[2])
         if routed is not None:
             routed.append(found)
     else:
@@ -95,6 +95,24 @@ def block(
     if "own" in layer:
         x = x + normed(model, layer, "token_part.norm", gated_own(model, layer, x))
     return scaled_layer(x, layer)
+
+
+def beside(model: Any, layer: Params, x: np.ndarray, y: np.ndarray, found: np.ndarray) -> Any:
+    """The experts of y, the normed stream; with norms of their own, of x, the stream itself."""
+    if not model.experts.own_norms:
+        return experts(model, layer, y, found)
+    chosen = routed_experts(model, layer, normed(model, layer, "mlp.norm", x), found)
+    shared = shared_experts(model, layer, normed(model, layer, "mlp.shared_norm", x))
+    shared = normed(model, layer, "mlp.shared_out_norm", shared)
+    return shared + normed(model, layer, "mlp.out_norm", chosen)
+
+
+def routers_input(model: Any, layer: Params, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """What a router reads: y, the normed stream, or by a norm of its own x, the stream itself."""
+    if not model.experts.own_norms:
+        return y
+    x = x / np.sqrt((x * x).mean(-1, keepdims=True) + model.norm_epsilon)
+    return x * layer["mlp.router.scale_e"] / np.sqrt(model.embed)
 
 
 def token_layers(model: Any, p: Params, x: np.ndarray, tokens_bt: np.ndarray) -> Any:
@@ -383,7 +401,13 @@ def gates(model: Any, p: Params, x: np.ndarray) -> tuple[np.ndarray, np.ndarray,
         gate = scores[place][chosen]
         total = max(gate.sum(), of.smallest_sum) + of.sum_epsilon
         found[place][chosen] = of.scale * (gate / total if of.normalise else gate)
+    found = found * expert_scale(p)
     return logits, scores, found
+
+
+def expert_scale(p: Params) -> np.ndarray | float:
+    """What the gates of each expert are multiplied by, [x]."""
+    return p.get("mlp.router.scale_x", 1.0)
 
 
 def shared_gate(p: Params, x: np.ndarray) -> np.ndarray | float:
@@ -395,12 +419,21 @@ def shared_gate(p: Params, x: np.ndarray) -> np.ndarray | float:
 
 def experts(model: Any, p: Params, x: np.ndarray, found: np.ndarray) -> np.ndarray:
     """Every expert of every token, times its gate, and the shared ones."""
-    y = 0
-    if model.experts.shared:
-        shared = {name: w for name, w in p.items() if name.startswith("mlp.shared.")}
-        y = mlp(model, {name.replace("shared.", ""): w for name, w in shared.items()}, x)
-        y = y * shared_gate(p, x)
-    routed = 0
+    return shared_experts(model, p, x) + routed_experts(model, p, x, found)
+
+
+def shared_experts(model: Any, p: Params, x: np.ndarray) -> np.ndarray:
+    """The mlp of all tokens, times its gate if it has one."""
+    if not model.experts.shared:
+        return np.zeros(())
+    shared = {name: w for name, w in p.items() if name.startswith("mlp.shared.")}
+    y = mlp(model, {name.replace("shared.", ""): w for name, w in shared.items()}, x)
+    return y * shared_gate(p, x)
+
+
+def routed_experts(model: Any, p: Params, x: np.ndarray, found: np.ndarray) -> np.ndarray:
+    """Every expert of every token, times its gate."""
+    routed = np.zeros(())
     read = x @ p["mlp.narrow_in_el"] if model.experts.width else x
     for number in range(model.experts.count):
         names = {"up_xeu": "up_ef", "down_xfe": "down_fe", "up_bias": "up_bias"}
@@ -415,7 +448,7 @@ def experts(model: Any, p: Params, x: np.ndarray, found: np.ndarray) -> np.ndarr
             routed = routed + mlp(model, own, gate * read)
         else:
             routed = routed + gate * mlp(model, own, read)
-    return y + (routed @ p["mlp.narrow_out_le"] if model.experts.width else routed)
+    return routed @ p["mlp.narrow_out_le"] if model.experts.width else routed
 
 
 def mlp(model: Any, p: Params, x: np.ndarray) -> np.ndarray:

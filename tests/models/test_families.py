@@ -69,6 +69,8 @@ PLACEMENTS = [
     ("own", ("mesh.context=4", "mesh.tensor=2", "train.microbatch=2")),
     ("sharing", ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "train.remat=full")),
     ("sharing", ("mesh.context=4", "mesh.tensor=2", "train.microbatch=2")),
+    ("beside", ("mesh.expert=2", "mesh.context=2", "mesh.tensor=2", "train.microbatch=2")),
+    ("beside, sharing", ("mesh.expert=2", "mesh.fsdp=2", "mesh.tensor=2", "train.remat=full")),
     ("capped", ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "train.microbatch=1")),
     ("sunk", ("mesh.pipeline=2", "mesh.context=2", "mesh.tensor=2", "train.microbatch=4")),
     ("latent", ("mesh.fsdp=2", "mesh.context=2", "mesh.tensor=2", "train.microbatch=2")),
@@ -96,7 +98,8 @@ def rich_gradients(name: str, *placement: str) -> tuple[float, dict[str, np.ndar
     return float(sums["loss"] / sums["tokens"]), plain_arrays(setup, found)
 
 
-IDS = ["own", "own in a ring", "sharing", "sharing in a ring", "capped"]
+IDS = ["own", "own in a ring", "sharing", "sharing in a ring"]
+IDS += ["beside", "beside, sharing", "capped"]
 IDS += ["sunk", "latent", "staged", "further"]
 IDS += ["ring of blocks", "ulysses", "gather", "convolved"]
 IDS += ["one part", "one part in stages", "side by side"]
@@ -434,6 +437,10 @@ MISTAKEN_FORMULAS = [
     ("gemma4 with shared keys", "keep", lambda kept, *keys: kept.setdefault(*keys)),
     ("gemma4", "grouped", values_after_their_norm),
     ("gemma4", "scaled_layer", lambda x, *_: x),
+    ("gemma4 with experts", "routers_input", lambda *given: given[-1]),
+    ("gemma4 with experts", "expert_scale", lambda _: 1.0),
+    ("gemma4 with experts", "shared_experts", lambda *given: np.zeros_like(given[-1])),
+    ("gemma4 with experts", "grouped", values_after_their_norm),
     ("gpt_oss", "CLAMP", 1000),
     ("gated channels", "output_gate", lambda *_: 1.0),
     ("gated heads", "output_gate", lambda *_: 1.0),

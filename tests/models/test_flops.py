@@ -47,6 +47,12 @@ from spmdtrain.train.step import make_gradients
             *("model.experts.shared_ffn=48", "model.experts.shared_gate=true"),
         ),
         (
+            *("model.layers=3", "model.mlp=swiglu", "model.windows=7,0", "model.shared_keys=1"),
+            *("model.shared_ffn=80", "model.token_layers.dim=6", "model.experts.count=4"),
+            *("model.experts.chosen=2", "model.experts.shared=1", "model.experts.own_norms=true"),
+            "model.experts.learned_scale=true",
+        ),
+        (
             *("model.name=llama", "model.latent.rank=16", "model.latent.query_rank=24"),
             *("model.latent.plain_dim=8", "model.latent.rope_dim=4", "model.latent.value_dim=6"),
         ),

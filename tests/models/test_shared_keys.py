@@ -32,6 +32,12 @@ def test_gradients_are_the_same_whatever_is_recomputed(policy):
     [
         (("model.shared_keys=3",), "leaves no layer of each kind"),
         (("model.shared_ffn=8",), "set model.shared_keys"),
+        (("model.idle_keys=true",), "set model.shared_keys"),
+        (
+            ("model.shared_keys=1", "model.experts.count=4", "model.experts.chosen=2")
+            + ("model.experts.every=2",),
+            "needs experts in all layers or in none",
+        ),
         (("model.shared_keys=1", "model.sinks=true"), "does not go with"),
         (("model.shared_keys=1", "mesh.pipeline=2"), "set mesh.pipeline=1"),
         (("model.token_layers.dim=2", "mesh.pipeline=2"), "set mesh.pipeline=1"),

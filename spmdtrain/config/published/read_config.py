@@ -12,6 +12,7 @@ from spmdtrain.config.published.families.activations import PLAIN
 from spmdtrain.config.published.families.all_families import FAMILIES
 from spmdtrain.config.published.families.family import Family, ModelSettings
 from spmdtrain.config.published.families.further_layers import as_in_files
+from spmdtrain.config.published.idle_tensors import with_idle_keys
 from spmdtrain.config.published.keys import Keys
 from spmdtrain.config.published.rope_keys import FULL, read_rope
 
@@ -83,6 +84,7 @@ def read_published(folder: Path, ignored: Collection[str] = ()) -> Published:
         as_in_files(published.settings, folder, patterns, lie_apart=apart)
         for patterns in (ignored, ())
     )
+    settings = with_idle_keys(settings, folder, ignored)
     if "multi_token" in in_files or "multi_token" not in published.settings:
         return replace(published, settings=settings)
     remark = f"{folder}: its files lack the layers that predict further tokens"

@@ -116,7 +116,7 @@ def function_of(model: TransformerConfig) -> dict[str, Any]:
         "layer_kinds": model.layer_kinds,
         "full": _function_of_full(model),
         "shared_keys": model.shared_keys,
-        "shared_ffn": (model.shared_ffn or model.ffn) if model.shared_keys else None,
+        "shared_ffn": _function_of_sharing(model),
         "token_layers": model.token_layers
         and (model.token_layers.dim, model.token_layers.vocab or model.vocab),
         "latent": model.latent and _with_epsilon(model, model.latent),
@@ -144,6 +144,14 @@ def _function_of_full(model: TransformerConfig) -> dict[str, Any] | None:
     return None if own == usual else own
 
 
+def _function_of_sharing(model: TransformerConfig) -> int | None:
+    """Returns the width of the mlps, or shared experts, of layers that share keys."""
+    if not model.shared_keys:
+        return None
+    last = model.of_layer(model.layer_parts[-1])
+    return last.experts.shared_width if last.experts else last.ffn
+
+
 def _with_epsilon(
     model: TransformerConfig, part: LatentConfig | DeltaConfig | SsdConfig
 ) -> dict[str, Any]:
@@ -154,6 +162,7 @@ def _with_epsilon(
 def _function_of_experts(experts: ExpertsConfig) -> dict[str, Any]:
     names = ("count", "chosen", "score", "normalise", "scale", "logit_bias", "groups")
     names += ("shared_width", "shared_gate", "width", "smallest_sum", "sum_epsilon", "gate_input")
+    names += ("own_norms", "learned_scale")
     return {name: getattr(experts, name) for name in names} | {
         "ffn": experts.ffn,
         "groups_kept": experts.groups_kept,

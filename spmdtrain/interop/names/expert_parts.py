@@ -148,6 +148,20 @@ LLAMA4 = (  # in x out, unlike others
         **_shared("feed_forward.shared_expert"),
     },
 )
+GEMMA4 = (  # beside the mlp, which is the shared expert
+    {
+        **_router("router.proj.weight"),
+        "mlp.router.scale_e": entry(pieces.copy, "router.scale"),
+        "mlp.router.scale_x": entry(pieces.copy, "router.per_expert_scale"),
+        "mlp.up_xeu": entry(pieces.gate_up_stacked, "experts.gate_up_proj"),
+        "mlp.down_xfe": entry(pieces.transpose_stacked, "experts.down_proj"),
+        "mlp.norm.scale_e": entry(pieces.copy, "pre_feedforward_layernorm_2.weight"),
+        "mlp.out_norm.scale_e": entry(pieces.copy, "post_feedforward_layernorm_2.weight"),
+        **_shared("mlp"),
+        "mlp.shared_norm.scale_e": entry(pieces.copy, "pre_feedforward_layernorm.weight"),
+        "mlp.shared_out_norm.scale_e": entry(pieces.copy, "post_feedforward_layernorm_1.weight"),
+    },
+)
 GPT_OSS = (
     {
         "mlp.router.weight_ex": entry(pieces.transpose, "mlp.router.weight"),

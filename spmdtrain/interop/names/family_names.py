@@ -108,7 +108,11 @@ OF_GEMMA4 = {
     **QUERY_NORMS,
     **LAYER_SCALE,
 }
-GEMMA4 = FamilyNames({**OF_GEMMA4, **TOKEN_PART}, whole={**LIKE_LLAMA, **TOKEN_LAYERS})
+GEMMA4 = FamilyNames(
+    {**OF_GEMMA4, **TOKEN_PART},
+    experts=expert_parts.GEMMA4,
+    whole={**LIKE_LLAMA, **TOKEN_LAYERS},
+)
 LLAMA4 = FamilyNames(
     {**PAIRED_ATTENTION, **NORMS_BEFORE},
     mlp=FEED_FORWARD,

@@ -106,6 +106,11 @@ TOKEN_LAYERS = {
 # If keys and values are those of an earlier layer.
 QUERIES_ALONE = {
     "attention.q_eknd": entry(pieces.queries, "self_attn.q_proj.weight"),
+    "attention.idle.key_ef": entry(pieces.transpose, "self_attn.k_proj.weight"),
+    "attention.idle.value_ef": entry(pieces.transpose, "self_attn.v_proj.weight"),
+    "attention.idle.key_bias_f": entry(pieces.copy, "self_attn.k_proj.bias"),
+    "attention.idle.value_bias_f": entry(pieces.copy, "self_attn.v_proj.bias"),
+    "attention.idle.key_scale_d": entry(pieces.copy, "self_attn.k_norm.weight"),
 }
 LAYER_SCALE = {"layer_scale.scale": entry(pieces.copy, "layer_scalar")}
 FUSED_ATTENTION = {

@@ -180,7 +180,7 @@ def _model(config: RunConfig, lost: list[str]) -> dict[str, Any]:
     small |= _mixers(config) | _pattern(config)
     if model.shared_keys:
         lost.append("model.shared_keys: layers have their own keys and values")
-        small |= {"shared_keys": 0, "shared_ffn": None}
+        small |= {"shared_keys": 0, "shared_ffn": None, "idle_keys": False}
     if model.token_layers is not None:
         small["token_layers"] = {"dim": WIDTH // 2}
     if model.full is not None:

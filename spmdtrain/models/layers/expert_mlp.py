@@ -16,6 +16,7 @@ from spmdtrain.compiled.step_parts import part
 from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers.mlp import ACTIVATIONS, Mlp
+from spmdtrain.models.layers.norm import MakeNorm, Norm, normed
 from spmdtrain.models.layers.router import TOKEN, Router
 from spmdtrain.models.layers.weights import INIT_STD, hidden_std, matmul_weight, recomputed
 from spmdtrain.models.projection import FullPrecision
@@ -25,7 +26,8 @@ from spmdtrain.parallel.experts.expert_weights import ExpertWeights
 class ExpertMlp(nnx.Module):
     """Several mlps in place of `Mlp`; each token goes through a few of them.
 
-    With a width of their own, as in Nemotron 3 Super, they work between two projections of it.
+    With a width of their own, as in Nemotron 3 Super, they work between two projections of it. With
+    norms of their own, as in Gemma 4, which `norm(config)` makes, they read the stream itself.
 
     Returns the weighted sum of their outputs, and the side losses of the router. Tokens travel to
     the devices that own their experts; weights stay where they are (`parallel/experts`).
@@ -33,8 +35,9 @@ class ExpertMlp(nnx.Module):
 
     any_order = True
 
-    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs, *, norm: MakeNorm = Norm):
         assert config.experts is not None, "a model with experts"
+        self.reads_stream = config.experts.own_norms
         self.activation = config.mlp
         self.gate_input = config.experts.gate_input
         count, hidden = config.experts.count, config.experts.ffn
@@ -59,6 +62,13 @@ class ExpertMlp(nnx.Module):
             self.down_bias = None
         shared_width = config.experts.shared_width
         self.shared = Mlp(config, rngs, shared_width) if shared_width else None
+
+        def own_norm(place: str) -> nnx.Module | None:
+            has_one = self.reads_stream and config.norm_places in (place, "both")
+            return norm(config) if has_one else None
+
+        self.norm, self.out_norm = own_norm("before"), own_norm("after")
+        self.shared_norm, self.shared_out_norm = own_norm("before"), own_norm("after")
         has_gate = config.experts.shared_gate
         self.shared_gate_e1 = _shared_gate(config, rngs) if has_gate else None
         into, back = (config.embed, width), (width, config.embed)
@@ -76,9 +86,9 @@ class ExpertMlp(nnx.Module):
             self.up_xeu[...], self.down_xfe[...], _array(self.up_bias), _array(self.down_bias)
         )
         activation = recomputed(ACTIVATIONS[self.activation], ctx)
-        read_bte = x_bte
+        read_bte = normed(self.norm, x_bte, ctx)
         if self.narrow_in_el is not None:
-            read_bte = ctx.column_parallel(x_bte, self.narrow_in_el, (None,))
+            read_bte = ctx.column_parallel(read_bte, self.narrow_in_el, (None,))
             read_bte = ctx.constrain(read_bte, *TOKEN, None)
         gates_btk, ids_btk = routing.gates_btk, routing.ids_btk
         experts = partial(ctx.experts, weights=weights, activation=activation)
@@ -89,8 +99,10 @@ class ExpertMlp(nnx.Module):
         if self.narrow_out_le is not None:
             y_bte = ctx.constrain(y_bte, "batch", "time", None)
             y_bte = ctx.row_parallel(y_bte, self.narrow_out_le, (None,))
+        y_bte = normed(self.out_norm, y_bte, ctx)
         if self.shared is not None:
-            y_bte = y_bte + self._of_shared(x_bte, ctx, self.shared)
+            shared_bte = self._of_shared(normed(self.shared_norm, x_bte, ctx), ctx, self.shared)
+            y_bte = y_bte + normed(self.shared_out_norm, shared_bte, ctx)
         return y_bte, routing.side_losses
 
     def _of_shared(self, x_bte: jax.Array, ctx: ForwardContext, shared: Mlp) -> jax.Array:

@@ -1,6 +1,8 @@
 """Defines norms of the residual stream, and of queries and keys."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,8 @@ from spmdtrain.compiled.step_parts import part
 from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers.weights import bias, recomputed
+
+MakeNorm = Callable[[TransformerConfig], nnx.Module]
 
 
 class Norm(nnx.Module):
@@ -42,6 +46,12 @@ class Norm(nnx.Module):
         of_vector = (None,)
         kernel = partial(norm, eps=self.epsilon)
         return ctx.local_map(kernel, (x_bte, scale_e, bias_e), (of_x, of_vector, of_vector), of_x)
+
+
+def normed(norm: nnx.Module | None, x_bte: jax.Array, ctx: ForwardContext) -> jax.Array:
+    """Returns what a norm makes of x; x itself without a norm."""
+    call: Any = norm
+    return x_bte if norm is None else call(x_bte, ctx)
 
 
 def norm_scale(config: TransformerConfig, size: int, axis: str) -> nnx.Param:

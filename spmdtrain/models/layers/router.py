@@ -14,6 +14,7 @@ from flax import nnx
 
 from spmdtrain.config.schema import ExpertsConfig, TransformerConfig
 from spmdtrain.models.context import ForwardContext
+from spmdtrain.models.layers.norm import rms_normed
 from spmdtrain.models.layers.weights import INIT_STD
 from spmdtrain.models.projection import FullPrecision, LoadBias
 
@@ -59,10 +60,14 @@ class Router(nnx.Module):
         self.weight_ex = FullPrecision(drawn, out_sharding=("embed", None))
         zeros = FullPrecision(jnp.zeros(count), out_sharding=(None,))
         self.logit_bias_x = zeros if self.experts.logit_bias else None
+        self.epsilon = config.norm_epsilon
+        self.scale_e = _ones(config.embed) if self.experts.own_norms else None
+        self.scale_x = _ones(count) if self.experts.learned_scale else None
         self.load_bias_x = LoadBias(jnp.zeros(count), out_sharding=(None,))
 
     def __call__(self, x_bte: jax.Array, ctx: ForwardContext) -> Routing:
-        read_bte = ctx.jitter(x_bte.astype(jnp.float32), JITTER_SITE, self.experts.jitter)
+        read_bte = self._normed(x_bte.astype(jnp.float32), ctx)
+        read_bte = ctx.jitter(read_bte, JITTER_SITE, self.experts.jitter)
         highest = jax.lax.Precision.HIGHEST
         weight_ex = self.weight_ex[...].astype(jnp.float32)
         logits_btx = jnp.einsum("bte,ex->btx", read_bte, weight_ex, precision=highest)
@@ -81,9 +86,19 @@ class Router(nnx.Module):
                 sums = sums + self.experts.sum_epsilon
             gates_btk = gates_btk / sums
         gates_btk = gates_btk * self.experts.scale
+        if self.scale_x is not None:
+            scale_x = self.scale_x[...].astype(jnp.float32)
+            gates_btk = gates_btk * jnp.where(chosen_btkx, scale_x, 0).sum(-1)
         chosen_btx = chosen_btkx.any(2)
         losses = self._side_losses(logits_btx, scores_btx, chosen_btx, bias_x, ctx)
         return Routing(ids_btk, gates_btk, losses)
+
+    def _normed(self, x_bte: jax.Array, ctx: ForwardContext) -> jax.Array:
+        """Returns what the router reads of the stream: x itself, if it has no norm of its own."""
+        if self.scale_e is None:
+            return x_bte
+        scale_e = self.scale_e[...].astype(jnp.float32) * x_bte.shape[-1] ** -0.5
+        return rms_normed(x_bte, scale_e, (2,), self.epsilon, ctx)
 
     def _scores(self, logits_btx: jax.Array) -> jax.Array:
         if self.experts.score == "softmax":
@@ -130,6 +145,10 @@ class Router(nnx.Module):
             log_sum_bt = jax.nn.logsumexp(logits_btx, -1)
             losses[Z_LOSS] = experts.z_loss * (jnp.square(log_sum_bt) * counted_bt).sum()
         return losses
+
+
+def _ones(size: int) -> FullPrecision:
+    return FullPrecision(jnp.ones(size), out_sharding=(None,))
 
 
 def best_experts(ranks_btx: jax.Array, experts: ExpertsConfig) -> jax.Array:

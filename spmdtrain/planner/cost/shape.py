@@ -188,8 +188,10 @@ def mlp_shares(model: TransformerConfig) -> tuple[tuple[float, TransformerConfig
     """
     if model.shared_keys:
         sharing = model.of_layer(model.layer_parts[-1])
+        others = model.model_copy(update={"ffn": sharing.ffn, "experts": sharing.experts})
+        own, shared = (beside_experts(one) if one.experts else one for one in (model, others))
         share = model.shared_keys / model.layers
-        return ((1 - share, model), (share, model.model_copy(update={"ffn": sharing.ffn})))
+        return ((1 - share, own), (share, shared))
     counts = Counter(model.layer_mlps)
     if counts == {"mlp": model.layers}:
         return ((1.0, model),)
@@ -307,7 +309,9 @@ def layer_parameters(model: TransformerConfig) -> float:
     vectors += mean_of_mixers(model, mixer_vectors) + mean_of_mlps(model, mlp_vectors)
     if model.experts is not None:
         # A router has a bias for the choice of each expert, and may have one for its logit.
-        biases = model.experts.count * (2 if model.experts.logit_bias else 1)
+        # Each may have a learned scale, and the router a norm of its own.
+        vectors_of_experts = 1 + model.experts.logit_bias + model.experts.learned_scale
+        biases = model.experts.count * vectors_of_experts + model.embed * model.experts.own_norms
         vectors += expert_share(model) * biases
     return layer_matrices(model) + vectors
 
@@ -317,7 +321,20 @@ def mixer_vectors(model: TransformerConfig) -> int:
     if mixer := linear_mixer(model):
         return mixer.vectors
     biases = qkv_width(model) * model.qkv_bias + model.embed * model.out_bias
-    return biases + query_norm_size(model) + latent_norm_width(model) + head_sinks(model)
+    vectors = biases + query_norm_size(model) + latent_norm_width(model) + head_sinks(model)
+    return vectors + idle_keys(model)
+
+
+def idle_keys(model: TransformerConfig) -> int:
+    """Counts the parameters of keys and values of a layer that shares others, if it keeps its own;
+    they are not trained.
+    """
+    if not (model.idle_keys and model.shared_keys):
+        return 0
+    are_values = model.full is not None and model.full.keys_are_values
+    columns = (1 if are_values else 2) * model.kv_heads * model.head_dim
+    norm = model.head_dim if model.query_norm == "head" else 0
+    return columns * (model.embed + model.qkv_bias) + norm
 
 
 def mlp_vectors(model: TransformerConfig) -> int:
@@ -351,9 +368,17 @@ def _all_norms(model: TransformerConfig) -> int:
     """Counts the norms of all layers."""
     places = [model.norm_places_of(mixer) for mixer in model.layer_mixers]
     of_parts = [2 if place == "both" else 1 for place in places]
-    return sum(
+    total = sum(
         layer.parts * count for layer, count in zip(model.layer_parts, of_parts, strict=True)
     )
+    return total + _norms_of_experts(model) * model.layer_mlps.count("experts")
+
+
+def _norms_of_experts(model: TransformerConfig) -> int:
+    """Counts the norms of one layer that experts of their own have more than an mlp."""
+    if model.experts is None or not model.experts.own_norms:
+        return 0
+    return {"before": 1, "after": 2, "both": 3}[model.norm_places]
 
 
 def share_with_out_norms(model: TransformerConfig) -> float:

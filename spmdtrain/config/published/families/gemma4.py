@@ -57,7 +57,10 @@ SETTINGS = {
     "score_scale": 1.0,
 }
 OF_TOKENS = ("hidden_size_per_layer_input", "vocab_size_per_layer_input")
-OF_EXPERTS = ("enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size")
+HAS_EXPERTS = "enable_moe_block"
+OF_EXPERTS = {"num_experts": "count", "top_k_experts": "chosen", "moe_intermediate_size": "ffn"}
+# A layer's mlp is the shared expert.
+BESIDE_MLP = {"shared": 1, "own_norms": True, "learned_scale": True}
 
 
 def _gemma4(keys: Keys) -> ModelSettings:
@@ -127,22 +130,33 @@ def _write_gemma4(model: TransformerConfig) -> dict[str, Any]:
         "final_logit_softcapping": model.logit_cap,
         "attention_k_eq_v": model.full.keys_are_values,
         "num_kv_shared_layers": model.shared_keys,
-        "use_double_wide_mlp": model.shared_ffn == 2 * model.ffn,
+        "use_double_wide_mlp": model.shared_ffn == 2 * _width(model),
         FULL_DIM: full.head_dim,
         FULL_HEADS: full.kv_heads if model.full.keys_are_values else None,
         OVERRIDES: {str(number): sizes for number in model.full_layers},
     }
 
 
+def _width(model: TransformerConfig) -> int:
+    """Returns the width of the mlp that all tokens of a layer go through."""
+    return model.experts.shared_width if model.experts else model.ffn
+
+
 def _text_part(keys: Keys) -> ModelSettings:
-    """Returns the settings of a model of `gemma4`, without what its larger ones have."""
-    keys.must_be("enable_moe_block", False, None)
-    keys.pass_over(*OF_EXPERTS)
-    settings = _gemma4(keys)
+    settings = _gemma4(keys) | _experts(keys)
     dim, rows = (keys.whole(name) for name in OF_TOKENS)
     if dim:
         settings["token_layers"] = {"dim": dim, "vocab": rows}
     return settings
+
+
+def _experts(keys: Keys) -> ModelSettings:
+    """Returns [model.experts], if layers have them."""
+    if not keys.flag(HAS_EXPERTS):
+        keys.pass_over(*OF_EXPERTS)
+        return {}
+    sizes = {ours: keys.count(theirs) for theirs, ours in OF_EXPERTS.items()}
+    return {"experts": sizes | BESIDE_MLP | {"shared_ffn": keys.count("intermediate_size")}}
 
 
 def _write_text_part(model: TransformerConfig) -> dict[str, Any]:
@@ -150,7 +164,11 @@ def _write_text_part(model: TransformerConfig) -> dict[str, Any]:
     of_tokens = {dim: 0}
     if model.token_layers:
         of_tokens = {dim: model.token_layers.dim, rows: model.token_layers.vocab or model.vocab}
-    return _write_gemma4(model) | of_tokens | {"enable_moe_block": False}
+    of_experts: dict[str, Any] = {HAS_EXPERTS: model.experts is not None}
+    if model.experts:
+        of_experts |= {theirs: getattr(model.experts, ours) for theirs, ours in OF_EXPERTS.items()}
+        of_experts["intermediate_size"] = _width(model)
+    return _write_gemma4(model) | of_tokens | of_experts
 
 
 _family = partial(
@@ -165,7 +183,7 @@ _family = partial(
 GEMMA4 = {
     "gemma4_text": _family(
         "Gemma4ForCausalLM",
-        reads=(*READS, *OF_TOKENS, *OF_EXPERTS),
+        reads=(*READS, *OF_TOKENS, HAS_EXPERTS, *OF_EXPERTS),
         defaults=DEFAULTS | {OF_TOKENS[0]: 256, OF_TOKENS[1]: 262_144},
         read=_text_part,
         write=_write_text_part,

@@ -45,6 +45,12 @@ class ExpertsConfig(Settings):
         description="the output of the shared experts is multiplied by the sigmoid of a projection "
         "of the token to one number",
     )
+    own_norms: bool = Field(
+        default=False,
+        description="the chosen experts and the shared ones have norms of their own, on input and "
+        "output as model.norm_places says; the norm of the layer stands on the output of their sum "
+        "alone, and the router reads the stream through a norm with a scale for each channel",
+    )
     width: Count | None = Field(
         default=None,
         description="width of the space that the chosen experts work in, between a projection of "
@@ -72,6 +78,9 @@ class ExpertsConfig(Settings):
         default=0.0, description="added to the sum that gates are divided by"
     )
     scale: Positive = Field(default=1.0, description="multiplies the gates")
+    learned_scale: bool = Field(
+        default=False, description="a learned factor of each expert multiplies its gates"
+    )
     gate_input: bool = Field(
         default=False,
         description="a gate multiplies what an expert reads, and not what it returns",
@@ -138,7 +147,7 @@ class ExpertsConfig(Settings):
                 "model.experts.normalise=true makes the only gate of a token 1, so a router would "
                 "never learn; set model.experts.normalise=false for model.experts.chosen=1"
             )
-        for name in ("shared_ffn", "shared_gate"):
+        for name in ("shared_ffn", "shared_gate", "own_norms"):
             if getattr(self, name) and not self.shared:
                 raise ValueError(
                     f"model.experts.{name}={getattr(self, name)!r} is of shared experts; set "

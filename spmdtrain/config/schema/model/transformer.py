@@ -192,7 +192,15 @@ class TransformerConfig(Settings):
         "before them that has a window, if it has one itself, or that has none",
     )
     shared_ffn: Count | None = Field(
-        default=None, description="hidden width of the mlps of those layers; default: ffn"
+        default=None,
+        description="hidden width of the mlps of those layers, or of their shared experts; "
+        "default: that of the others",
+    )
+    idle_keys: bool = Field(
+        default=False,
+        description="those layers hold projections to keys and values of their own all the same, "
+        "which nothing reads and no training changes: some files have them, and some readers ask "
+        "for them",
     )
     token_layers: TokenLayersConfig | None = Field(
         default=None,
@@ -340,8 +348,11 @@ class TransformerConfig(Settings):
             self._check_full(self.full)
         if self.shared_keys:
             self._check_shared_keys()
-        elif self.shared_ffn:
-            raise ValueError("model.shared_ffn is of layers that share keys; set model.shared_keys")
+        else:
+            for name in ("shared_ffn", "idle_keys"):
+                if getattr(self, name):
+                    what = f"model.{name} is of layers that share keys; set model.shared_keys"
+                    raise ValueError(what)
         if self.token_layers:
             self._check_token_layers(self.token_layers)
         for number, kind in enumerate(self.layer_kinds if any(self.chunks) else ()):
@@ -395,9 +406,14 @@ class TransformerConfig(Settings):
                 "model.shared_keys does not go with model.query_norm='all', model.output_gate and "
                 "model.sinks; leave them out"
             )
-        for name in ("latent", "mixers", "mlps", "experts", "mup_base", "multi_token"):
+        for name in ("latent", "mixers", "mlps", "mup_base", "multi_token"):
             if getattr(self, name):
                 raise ValueError(f"model.shared_keys does not go with model.{name}; leave one out")
+        if self.experts and (self.experts.first_dense or self.experts.every > 1):
+            raise ValueError(
+                "model.shared_keys needs experts in all layers or in none; leave "
+                "model.experts.first_dense and model.experts.every out"
+            )
 
     def _check_token_layers(self, token_layers: TokenLayersConfig) -> None:
         """Refuses what embeddings of layers do not go with."""
@@ -668,10 +684,13 @@ class TransformerConfig(Settings):
         return LayerParts("attention", last, self.layers - 1 in self.full_layers)
 
     def of_layer(self, layer: LayerParts) -> Self:
-        """Returns the settings of a layer: of a model whose layers all have such attention, and
-        norms at its places.
+        """Returns the settings of a layer: of a model whose layers all have such attention, norms
+        at its places, and an mlp or shared experts of its width.
         """
         settings = of_layer(self, layer) if self.full or self.shared_keys else self
+        if self.experts and layer.shares_keys and self.shared_ffn:
+            experts = self.experts.model_copy(update={"shared_ffn": self.shared_ffn})
+            settings = settings.model_copy(update={"experts": experts})
         places = self.norm_places_of(layer.mixer)
         if places == self.norm_places:
             return settings

@@ -9,6 +9,7 @@ from spmdtrain.compiled.step_parts import part
 from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers.attention.grouped import OF_HEADS, Attention
+from spmdtrain.models.layers.attention.idle_keys import IdleKeys
 from spmdtrain.models.layers.attention.own_values import OwnValues
 from spmdtrain.models.layers.norm import norm_scale, rms_normed
 
@@ -49,6 +50,7 @@ class SharingKeys(Attention):
         super().__init__(config, rngs, projects="q")
         has_norm = config.query_norm == "head"
         self.query_key_norm = QueryNorm(config) if has_norm else None
+        self.idle = IdleKeys(config) if config.idle_keys else None
 
     @part("attention")
     def __call__(
