@@ -12,7 +12,7 @@ from spmdtrain.interop.names.entry import OURS, Entry, Table
 from spmdtrain.interop.names.family_names import NAMES
 from spmdtrain.interop.names.model_sizes import sizes_of
 from spmdtrain.interop.names.model_table import layout_of, table_of
-from spmdtrain.interop.names.spellings import respelled, spelled, spelling_of
+from spmdtrain.interop.names.spellings import name_in, respelled, spelled, spelling_of
 from spmdtrain.interop.pieces import AnyMapped, Shape
 
 CHOOSES = "router.load_bias_x"  # the ending of our paths of such a bias
@@ -78,7 +78,8 @@ class Target:
 
     def _imported_name(self, name: str) -> str:
         """Returns the name by which the imported files had a tensor of the export."""
-        return name if self._keeps_spelling else spelled(name, self._spelling)
+        in_files = name if self._keeps_spelling else spelled(name, self._spelling)
+        return name_in(self.imported.types, in_files, self.family)
 
     def mapped(self, path: str, shape: Shape) -> tuple[Entry, AnyMapped, Sequence[int | None]]:
         """Returns the tensors of a parameter of this shape, and the numbers of its layers."""

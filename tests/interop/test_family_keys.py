@@ -7,8 +7,9 @@ import directories
 import pytest
 
 from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.published.families.all_families import FAMILIES
 from spmdtrain.config.published.read_config import as_published, read_published
-from spmdtrain.config.published.write_config import as_model, function_of
+from spmdtrain.config.published.write_config import as_model, function_of, write_config
 
 DENSE, SPARSE = "dense", "sparse"
 
@@ -39,16 +40,68 @@ def test_layers_without_a_window_do_not_turn_where_there_are_windows():
     assert not {"windows", "rope_layers"} & without.keys()
 
 
-@pytest.mark.parametrize("family", ["exaone_moe", "glm4_moe_lite", "hy_v3"])
+LISTING = ["exaone_moe", "glm4_moe_lite", "hy_v3", "kimi_linear", "deepseek_v32", "glm_moe_dsa"]
+
+
+@pytest.mark.parametrize("family", LISTING)
 def test_dense_layers_are_listed_or_counted(family):
     layers = directories.CONFIGS[family]["num_hidden_layers"]
+    uncounted = {"first_k_dense_replace": ...}
     listed = [DENSE, DENSE, *[SPARSE] * (layers - 2)]
-    assert settings(family, mlp_layer_types=listed)["experts"]["first_dense"] == 2
-    assert settings(family, mlp_layer_types=...)["experts"]["first_dense"] == 1
-    with pytest.raises(
-        ConfigError, match="mlp_layer_types=.* must be first 'dense', then 'sparse'"
-    ):
-        settings(family, mlp_layer_types=[SPARSE, DENSE, *[SPARSE] * (layers - 2)])
+    assert settings(family, mlp_layer_types=listed, **uncounted)["experts"]["first_dense"] == 2
+    counted = settings(family, mlp_layer_types=..., first_k_dense_replace=1)
+    assert counted["experts"]["first_dense"] == 1
+    odd = [SPARSE, DENSE, *[SPARSE] * (layers - 2)]
+    model = as_model(settings(family, mlp_layer_types=odd, **uncounted))
+    written = FAMILIES[family].write(model)["mlp_layer_types"]
+    assert written == [DENSE if mlp == "mlp" else SPARSE for mlp in model.layer_mlps] == odd
+    with pytest.raises(ConfigError, match="mlp_layer_types='Dense' has no setting"):
+        settings(family, mlp_layer_types=[*odd[1:], "Dense"])
+
+
+# Classes that have the number too write that of their defaults beside the list.
+@pytest.mark.parametrize("family", ["exaone_moe", "kimi_linear", "deepseek_v32", "glm_moe_dsa"])
+def test_the_list_of_dense_layers_counts_before_their_number(family):
+    layers = directories.CONFIGS[family]["num_hidden_layers"]
+    listed = [DENSE, *[SPARSE] * (layers - 1)]
+    read = settings(family, mlp_layer_types=listed, first_k_dense_replace=3)
+    assert read["experts"]["first_dense"] == 1
+
+
+def with_experts(family: str, **keys: Any) -> list[int]:
+    """The layers with experts, of the model and of what is written of it."""
+    model = as_model(settings(family, num_hidden_layers=6, layer_types=..., **keys))
+    _, written = write_config(model, None, dtype="float32", tokens={}, run=Path())
+    assert written["model_type"] == family
+    models = (model, as_model(dict(as_published(Path(), written).settings)))
+    first, again = ([n for n, mlp in enumerate(x.layer_mlps) if mlp == "experts"] for x in models)
+    assert first == again
+    return first
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "qwen3_next"])
+@pytest.mark.parametrize(
+    ("keys", "layers"),
+    [
+        ({"decoder_sparse_step": 2}, [1, 3, 5]),
+        ({"mlp_only_layers": [1, 4]}, [0, 2, 3, 5]),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, [1, 5]),
+        ({"decoder_sparse_step": 3, "mlp_only_layers": None}, [2, 5]),
+        ({"mlp_only_layers": [0]}, [1, 2, 3, 4, 5]),
+    ],
+)
+def test_a_step_counts_layers_from_1_and_a_list_from_0(family, keys, layers):
+    assert with_experts(family, **keys) == layers
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "interval", "layers"),
+    [(1, -1, 2, [1, 3, 5]), (1, 3, 1, [1, 2, 3]), (2, 5, 3, [2, 5]), (0, 4, 2, [1, 3])],
+)
+def test_layers_of_ernie_have_experts_from_a_first_to_a_last(first, last, interval, layers):
+    names = ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval")
+    keys = dict(zip(names, (first, last, interval), strict=True))
+    assert with_experts("ernie4_5_moe", **keys) == layers
 
 
 def test_norms_of_latents_have_an_epsilon_of_their_own():
@@ -122,6 +175,12 @@ def kimi_table(**changes: Any) -> dict[str, Any]:
     return {
         "linear_attn_config": directories.CONFIGS["kimi_linear"]["linear_attn_config"] | changes
     }
+
+
+@pytest.mark.parametrize("family", ["kimi_linear", "nemotron_h"])
+def test_a_class_that_never_ties_its_head_does_not_whatever_the_key_says(family):
+    for tied in (True, False, ...):
+        assert settings(family, tie_word_embeddings=tied)["tied"] is False
 
 
 def test_gpt_oss_is_read_as_transformers_5_saves_it():

@@ -33,6 +33,22 @@ def test_they_are_the_published_model_and_go_out_as_it(family, tmp_path):
     assert all(np.array_equal(x, exported[name]) for name, x in published.items())
 
 
+@pytest.mark.parametrize("family", SAVED_BY_5_24)
+def test_a_renamed_tensor_stays_in_its_file_and_as_wide_as_it_was(family, tmp_path):
+    config = directories.CONFIGS[family] | {"dtype": "bfloat16"}
+    published = directories.drawn(directories.tensors_of(config), ml_dtypes.bfloat16)
+    renamed = max(published.keys() - SAVED_BY_5_24[family](published).keys())
+    published[renamed] = published[renamed].astype(np.float32)
+    directories.write(tmp_path, config, SAVED_BY_5_24[family](published), parts=3)
+    _, target, shapes = opened(tmp_path)
+    dtypes = replace(target, dtype="bfloat16").dtypes(shapes)
+    assert [name for name, dtype in dtypes.items() if dtype == "float32"] == [renamed]
+    files = target.files(dtypes)
+    assert files is not None
+    assert len(files) == 3
+    assert sorted(name for names in files for name in names) == sorted(published)
+
+
 PREFIXES = [
     *((family, spelling) for family in NAMES for spelling in NAMES[family].kept_spellings),
     ("gemma3_text", ("model.", "model.language_model.")),

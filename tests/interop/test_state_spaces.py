@@ -70,6 +70,16 @@ def test_patterns_are_said_in_three_spellings():
     assert set(model_of(granite, layer_types=...).layer_mixers) == {"ssd"}
 
 
+def test_sizes_of_parts_that_no_layer_has_say_nothing():
+    for pattern in ("*-*-", "M-M-", "M*M*", "MEME"):
+        kinds = {"hybrid_override_pattern": pattern, "layers_block_type": ..., "conv_kernel": 3}
+        model = model_of(ssd_directories.NEMOTRON, num_hidden_layers=len(pattern), **kinds)
+        assert (model.ssd is None, model.experts is None) == (
+            "M" not in pattern,
+            "E" not in pattern,
+        )
+
+
 def steps(model):
     assert model.ssd is not None
     return model.ssd.smallest_step, model.ssd.largest_step

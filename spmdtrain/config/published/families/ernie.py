@@ -1,13 +1,20 @@
 """ERNIE 4.5, dense and with experts."""
 
+from itertools import pairwise
 from typing import Any
 
+from spmdtrain.config.published.families.expert_keys import are_sparse, in_layers
 from spmdtrain.config.published.families.family import WITH_SILU, Family, ModelSettings
 from spmdtrain.config.published.keys import Keys
 from spmdtrain.config.schema import TransformerConfig
 
 BIASES = ("qkv_bias", "out_bias", "mlp_bias")
-PATTERN = ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval")
+# The layers with experts.
+START, END, INTERVAL = PATTERN = (
+    "moe_layer_start_index",
+    "moe_layer_end_index",
+    "moe_layer_interval",
+)
 USUAL = {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "tie_word_embeddings": True}
 
 
@@ -34,11 +41,23 @@ def _ernie4_5_moe(keys: Keys) -> ModelSettings:
     }
     if keys.flag("use_bias"):  # experts have none, but the other mlps would
         raise keys.unknown("use_bias", True)
-    keys.must_be("moe_layer_interval", 1)
-    last = keys.number("moe_layer_end_index")
-    if last not in (None, -1, keys.count("num_hidden_layers") - 1):
-        raise keys.unknown("moe_layer_end_index", last)
-    return {"experts": experts | {"first_dense": keys.whole("moe_layer_start_index") or 0}}
+    return in_layers(experts, _sparse(keys))
+
+
+def _sparse(keys: Keys) -> list[bool]:
+    """Returns whether each layer has experts: each so many-th from a first to a last one."""
+    layers, first = keys.count("num_hidden_layers"), keys.whole(START) or 0
+    last, interval = keys.number(END), keys.count(INTERVAL)
+    if last in (None, -1):
+        last = layers
+    return [first <= number <= last and not (number + 1) % interval for number in range(layers)]
+
+
+def _write_sparse(model: TransformerConfig) -> dict[str, Any]:
+    """Returns the keys that `_sparse` reads, with the shortest interval between two layers."""
+    numbers = [number for number, has in enumerate(are_sparse(model)) if has]
+    intervals = {after - before for before, after in pairwise(numbers)} or {1}
+    return {START: numbers[0], END: numbers[-1], INTERVAL: min(intervals)}
 
 
 def _write_ernie4_5_moe(model: TransformerConfig) -> dict[str, Any]:
@@ -52,9 +71,7 @@ def _write_ernie4_5_moe(model: TransformerConfig) -> dict[str, Any]:
         "moe_intermediate_size": experts.ffn,
         "moe_num_shared_experts": experts.shared,
         "moe_norm_min": experts.smallest_sum,
-        "moe_layer_start_index": experts.first_dense,
-        "moe_layer_end_index": -1,
-        "moe_layer_interval": 1,
+        **_write_sparse(model),
     }
 
 

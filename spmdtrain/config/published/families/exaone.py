@@ -3,10 +3,11 @@
 from typing import Any
 
 from spmdtrain.config.published.families.expert_keys import (
-    mlp_layer_types_of,
-    read_first_dense,
+    in_layers,
     read_grouped,
+    read_sparse,
     write_grouped,
+    write_sparse,
 )
 from spmdtrain.config.published.families.family import WITH_SILU, Family, ModelSettings
 from spmdtrain.config.published.families.further_layers import read_further, write_further
@@ -50,8 +51,8 @@ def _write_exaone4(model: TransformerConfig) -> dict[str, Any]:
 
 
 def _exaone_moe(keys: Keys) -> ModelSettings:
-    experts = read_grouped(keys, *NAMES) | {"first_dense": read_first_dense(keys)}
-    return _exaone4(keys) | {"experts": experts} | read_further(keys)
+    experts = in_layers(read_grouped(keys, *NAMES), read_sparse(keys))
+    return _exaone4(keys) | experts | read_further(keys)
 
 
 def _write_exaone_moe(model: TransformerConfig) -> dict[str, Any]:
@@ -61,8 +62,7 @@ def _write_exaone_moe(model: TransformerConfig) -> dict[str, Any]:
         **_write_exaone4(model),
         **write_grouped(model.experts, *NAMES),
         **write_further(model),
-        "mlp_layer_types": mlp_layer_types_of(model),
-        "first_k_dense_replace": model.experts.first_dense,
+        **write_sparse(model),
     }
 
 

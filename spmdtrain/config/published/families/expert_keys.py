@@ -1,7 +1,10 @@
 """Reads and writes the keys of experts that several families share."""
 
+from collections.abc import Sequence
 from typing import Any
 
+from spmdtrain.config.published.families.family import ModelSettings
+from spmdtrain.config.published.families.layer_windows import shortest
 from spmdtrain.config.published.keys import Keys
 from spmdtrain.config.schema import ExpertsConfig, TransformerConfig
 
@@ -79,23 +82,71 @@ def write_router(
     }
 
 
-def read_first_dense(keys: Keys) -> int:
-    """Returns the number of first layers without experts: by `mlp_layer_types` if there is one,
-    else by `first_k_dense_replace`.
+def read_sparse(keys: Keys) -> list[bool]:
+    """Returns whether each layer has experts: by `mlp_layer_types` if there is one, which alone
+    counts for the classes of transformers, else from `first_k_dense_replace` on.
     """
-    layers = keys.count("num_hidden_layers")
-    first = keys.whole("first_k_dense_replace") or 0
+    layers, first = keys.count("num_hidden_layers"), keys.whole("first_k_dense_replace") or 0
     kinds = keys.take("mlp_layer_types")
     if kinds is None:
-        return first
+        return from_layer(first, layers)
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise keys.refused("mlp_layer_types", kinds, f"a list of {layers} kinds")
-    first = kinds.count(DENSE)
-    if kinds != [DENSE] * first + [SPARSE] * (layers - first):
-        raise keys.refused("mlp_layer_types", kinds, f"first {DENSE!r}, then {SPARSE!r}")
-    return first
+    for kind in kinds:
+        if kind not in (DENSE, SPARSE):
+            raise keys.unknown("mlp_layer_types", kind)
+    return [kind == SPARSE for kind in kinds]
+
+
+def from_layer(first: int, layers: int) -> list[bool]:
+    """Gives experts to every layer but the first ones."""
+    return [number >= first for number in range(layers)]
+
+
+def in_layers(experts: dict[str, Any], sparse: Sequence[bool]) -> ModelSettings:
+    """Returns [model.experts] of these layers, with `mlps` if dense ones are not the first ones."""
+    first = sparse.index(True) if True in sparse else len(sparse)
+    if all(sparse[first:]):
+        return {"experts": experts | {"first_dense": first}}
+    return {
+        "experts": experts,
+        "mlps": shortest(["experts" if has else "mlp" for has in sparse]),
+    }
+
+
+def are_sparse(model: TransformerConfig) -> list[bool]:
+    """Returns whether each layer of a model has experts."""
+    return [mlp == "experts" for mlp in model.layer_mlps]
 
 
 def mlp_layer_types_of(model: TransformerConfig) -> list[str]:
     """Returns the key `mlp_layer_types` of a model."""
-    return [SPARSE if mlp == "experts" else DENSE for mlp in model.layer_mlps]
+    return [SPARSE if has else DENSE for has in are_sparse(model)]
+
+
+def write_sparse(model: TransformerConfig) -> dict[str, Any]:
+    """Returns the keys that `read_sparse` reads: the second, of published files, where it can say
+    it.
+    """
+    sparse = are_sparse(model)
+    first = sparse.count(False)
+    older = {"first_k_dense_replace": first} if all(sparse[first:]) else {}
+    return {"mlp_layer_types": mlp_layer_types_of(model)} | older
+
+
+def read_steps(keys: Keys) -> list[bool]:
+    """Returns whether each layer has experts, in the keys that began with Qwen1.5-MoE: each
+    `decoder_sparse_step`-th, but for those of `mlp_only_layers`.
+    """
+    layers, step = keys.count("num_hidden_layers"), keys.count("decoder_sparse_step")
+    dense = keys.take("mlp_only_layers")
+    dense = [] if dense is None else dense
+    if not isinstance(dense, list) or not all(type(number) is int for number in dense):
+        raise keys.refused("mlp_only_layers", dense, "a list of numbers of layers")
+    return [number not in dense and (number + 1) % step == 0 for number in range(layers)]
+
+
+def write_steps(model: TransformerConfig) -> dict[str, Any]:
+    """Returns the keys that `read_steps` reads."""
+    dense = [number for number, has in enumerate(are_sparse(model)) if not has]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}

@@ -6,9 +6,10 @@ from spmdtrain.config.published.families.biases import read_biases, write_biases
 from spmdtrain.config.published.families.deepseek import READ_BY_LATENTS, read_latent, write_latent
 from spmdtrain.config.published.families.expert_keys import (
     READ_BY_ROUTERS,
+    in_layers,
     mlp_layer_types_of,
-    read_first_dense,
     read_grouped,
+    read_sparse,
     write_grouped,
 )
 from spmdtrain.config.published.families.family import WITH_SILU, Family, ModelSettings
@@ -59,9 +60,9 @@ def _glm4_moe_lite(keys: Keys) -> ModelSettings:
             raise keys.unknown(SHARE, table[SHARE])
     # Another name of qk_rope_head_dim, and the one that counts for its class.
     keys.agrees("head_dim", keys.values.get("qk_rope_head_dim"))
-    experts = read_grouped(keys) | {"first_dense": read_first_dense(keys)}
-    keys.agrees("first_k_dense_replace", experts["first_dense"])
-    return read_latent(keys) | {"experts": experts} | read_further(keys)
+    sparse = read_sparse(keys)
+    keys.agrees("first_k_dense_replace", sparse.count(False))  # which its class does not read
+    return read_latent(keys) | in_layers(read_grouped(keys), sparse) | read_further(keys)
 
 
 def _write_glm4_moe_lite(model: TransformerConfig) -> dict[str, Any]:

@@ -5,9 +5,10 @@ from typing import Any
 from spmdtrain.config.published.families.biases import read_biases, write_biases
 from spmdtrain.config.published.families.expert_keys import (
     BY_SIGMOID,
+    in_layers,
     mlp_layer_types_of,
     read_experts,
-    read_first_dense,
+    read_sparse,
     write_experts,
 )
 from spmdtrain.config.published.families.family import WITH_SILU, Family, ModelSettings
@@ -25,11 +26,11 @@ def _hy_v3(keys: Keys) -> ModelSettings:
             "ffn": keys.count("moe_intermediate_size"),
             "shared": keys.whole("num_shared_experts") or 0,
             "scale": float(keys.positive("router_scaling_factor") or 1),
-            "first_dense": read_first_dense(keys),
         }
     )
-    keys.agrees("first_k_dense_replace", experts["first_dense"])
-    return read_biases(keys) | {"experts": experts} | read_further(keys)
+    sparse = read_sparse(keys)
+    keys.agrees("first_k_dense_replace", sparse.count(False))  # which its class does not read
+    return read_biases(keys) | in_layers(experts, sparse) | read_further(keys)
 
 
 def _write_hy_v3(model: TransformerConfig) -> dict[str, Any]:

@@ -11,8 +11,9 @@ from spmdtrain.config.published.families.deepseek import (
 )
 from spmdtrain.config.published.families.expert_keys import (
     BY_SIGMOID,
-    mlp_layer_types_of,
-    read_first_dense,
+    in_layers,
+    read_sparse,
+    write_sparse,
 )
 from spmdtrain.config.published.families.family import WITH_SILU, Family, ModelSettings
 from spmdtrain.config.published.families.layer_windows import shortest
@@ -36,12 +37,18 @@ ROUTERS = (
 )
 
 
+def _as_usual(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keys of a model with a head of its own, as its class has whatever they say."""
+    return dict(values) | {"tie_word_embeddings": False}
+
+
 def _kimi_linear(keys: Keys) -> ModelSettings:
     _check_repeated(keys)
     table = keys.table(OF_LINEAR) or {}
     mixers = [MIXERS[kind] for kind in _kinds(keys, table)]
     delta = _delta(keys, table)
-    settings = read_latent(keys) | {"experts": _experts(keys), "rope_layers": [False]}
+    experts = in_layers(_experts(keys), read_sparse(keys))
+    settings = read_latent(keys) | experts | {"rope_layers": [False]}
     if "delta" in mixers:
         settings |= {"mixers": shortest(mixers), "delta": delta}
     return settings
@@ -109,8 +116,6 @@ def _delta(keys: Keys, table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _experts(keys: Keys) -> dict[str, Any]:
-    first_dense = read_first_dense(keys)
-    keys.agrees("first_k_dense_replace", first_dense)
     return {
         "count": keys.count("num_experts"),
         "chosen": keys.count("num_experts_per_token"),
@@ -120,7 +125,6 @@ def _experts(keys: Keys) -> dict[str, Any]:
         "scale": float(keys.positive("routed_scaling_factor") or 1),
         "groups": keys.some("num_expert_group") or 1,
         "groups_kept": keys.some("topk_group"),
-        "first_dense": first_dense,
         **BY_SIGMOID,
     }
 
@@ -147,8 +151,7 @@ def _write_experts(model: TransformerConfig, experts: ExpertsConfig) -> dict[str
         "routed_scaling_factor": experts.scale,
         "num_expert_group": experts.groups,
         "topk_group": experts.groups_kept,
-        "first_k_dense_replace": experts.first_dense,
-        "mlp_layer_types": mlp_layer_types_of(model),
+        **write_sparse(model),
     }
 
 
@@ -193,5 +196,6 @@ KIMI = {
         write=_write_kimi_linear,
         activations=SILU,
         longest="model_max_length",
+        as_usual=_as_usual,
     ),
 }

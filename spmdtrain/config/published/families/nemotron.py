@@ -89,16 +89,19 @@ def _nemotron(keys: Keys) -> ModelSettings:
         "mlps": shortest(mlps),
         "mlp_bias": keys.flag("mlp_bias"),
     }
+    ssd, experts = _ssd(keys), _routed(keys)
     if "ssd" in mixers:
-        sizes = {ours: keys.count(theirs) for ours, theirs in OF_SSD.items()}
-        biases = {"taps_bias": keys.flag("use_conv_bias")}
-        settings["ssd"] = sizes | biases | read_limit(keys)
-    experts = _routed(keys)
+        settings["ssd"] = ssd
     if "experts" in mlps:
         settings["experts"] = experts
         if settings["mlp_bias"]:
             raise keys.refused("mlp_bias", True, "false: the experts have no biases")
     return settings
+
+
+def _ssd(keys: Keys) -> dict[str, Any]:
+    sizes = {ours: keys.count(theirs) for ours, theirs in OF_SSD.items()}
+    return sizes | {"taps_bias": keys.flag("use_conv_bias")} | read_limit(keys)
 
 
 def _routed(keys: Keys) -> dict[str, Any]:

@@ -3,7 +3,13 @@
 from typing import Any
 
 from spmdtrain.config.published.families.biases import read_biases, write_biases
-from spmdtrain.config.published.families.expert_keys import read_experts, write_experts
+from spmdtrain.config.published.families.expert_keys import (
+    in_layers,
+    read_experts,
+    read_steps,
+    write_experts,
+    write_steps,
+)
 from spmdtrain.config.published.families.family import WITH_SILU, Family, ModelSettings
 from spmdtrain.config.published.families.layer_windows import (
     all_layers,
@@ -57,15 +63,14 @@ def _write_qwen3(model: TransformerConfig) -> dict[str, Any]:
 
 
 def _qwen3_moe(keys: Keys) -> ModelSettings:
-    keys.must_be("decoder_sparse_step", 1)
-    keys.must_be("mlp_only_layers", [], None)
     renamed = "num_local_experts" if "num_local_experts" in keys else "num_experts"
     experts = read_experts(keys, renamed) | {
         "ffn": keys.count("moe_intermediate_size"),
         "normalise": keys.flag("norm_topk_prob"),
     }
     keys.pass_over("max_window_layers")
-    return read_biases(keys) | windows_if_used(keys, all_layers(keys)) | {"experts": experts}
+    windows = windows_if_used(keys, all_layers(keys))
+    return read_biases(keys) | windows | in_layers(experts, read_steps(keys))
 
 
 def _write_qwen3_moe(model: TransformerConfig) -> dict[str, Any]:
@@ -76,14 +81,11 @@ def _write_qwen3_moe(model: TransformerConfig) -> dict[str, Any]:
         **write_experts(model.experts, "num_experts"),
         "moe_intermediate_size": model.experts.ffn,
         "norm_topk_prob": model.experts.normalise,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
+        **write_steps(model),
     }
 
 
 def _qwen2_moe(keys: Keys) -> ModelSettings:
-    keys.must_be("decoder_sparse_step", 1)
-    keys.must_be("mlp_only_layers", [], None)
     experts = read_experts(keys, "num_experts") | {
         "ffn": keys.count("moe_intermediate_size"),
         "normalise": keys.flag("norm_topk_prob"),
@@ -95,7 +97,7 @@ def _qwen2_moe(keys: Keys) -> ModelSettings:
     layers = keys.count("num_hidden_layers")
     alternate = [number % 2 == 0 and number < first for number in range(layers)]
     biases = {"qkv_bias": True} if keys.flag("qkv_bias") else {}
-    return biases | windows_if_used(keys, alternate) | {"experts": experts}
+    return biases | windows_if_used(keys, alternate) | in_layers(experts, read_steps(keys))
 
 
 def _write_qwen2_moe(model: TransformerConfig) -> dict[str, Any]:
@@ -108,8 +110,7 @@ def _write_qwen2_moe(model: TransformerConfig) -> dict[str, Any]:
         "moe_intermediate_size": model.experts.ffn,
         "shared_expert_intermediate_size": model.experts.shared_width,
         "norm_topk_prob": model.experts.normalise,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
+        **write_steps(model),
     }
 
 
@@ -151,6 +152,7 @@ QWEN = {
             "rms_norm_eps": 1e-6,
             "sliding_window": 4096,
             "max_window_layers": 28,
+            "decoder_sparse_step": 1,
             "num_experts": 60,
             "num_experts_per_tok": 4,
             "moe_intermediate_size": 1408,
@@ -178,6 +180,7 @@ QWEN = {
             "rms_norm_eps": 1e-6,
             "sliding_window": 4096,
             "max_window_layers": 28,
+            "decoder_sparse_step": 1,
             "num_experts": 128,
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 768,

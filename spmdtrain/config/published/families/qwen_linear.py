@@ -4,7 +4,13 @@ from typing import Any
 
 from spmdtrain.config.published.families.activations import SILU
 from spmdtrain.config.published.families.biases import read_biases, write_biases
-from spmdtrain.config.published.families.expert_keys import read_experts, write_experts
+from spmdtrain.config.published.families.expert_keys import (
+    in_layers,
+    read_experts,
+    read_steps,
+    write_experts,
+    write_steps,
+)
 from spmdtrain.config.published.families.family import WITH_SILU, Family, ModelSettings
 from spmdtrain.config.published.families.further_layers import read_apart, write_apart
 from spmdtrain.config.published.families.layer_windows import shortest
@@ -93,10 +99,8 @@ def _write_qwen3_5_moe(model: TransformerConfig) -> dict[str, Any]:
 
 
 def _qwen3_next(keys: Keys) -> ModelSettings:
-    keys.must_be("decoder_sparse_step", 1)
-    keys.must_be("mlp_only_layers", [], None)
     routed = _routed(keys) | {"normalise": keys.flag("norm_topk_prob")}
-    return _qwen3_5(keys) | {"experts": routed}
+    return _qwen3_5(keys) | in_layers(routed, read_steps(keys))
 
 
 def _write_qwen3_next(model: TransformerConfig) -> dict[str, Any]:
@@ -105,8 +109,7 @@ def _write_qwen3_next(model: TransformerConfig) -> dict[str, Any]:
     return {
         **_write_qwen3_5_moe(model),
         "norm_topk_prob": model.experts.normalise,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
+        **write_steps(model),
     }
 
 
@@ -152,6 +155,7 @@ QWEN_LINEAR = {
         defaults={
             **DEFAULTS,
             **EXPERTS,
+            "decoder_sparse_step": 1,
             "num_experts": 512,
             "num_experts_per_tok": 10,
             "norm_topk_prob": True,

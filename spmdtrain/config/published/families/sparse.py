@@ -4,10 +4,11 @@ from typing import Any
 
 from spmdtrain.config.published.families.deepseek import DEEPSEEK, read_latent, write_latent
 from spmdtrain.config.published.families.expert_keys import (
-    mlp_layer_types_of,
-    read_first_dense,
+    in_layers,
     read_grouped,
+    read_sparse,
     write_grouped,
+    write_sparse,
 )
 from spmdtrain.config.published.families.family import Family, ModelSettings
 from spmdtrain.config.published.families.further_layers import read_further, write_further
@@ -32,13 +33,11 @@ def _common(keys: Keys) -> ModelSettings:
     layers = keys.count("num_hidden_layers")
     keys.agrees("layer_types", ["indexed_attention"] * layers)
     keys.agrees("num_key_value_heads", keys.count("num_attention_heads"))
-    experts = read_grouped(keys) | {"first_dense": read_first_dense(keys)}
-    keys.agrees("first_k_dense_replace", experts["first_dense"])
     indexer = {ours: keys.count(theirs) for ours, theirs in SIZES.items()}
     return {
         **read_latent(keys),
         **read_further(keys),
-        "experts": experts,
+        **in_layers(read_grouped(keys), read_sparse(keys)),
         "indexer": indexer,
         "max_length": min(keys.count("max_position_embeddings"), indexer["kept"]),
     }
@@ -52,8 +51,7 @@ def _write_common(model: TransformerConfig) -> dict[str, Any]:
         **write_grouped(model.experts),
         **write_further(model),
         **{theirs: getattr(model.indexer, ours) for ours, theirs in SIZES.items()},
-        "first_k_dense_replace": model.experts.first_dense,
-        "mlp_layer_types": mlp_layer_types_of(model),
+        **write_sparse(model),
     }
 
 
