@@ -44,7 +44,7 @@ class SharedStack(Stack):
         if ctx.around_layer is not None:
             what = "a part of the step around layers does not go with model.shared_keys"
             raise ConfigError(what, fix="model.shared_keys=0")
-        ctx = self.context(x, ctx)
+        ctx = replace(self.context(x, ctx), scan_layers=False)
         kept: Kept = {}
         total = {}
         for place, (graphdef, parameters) in enumerate(self._blocks()):
@@ -55,7 +55,7 @@ class SharedStack(Stack):
                 block: Any = nnx.merge(graphdef, ctx.gather_layer(parameters))
                 return block.extend(x, self._at(place, keys, ctx), None)
 
-            run = rematerialised(layer, ctx.remat, scanned=False)
+            run = rematerialised(layer, ctx.remat, ctx.scan_layers)
             x, keys, side_losses = run(x, self._shared(place, kept), ctx, parameters)
             kept = self._kept(place, keys, kept)
             total = sum_losses(total, side_losses)

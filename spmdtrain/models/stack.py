@@ -3,6 +3,7 @@ not grow with depth.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -108,7 +109,10 @@ class Stack(nnx.Module):
 
     def __call__(self, x: jax.Array, ctx: ForwardContext) -> tuple[jax.Array, SideLosses]:
         """Returns x after the last block, and the side losses summed over the blocks."""
-        ctx = self.context(x, ctx)
+        frozen = frozen_rounds(ctx.frozen_layers, self.count, self.rounds)
+        scans = ctx.scan_layers
+        # XLA writes a loop of one turn out, and would merge recomputation and forward pass.
+        ctx = replace(self.context(x, ctx), scan_layers=scans and self.rounds - frozen > 1)
         graphdef, parameters = nnx.split(self.layer)
 
         def body(x, layer):
@@ -121,14 +125,13 @@ class Stack(nnx.Module):
         if isinstance(self.layer, Round):
             body = run = _of_rounds(self.layer, ctx)
             parameters = [nnx.state(block) for block in self.layer.block]
-        frozen = frozen_rounds(ctx.frozen_layers, self.count, self.rounds)
         side_losses = []
         if frozen:
-            x, losses = _run_frozen(body, x, parameters, frozen, ctx.scan_layers)
+            x, losses = _run_frozen(body, x, parameters, frozen, scans)
             side_losses.append(losses)
             parameters = jax.tree.map(lambda weight: weight[frozen:], parameters)
         layers = (jnp.arange(frozen, self.rounds), parameters)
-        x, losses = jax.lax.scan(run, x, layers, unroll=not ctx.scan_layers)
+        x, losses = jax.lax.scan(run, x, layers, unroll=not scans)
         return x, sum_losses(*side_losses, jax.tree.map(jnp.sum, losses))
 
 
@@ -187,7 +190,10 @@ def _of_rounds(layers: Round, ctx: ForwardContext) -> Callable:
     side losses).
 
     Each block is recomputed by itself: a whole round would keep the activations of all its blocks.
+    As outside of a loop, it waits for the gradient of its output: XLA would recompute all blocks at
+    once, since the input of each is there.
     """
+    ctx = replace(ctx, scan_layers=False)
     graphdefs = [nnx.graphdef(block) for block in layers.block]
     count = len(graphdefs)
 

@@ -25,9 +25,9 @@ LAYOUTS = {
 }
 
 
-def compiled(*settings) -> str:
-    """The text of a step of four layers on one device."""
-    setup = shard(tiny("model.layers=4", *settings), devices=jax.devices()[:1])
+def compiled(*settings, layers: int = 4) -> str:
+    """The text of a step of some layers on one device."""
+    setup = shard(tiny(f"model.layers={layers}", *settings), devices=jax.devices()[:1])
     return make_step(setup).lower(setup.state, setup.batch).compile().as_text()
 
 
@@ -54,11 +54,31 @@ def test_what_the_backward_pass_needs_is_in_no_stack():
 @pytest.mark.parametrize("remat", ["dots", "full", "offload"])
 def test_what_is_to_be_recomputed_is(remat):
     """Outside a loop XLA would find it equal to the forward pass, and keep that."""
+    assert matmuls(OUT, f"train.remat={remat}") > matmuls(OUT, "train.remat=none")
 
-    def matmuls(remat: str) -> int:
-        return len(re.findall(r" (?:dot|custom-call)\(", compiled(OUT, f"train.remat={remat}")))
 
-    assert matmuls(remat) > matmuls("none")
+ONE_TURN = {
+    "one layer": (1, ()),
+    "one round": (2, ("model.mixers=['conv', 'attention']",)),
+    "segments of one layer": (3, ("model.mixers=['conv', 'attention', 'none']",)),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layers", ONE_TURN)
+def test_what_is_to_be_recomputed_is_in_a_loop_of_one_turn(layers):
+    """XLA writes such a loop out, and finds what it would outside of one."""
+    count, mixers = ONE_TURN[layers]
+    conv = ("model.conv.taps=3",) if mixers else ()
+    of_remat = {
+        remat: matmuls(LOOP, f"train.remat={remat}", *mixers, *conv, layers=count)
+        for remat in ("none", "full")
+    }
+    assert of_remat["full"] > of_remat["none"]
+
+
+def matmuls(*settings, layers: int = 4) -> int:
+    return len(re.findall(r" (?:dot|custom-call)\(", compiled(*settings, layers=layers)))
 
 
 # What a layer of each shipped config is made of, narrow and in float32. Those that are left out
