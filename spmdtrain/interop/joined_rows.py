@@ -13,7 +13,8 @@ class JoinedRows:
     """A parameter of one layer made by `of_whole` from the joined rows of several tensors.
 
     `rows`: how many each tensor has. transformers 5.24 writes equal parts, whatever their rows
-    belong to, and reads them joined: so do we, and write the tensors with their own rows.
+    belong to, or one tensor of all, which then stands for each: we read them joined, and write the
+    tensors with their own rows.
     """
 
     of_whole: Mapped
@@ -28,11 +29,12 @@ class JoinedRows:
         return self._cut(self.rows)
 
     @property
-    def other_shapes(self) -> tuple[Shape, ...]:
-        """The shapes of equal parts, of which the last one may be smaller."""
+    def other_shapes(self) -> Sequence[tuple[Shape, ...]]:
+        """The shapes of equal parts, of which the last one may be smaller, and of the whole."""
         total, count = sum(self.rows), len(self.rows)
         size = -(-total // count)
-        return self._cut([min(size, total - size * number) for number in range(count)])
+        equal = [min(size, total - size * number) for number in range(count)]
+        return self._cut(equal), self._cut([total] * count)
 
     def _cut(self, rows: Sequence[int]) -> tuple[Shape, ...]:
         (whole,) = self.of_whole.shapes
@@ -40,7 +42,9 @@ class JoinedRows:
 
     def read(self, tensors: Sequence[np.ndarray], index: Index) -> np.ndarray:
         """Returns the slice `index` of the parameter, made of the tensors of the file."""
-        return self.of_whole.read([np.concatenate(list(tensors))], index)
+        is_whole = len(tensors[0]) == sum(self.rows)
+        whole = tensors[0] if is_whole else np.concatenate(list(tensors))
+        return self.of_whole.read([whole], index)
 
     def write(self, parameter: np.ndarray) -> list[np.ndarray]:
         """Returns the tensors of the file, made of the parameter."""

@@ -215,8 +215,8 @@ class MappedExperts:
         return self.of_one.shapes * self.count
 
     @property
-    def other_shapes(self) -> tuple[Shape, ...]:
-        return other_shapes(self.of_one) * self.count
+    def other_shapes(self) -> Sequence[tuple[Shape, ...]]:
+        return [shapes * self.count for shapes in other_shapes(self.of_one)]
 
     def read(self, tensors: Sequence[np.ndarray], index: Index) -> np.ndarray:
         """Returns the slice `index` of the parameter, made from the tensors of the file."""
@@ -254,9 +254,9 @@ class Zeros:
         return []
 
 
-def other_shapes(mapped: AnyMapped) -> tuple[Shape, ...]:
-    """Returns the shapes of tensors of other files that make the same parameter."""
-    return getattr(mapped, "other_shapes", mapped.shapes)
+def other_shapes(mapped: AnyMapped) -> Sequence[tuple[Shape, ...]]:
+    """Returns the shapes that tensors have in other files, in each way, for the same parameter."""
+    return getattr(mapped, "other_shapes", ())
 
 
 def _whole(shape: Shape) -> Index:

@@ -300,7 +300,7 @@ class Weights:
             shape = (of_file[0], *shape[1:])  # a shorter model reads the first rows
         mapped = entry.rule(self._sizes, shape)
         for of_layer in tensors:
-            if tuple(tensor.shape for tensor in of_layer) == other_shapes(mapped):
+            if tuple(tensor.shape for tensor in of_layer) in other_shapes(mapped):
                 continue
             for tensor, wanted in zip(of_layer, mapped.shapes, strict=True):
                 if tensor.shape != wanted:

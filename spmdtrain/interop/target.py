@@ -70,11 +70,14 @@ class Target:
 
         Tensors that were left out, such as those of a vision tower, take nothing along.
         """
-        ours = {self._imported_name(name): name for name in names}
-        if not ours.keys() <= self.imported.types.keys():
+        imported = {name: self._imported_name(name) for name in sorted(names)}
+        if not set(imported.values()) <= self.imported.types.keys():
             return None
-        files = (in_file.keys() & ours for _, in_file in sorted(self.imported.files.items()))
-        return [sorted(ours[name] for name in in_file) for in_file in files if in_file]
+        place = {name: file for file, in_file in self.imported.files.items() for name in in_file}
+        files: dict[str, list[str]] = {}
+        for name, in_file in imported.items():
+            files.setdefault(place[in_file], []).append(name)
+        return [files[file] for file in sorted(files)]
 
     def _imported_name(self, name: str) -> str:
         """Returns the name by which the imported files had a tensor of the export."""

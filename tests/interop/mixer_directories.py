@@ -503,6 +503,24 @@ def _kimi_as_published(tensors: Tensors) -> dict[str, np.ndarray]:
     return _renamed(tensors, {saved: published for published, saved in DENSE_NAMES.items()})
 
 
+def _in_memory(tensors: Tensors) -> dict[str, np.ndarray]:
+    """With one convolution of a layer, and the parts of a decay below their module."""
+    joined = {}
+    for name, x in tensors.items():
+        parts = [name.replace("q_conv1d", f"{part}_conv1d") for part in "qkv"]
+        if name == parts[0] and name != parts[1]:
+            joined[name.replace("q_conv1d", "conv1d")] = np.concatenate([tensors[n] for n in parts])
+        elif "_conv1d" not in name:
+            joined[name] = x
+    if not any("f_a_proj" in name for name in joined):
+        return joined
+    decay = {f"self_attn.{x}": f"self_attn.forget_gate.{x}" for x in DECAY}
+    return _renamed(joined, decay)
+
+
+DECAY = ("A_log", "dt_bias", "f_a_proj", "f_b_proj")
 # What transformers 5.24 makes of published tensors where it writes others, and the way back.
 SAVED_BY_5_24 = {"olmo_hybrid": _olmo_by_5_24, "kimi_linear": _kimi_by_5_24}
+# What it writes with `save_original_format=False`.
+IN_MEMORY = dict.fromkeys(SAVED_BY_5_24, _in_memory)
 AS_PUBLISHED = {"olmo_hybrid": _olmo_as_published, "kimi_linear": _kimi_as_published}

@@ -17,6 +17,7 @@ from spmdtrain.interop.names.layer_parts import (
     FUSED_ATTENTION,
     FUSED_MLP,
     GATED_ATTENTION,
+    JOINED,
     KEYS_AS_VALUES,
     LATENT,
     LAYER_SCALE,
@@ -94,6 +95,7 @@ OLMO_HYBRID = FamilyNames(
     renamed=(
         ("input_layernorm", "attention_layer_norm"),
         ("post_attention_layernorm", "feedforward_layer_norm"),
+        *JOINED,
     ),
 )
 LFM = FamilyNames(lfm_parts.LAYER, lfm_parts.MLP, whole=lfm_parts.WHOLE)

@@ -2,7 +2,7 @@
 
 from spmdtrain.interop import delta_mixer, pieces
 from spmdtrain.interop.names.entry import entry
-from spmdtrain.interop.names.layer_parts import CONVOLUTIONS, LATENT, NORMS_BEFORE
+from spmdtrain.interop.names.layer_parts import CONVOLUTIONS, JOINED, LATENT, NORMS_BEFORE
 
 DELTA = {
     "attention.qkvz_ehn": entry(
@@ -22,5 +22,10 @@ DELTA = {
     "attention.out_hrve": entry(pieces.heads_out, "self_attn.o_proj.weight"),
 }
 LAYER = {**LATENT, **DELTA, **NORMS_BEFORE}
-# transformers 5.24 saves the mlp of a dense layer under the name of experts.
-RENAMED = ((".mlp.", ".block_sparse_moe."),)
+# transformers 5.24 saves the mlp of a dense layer under the name of experts, or all by the names
+# that its class has.
+RENAMED = (
+    (".mlp.", ".block_sparse_moe."),
+    (".self_attn.", ".self_attn.forget_gate."),
+    *JOINED,
+)

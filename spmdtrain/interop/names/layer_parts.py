@@ -160,6 +160,7 @@ DELTA_BY_HEAD = {
 }
 # With a tensor for each of them, and a convolution for each of the first three.
 CONVOLUTIONS = ("q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight")
+JOINED = tuple((name, "conv1d.weight") for name in CONVOLUTIONS)  # as transformers may save them
 DELTA_APART = {
     "attention.qkvz_ehn": entry(
         delta_mixer.mixed_apart, *(f"linear_attn.{name}_proj.weight" for name in "qkvg")
