@@ -47,7 +47,7 @@ def _delta(embed: int, delta: DeltaConfig) -> MixerSizes:
 
     For a key head 4 C k of keys with keys and queries, or for each value head if channels have
     decays; for a value head 2/3 C^2 of an inverse, 2 C (k + 2 v) within the chunk and 6 k v with
-    the state.
+    the state; 4/3 C for the sum of each decay, by a mask that has no gradient.
     """
     values = delta.value_heads * delta.value_dim
     mixed = delta.key_heads * delta.mixed_width
@@ -68,7 +68,8 @@ def _delta(embed: int, delta: DeltaConfig) -> MixerSizes:
         heads = delta.key_heads if delta.decay == "head" else delta.value_heads
         within = 2 / 3 * (chunk**2 - 1) + 2 * chunk * (delta.key_dim + 2 * delta.value_dim)
         with_state = 6 * delta.key_dim * delta.value_dim
-        return 4 * chunk * delta.key_dim * heads + delta.value_heads * (within + with_state)
+        among = 4 * chunk * delta.key_dim * heads + 4 / 3 * chunk * decays
+        return among + delta.value_heads * (within + with_state)
 
     state = values * delta.key_dim + (delta.taps - 1) * mixed
     vectors = mixed * delta.taps + delta.value_heads + decays + delta.value_dim
@@ -78,14 +79,14 @@ def _delta(embed: int, delta: DeltaConfig) -> MixerSizes:
 def _ssd(embed: int, ssd: SsdConfig) -> MixerSizes:
     """Counts the products of a chunk of C tokens, with n channels of a state and d of a head.
 
-    For a group 2 C n of keys with queries; for a head 2 C d within the chunk and 4 n d with the
-    state.
+    For a group 2 C n of keys with queries; for a head 2 C d within the chunk, 4 n d with the state
+    and 4/3 C for the sum of its decays, by a mask that has no gradient.
     """
     inner, shared = ssd.heads * ssd.head_dim, 2 * ssd.groups * ssd.state
     matmuls = ((2 * inner + ssd.heads, embed, True), (shared, embed, ssd.groups > 1))
 
     def flops(chunk: int) -> float:
-        of_head = 2 * chunk * ssd.head_dim + 4 * ssd.state * ssd.head_dim
+        of_head = 2 * chunk * (ssd.head_dim + 2 / 3) + 4 * ssd.state * ssd.head_dim
         return 2 * chunk * ssd.state * ssd.groups + ssd.heads * of_head
 
     taps = (inner + shared) * (ssd.taps + ssd.taps_bias)

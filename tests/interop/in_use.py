@@ -13,10 +13,14 @@ import numpy as np
 
 from spmdtrain.cli.published.check import class_in_transformers
 from spmdtrain.config import load
+from spmdtrain.inference.sample import Choice, make_generate, make_logits
 from spmdtrain.interop.safetensors_files import open_tensors
 from spmdtrain.models.context import ForwardContext
+from spmdtrain.models.counted_flops import counted_flops_per_token
 from spmdtrain.models.layers import empty_cache
 from spmdtrain.models.logits import logit_shape, logits_of
+from spmdtrain.planner.cost import shape
+from spmdtrain.planner.cost.flops import model_flops_per_token
 from spmdtrain.running.loop import run
 from spmdtrain.running.published.export_adapters import export_adapters
 from spmdtrain.running.published.export_run import export_run
@@ -24,6 +28,8 @@ from spmdtrain.train.setup import Setup
 
 DOCUMENTS = (13, 1, 25)  # tokens of each in a row
 PREFILLS = (1, 5, 12, 20, 38)
+PROMPTS, SAMPLED = (3, 9, 17), 12  # tokens of prompts, and after each
+CHUNKS = 64  # tokens of a sequence whose FLOPs are counted
 STEPS, ROWS, LENGTH = 3, 4, 32
 RATE = 1e-3
 
@@ -66,9 +72,10 @@ def packed(setup: Setup, params: dict[str, jax.Array]) -> float:
 
 
 def cached(setup: Setup, params: dict[str, jax.Array]) -> float:
-    """How far the logits of the last token, and of the one after each prefill, are with a cache."""
+    """How far the logits of the token after each prefill are, behind a cache, from the whole's."""
     length = max(PREFILLS) + 1
     tokens = np.random.default_rng(6).integers(0, setup.config.vocab, (2, length))
+    whole = np.asarray(make_logits(setup)(params, tokens))
 
     @jax.jit
     def extend(tokens_bt: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
@@ -77,16 +84,41 @@ def cached(setup: Setup, params: dict[str, jax.Array]) -> float:
         ctx = ForwardContext(jnp.broadcast_to(positions, tokens_bt.shape))
         return module.extend(tokens_bt, ctx, cache)
 
-    def empty() -> Any:
-        return empty_cache(setup.config.model, (2, length))
-
     errors = []
     for prefill in PREFILLS:
-        _, cache = extend(tokens[:, :prefill], empty())
-        following, _ = extend(tokens[:, prefill : prefill + 1], cache)
-        whole, _ = extend(tokens[:, : prefill + 1], empty())
-        errors.append(directories.apart(np.asarray(following), np.asarray(whole)))
+        _, cache = extend(tokens[:, :prefill], empty_cache(setup.config.model, (2, length)))
+        logits, _ = extend(tokens[:, prefill : prefill + 1], cache)
+        following = np.asarray(logits)[:, : whole.shape[-1]]
+        errors.append(directories.apart(following, whole[:, prefill]))
     return max(errors)
+
+
+def sampled(setup: Setup, params: dict[str, jax.Array]) -> str:
+    """Says whether prompts of three lengths in a batch get the likeliest tokens of each alone."""
+    random = np.random.default_rng(8)
+    prompts = [random.integers(0, directories.VOCAB, length) for length in PROMPTS]
+    room = max(PROMPTS) + SAMPLED
+    # One program for each number of prompts.
+    generate = make_generate(setup, SAMPLED, Choice(0), shapes=lambda *_: (min(PROMPTS), room))
+    key = jax.random.key(0)
+    in_a_batch = generate(params, prompts, key)
+    for prompt, ids in zip(prompts, in_a_batch, strict=True):
+        (alone,) = generate(params, [prompt], key)
+        assert np.array_equal(ids, alone), "a prompt is continued otherwise in a batch"
+    return "as each alone"
+
+
+def planned(setup: Setup) -> str:
+    """How far the planner's FLOPs are from those counted in the program.
+
+    Raises AssertionError if its number of parameters is another.
+    """
+    model = setup.config.model
+    assert shape.parameters(model) == setup.model.size
+    # Recurrences take whole chunks, and compute those of a part whole.
+    train = setup.config.train.model_copy(update={"sequence_length": CHUNKS})
+    counted = counted_flops_per_token(setup.config.model_copy(update={"train": train}), setup.model)
+    return f"{100 * abs(model_flops_per_token(model, CHUNKS) / counted - 1):.1g} %"
 
 
 def three_steps(model: Path, folder: Path) -> float:

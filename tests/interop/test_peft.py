@@ -10,9 +10,10 @@ from helpers import tiny
 from safetensors.numpy import save_file
 
 import spmdtrain as st
+from spmdtrain.config.schema.finetune import LINEAR
 from spmdtrain.interop.names.model_sizes import sizes_of
 from spmdtrain.interop.names.model_table import table_of
-from spmdtrain.interop.peft.adapter_config import CONFIG
+from spmdtrain.interop.peft.adapter_config import CONFIG, OF_MAMBA
 from spmdtrain.interop.peft.adapter_files import WEIGHTS, read_adapters, write_adapters
 from spmdtrain.interop.safetensors_files import open_file
 from spmdtrain.models.adapters.by_path import merged
@@ -38,6 +39,10 @@ FAMILIES = {
     "falcon_h1": (
         *("model.name=llama", "model.kv_heads=2", "model.ffn=24", "model.mixers=['both']"),
         *STATES,
+    ),
+    "granitemoehybrid": (
+        *("model.name=llama", "model.kv_heads=2", "model.ffn=24", *STATES),
+        "model.mixers=['ssd', 'attention']",
     ),
     "glm4_moe": (
         *("model.name=llama", "model.kv_heads=2", "model.ffn=24"),
@@ -119,6 +124,11 @@ def test_the_files_say_what_merging_does(family, settings, tmp_path):
         with pytest.raises(st.UserError, match="no DoRA for .* in a model with experts"):
             write_adapters(tmp_path / "out", values, config, family, "base")
         return
+    if family in OF_MAMBA and "out" in config.finetune.targets:
+        with pytest.raises(st.UserError, match=f"peft refuses .*out_proj in models of {family}"):
+            write_adapters(tmp_path / "out", values, config, family, "base")
+        others = ",".join(name for name in LINEAR if name != "out")
+        config, values = drawn(*FAMILIES[family], *settings, f"finetune.targets={others}")
     write_adapters(tmp_path / "out", values, config, family, "base")
     got = by_the_formula(tmp_path / "out", published(values, config, family))
     want = published(merged(values, config.finetune, config.model), config, family)

@@ -5,9 +5,12 @@
 Needs torch, transformers and peft. Gradients on meshes are compared with those of one device.
 """
 
+import json
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import directories
@@ -16,80 +19,157 @@ import numpy as np
 import verified
 
 from spmdtrain.config.errors import UserError
-from spmdtrain.data.source import open_data
-from spmdtrain.running.device_batches import batches
-from spmdtrain.running.published.import_model import import_model
+from spmdtrain.config.schema.finetune import LINEAR
+from spmdtrain.interop.peft.adapter_config import OF_MAMBA
+from spmdtrain.running.published.import_model import Imported, import_model
 from spmdtrain.train.gradients.differentiable import make_gradients
 
 BEGIN, END = "<!-- in use: begin -->", "<!-- in use: end -->"
-SIZE = ("train.sequence_length=40", "train.global_batch=4")
-MESHES = {
-    "context 2, ring": ("mesh.context=2", "model.context_attention=ring"),
-    "context 2, ulysses": ("mesh.context=2", "model.context_attention=ulysses"),
-    "expert 2": ("mesh.expert=2",),
-}
-HEAD = (
-    f"| family | {' | '.join(MESHES)} | packed | cached | three steps of AdamW | LoRA in peft |",
-    "|---|" + "---|" * (len(MESHES) + 4),
-)
+LENGTH, SEQUENCES = 40, 4
+DOCUMENTS = (13, 1, 18, 8)  # tokens of each in a row: of four devices, none begins where one does
+SIZE = (f"train.sequence_length={LENGTH}", f"train.global_batch={SEQUENCES}")
+PACKED = ("data.packing=documents",)
+# Heads that the devices of these meshes share, where a family has the key.
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "n_head": 8}
+HEADS |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+HEADS |= {"mamba_num_heads": 8, "n_groups": 4, "mamba_n_heads": 8, "mamba_n_groups": 4}
+HEADS |= {"mamba_d_head": 12, "mamba_d_ssm": 96}
+OWN_HEADS = ("phi3",)  # the factors of its rotary positions are those of a head
 
 
-def gradients(model: Path, run: Path, mesh: tuple[str, ...]) -> dict[str, np.ndarray]:
-    """The gradients of four sequences on a mesh, layers in order."""
-    imported = import_model(model, run, overrides=(*SIZE, *mesh))
-    tokens = np.random.default_rng(1).integers(0, directories.VOCAB, (4, 41))
-    _, data = open_data(imported.setup.config, lambda seed, index: tokens[index % 4])  # noqa: ARG005
-    with batches(imported.setup, data, 0, 0) as ahead:
-        on_mesh = make_gradients(imported.setup)(imported.params, next(ahead))
-    return {path: verified.in_layers(imported.setup, path, x) for path, x in on_mesh.items()}
+def divisible(name: str) -> dict:
+    """The config of a family's tiny model, in which meshes split every kind of head."""
+    config = directories.CONFIGS[name]
+    keys = config.keys() - ({"num_attention_heads"} if name in OWN_HEADS else set())
+    heads = {key: value for key, value in HEADS.items() if key in keys}
+    return config | (heads if name not in OWN_HEADS else {}) | verified.DIVISIBLE.get(name, {})
 
 
-def measure(name: str, folder: Path) -> list[str]:
-    """Returns the cells of a family's row."""
-    config = directories.CONFIGS[name] | verified.DIVISIBLE.get(name, {})
-    model = folder / "model"
-    directories.write(model, config)
-    one_device = gradients(model, folder / "one", ())
-    imported = import_model(model, folder / "imported", overrides=SIZE)
-    setup, params = imported.setup, imported.params
+@dataclass(frozen=True)
+class InUse:
+    """A family's tiny model, in a folder of its own."""
 
-    def on_mesh(label: str) -> str:
-        if label.startswith("expert") and setup.config.model.experts is None:
-            return "no experts"
-        on_mesh = gradients(model, folder / label.replace(" ", ""), MESHES[label])
+    folder: Path
+
+    @property
+    def model(self) -> Path:
+        return self.folder / "model"
+
+    @cached_property
+    def imported(self) -> Imported:
+        return import_model(self.model, self.folder / "imported", overrides=SIZE)
+
+    @cached_property
+    def of_whole_rows(self) -> dict[str, np.ndarray]:
+        return self.gradients(())
+
+    @cached_property
+    def of_documents(self) -> dict[str, np.ndarray]:
+        return self.gradients(PACKED)
+
+    def gradients(self, settings: tuple[str, ...]) -> dict[str, np.ndarray]:
+        """The gradients of four sequences, layers in order."""
+        with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+            imported = import_model(self.model, Path(folder) / "run", overrides=(*SIZE, *settings))
+        setup = imported.setup
+        batch = setup.to_devices(documents if "segment_ids" in setup.batch else rows, np.arange(4))
+        on_mesh = make_gradients(setup)(imported.params, batch)
+        return {path: verified.in_layers(setup, path, x) for path, x in on_mesh.items()}
+
+    def on_mesh(self, *settings: str) -> str:
+        """How far the gradients of a mesh are from those of one device, or that it is refused."""
+        try:
+            on_mesh = self.gradients(settings)
+        except UserError as error:
+            print(error)
+            return "refused"
+        packed = PACKED[0] in settings
+        one_device = self.of_documents if packed else self.of_whole_rows
         return shown(max(directories.apart(on_mesh[path], one_device[path]) for path in one_device))
 
-    cells = [refused(lambda label=label: on_mesh(label)) for label in MESHES]
-    cells.append(shown(in_use.packed(setup, params)) + ", no bit leaks")
-    cells.append(shown(in_use.cached(setup, params)))
-    cells.append(shown(in_use.three_steps(model, folder)))
-    tuned, base = in_use.adapters(model, folder, ("finetune.kind=lora",))
+
+def rows(ids: np.ndarray) -> dict[str, np.ndarray]:
+    tokens = np.random.default_rng(1).integers(0, directories.VOCAB, (SEQUENCES, LENGTH + 1))
+    return {
+        "tokens": tokens[ids, :-1].astype(np.int32),
+        "targets": tokens[ids, 1:].astype(np.int32),
+        "mask": np.ones((len(ids), LENGTH), np.float32),
+        "sample": ids.astype(np.uint32),
+    }
+
+
+def documents(ids: np.ndarray) -> dict[str, np.ndarray]:
+    segments = np.repeat(np.arange(len(DOCUMENTS)), DOCUMENTS)
+    positions = np.concatenate([np.arange(length) for length in DOCUMENTS])
+    return rows(ids) | {
+        "segment_ids": np.tile(segments, (len(ids), 1)).astype(np.int32),
+        "positions": np.tile(positions, (len(ids), 1)).astype(np.int32),
+    }
+
+
+def context(devices: int, method: str, *settings: str) -> Callable[[InUse], str]:
+    mesh = (f"mesh.context={devices}", f"model.context_attention={method}")
+    return lambda family: family.on_mesh(*mesh, *settings)
+
+
+def experts(family: InUse) -> str:
+    has_experts = family.imported.setup.config.model.experts is not None
+    return family.on_mesh("mesh.expert=2") if has_experts else "no experts"
+
+
+def lora(family: InUse) -> str:
+    without_out = json.loads((family.model / "config.json").read_text())["model_type"] in OF_MAMBA
+    targets = [name for name in LINEAR if not (without_out and name == "out")]
+    settings = ("finetune.kind=lora", f"finetune.targets={','.join(targets)}")
+    tuned, base = in_use.adapters(family.model, family.folder, settings)
     assert base > 1e-3
-    return [name, *cells, shown(tuned)]
+    return shown(tuned) + (", without `out`" if without_out else "")
 
 
 def shown(value: float) -> str:
     return f"{value:.1e}".replace("e-0", "e-")
 
 
-def refused(measured: Callable[[], str]) -> str:
-    """Returns what was measured, or that the settings were refused."""
-    try:
-        return measured()
-    except UserError as error:
-        print(error)
-        return "refused"
+def of_model(measured: Callable) -> Callable[[InUse], str]:
+    return lambda family: measured(family.imported.setup, family.imported.params)
+
+
+COLUMNS: dict[str, Callable[[InUse], str]] = {
+    "ring, context 2": context(2, "ring"),
+    "Ulysses, context 2": context(2, "ulysses"),
+    "ring, context 4, documents": context(4, "ring", *PACKED),
+    "Ulysses, context 4, documents": context(4, "ulysses", *PACKED),
+    "gather, context 4, documents": context(4, "gather", *PACKED),
+    "expert 2": experts,
+    "packed, no bit leaks": of_model(lambda *model: shown(in_use.packed(*model))),
+    "cached": of_model(lambda *model: shown(in_use.cached(*model))),
+    "three prompts": of_model(in_use.sampled),
+    "planner's FLOPs": of_model(lambda setup, _: in_use.planned(setup)),
+    "three steps of AdamW": lambda family: shown(in_use.three_steps(family.model, family.folder)),
+    "LoRA in peft": lora,
+}
+
+
+def measure(name: str, folder: Path) -> list[str]:
+    """Returns the cells of a family's row."""
+    family = InUse(folder)
+    directories.write(family.model, divisible(name))
+    cells = [name]
+    for column, measured in COLUMNS.items():
+        cells.append(measured(family))
+        print(f"{name}: {column}: {cells[-1]}", flush=True)
+    return cells
 
 
 def main(names: list[str]) -> None:
     write = "--write" in names
-    rows = []
     for name in [name for name in names if name != "--write"] or list(directories.CONFIGS):
         with tempfile.TemporaryDirectory() as folder:
-            rows.append(f"| {' | '.join(measure(name, Path(folder)))} |")
-        print(rows[-1], flush=True)
-    if write:
-        verified.write_table(BEGIN, END, HEAD, rows)
+            row = f"| {' | '.join(measure(name, Path(folder)))} |"
+        print(row, flush=True)
+        if write:
+            head = f"| family | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"
+            verified.write_table(BEGIN, END, head, [row])
 
 
 if __name__ == "__main__":

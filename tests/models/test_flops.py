@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families import FAMILIES, family_config
 from flax import nnx
 from helpers import prepared, tiny
 
@@ -23,6 +24,7 @@ from spmdtrain.models.counted_flops import (
 )
 from spmdtrain.models.size import train_flops_per_token
 from spmdtrain.models.transformer import Transformer
+from spmdtrain.planner.cost import shape
 from spmdtrain.planner.cost.flops import model_flops_per_token
 from spmdtrain.planner.cost.trained_weights import trained_part
 from spmdtrain.planner.cost.workload import model_of
@@ -66,6 +68,21 @@ def test_the_shipped_models_have_the_flops_of_the_formula(settings):
     config = tiny("model.vocab=64", *settings, "train.sequence_length=64")
     want = train_flops_per_token(config.model, 64)
     assert counted_flops_per_token(config, build_model(config)) == pytest.approx(want, rel=1e-6)
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_planner_knows_parameters_and_flops_of_a_family(name):
+    config = family_config(name)
+    length = 64  # whole chunks: the program computes those of a part whole
+    config = config.model_copy(
+        update={"train": config.train.model_copy(update={"sequence_length": length})}
+    )
+    model = build_model(config)
+    assert shape.parameters(config.model) == model.size
+    counted = counted_flops_per_token(config, model)
+    assert train_flops_per_token(config.model, length) == pytest.approx(counted, rel=1e-4)
+    assert model_flops_per_token(config.model, length) == pytest.approx(counted, rel=1e-4)
 
 
 LORA = ("finetune.kind=lora", "finetune.rank=4", "finetune.targets=q,out,up,down")

@@ -11,6 +11,10 @@ from spmdtrain.config.schema import FinetuneConfig, RunConfig
 CONFIG = "adapter_config.json"
 # The names of matrices that transformers 5 stacks over experts.
 MLP_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+# Kernels of Mamba multiply by the weight of this layer past its adapter, so peft 0.21 refuses one
+# in these families. It lets Granite 4 have it.
+PAST_ADAPTERS = "out_proj"
+OF_MAMBA = ("nemotron_h", "falcon_h1")
 
 
 def config_of(
@@ -23,9 +27,11 @@ def config_of(
     """Returns adapter_config.json: the keys that every version of peft reads.
 
     With transformers 5, peft 0.21 takes a module `gate_proj` of a model with experts for a part of
-    their stacked weights. It adapts such a layer as a parameter.
+    their stacked weights. It adapts such a layer as a parameter. Raises ConfigError for adapters
+    that peft refuses.
     """
     finetune = config.finetune
+    _refuse_past_adapters(family, targets)
     renamed = MLP_OF_EXPERTS if config.model.experts else ()
     parameters = [name for name in targets if name.rpartition(".")[2] in renamed]
     if parameters and finetune.kind == "dora":
@@ -52,6 +58,15 @@ def config_of(
         "init_lora_weights": True,
         "inference_mode": True,
     }
+
+
+def _refuse_past_adapters(family: str, targets: Mapping[str, int]) -> None:
+    names = [name for name in targets if name.rpartition(".")[2] == PAST_ADAPTERS]
+    if names and family in OF_MAMBA:
+        raise ConfigError(
+            f"peft refuses adapters of {names[0]} in models of {family}",
+            fix="--to hf, which merges adapters, or finetune.targets without out",
+        )
 
 
 def _patterns(finetune: FinetuneConfig, targets: Mapping[str, int]) -> dict[str, dict[str, float]]:
