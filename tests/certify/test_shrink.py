@@ -17,6 +17,7 @@ from spmdtrain.lab.certify.shrink import BATCH, LENGTH, shrink
 from spmdtrain.lab.certify.witnesses.resume import with_settings
 from spmdtrain.pipeline.find_table import choose_table
 from spmdtrain.train.shard import shard_on
+from tests.models.families import FAMILIES, family_config
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 KEPT = {
@@ -86,6 +87,46 @@ def test_a_hundred_drawn_runs_keep_their_features():
     assert len(drawn) >= 100
     for real in drawn:
         assert_kept(shrink(real).config, real)
+
+
+# What only some families have, each a section or a setting of [model].
+MECHANISMS = ("delta", "ssd", "conv", "both", "latent", "experts", "full", "token_layers")
+MECHANISMS += ("shared_keys", "chunks", "temperature", "value_norm", "layer_scale", "indexer")
+STAGES = Layout(("mesh.pipeline=2", "train.microbatch=2"), "given")
+ROUNDS = {
+    name: family_config(name, layers=12)
+    for name in ("qwen3_5", "olmo_hybrid", "gemma4", "llama4", "nemotron_h, clamped", "falcon_h1")
+}
+ROUNDS["first dense"] = family_config(
+    "lfm2_moe", layers=13, mixers=["conv", *["conv", "conv", "attention"] * 4]
+)
+ROUNDS["long windows"] = family_config("gemma4", layers=12, windows=[7, 7, 7, 7, 7, 0])
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *(name for name in ROUNDS if name not in FAMILIES)])
+def test_a_family_keeps_its_kinds_of_layers_and_its_layouts_load(name):
+    real = family_config(name) if name in FAMILIES else ROUNDS[name]
+    shrunk = shrink(real)
+    small, lost = shrunk.config.model, " ".join(shrunk.lost)
+    for parts in ("layer_mixers", "layer_mlps"):
+        assert set(getattr(small, parts)) == set(getattr(real.model, parts)), parts
+    for mechanism in MECHANISMS:
+        stays = bool(getattr(small, mechanism)) == bool(getattr(real.model, mechanism))
+        assert stays or f"model.{mechanism}" in lost, mechanism
+    as_it_is = shrink(real, as_is=True).config
+    assert as_it_is.model.as_given() == real.model.as_given()
+    for layout in cover(real):
+        if not (real.model.token_layers and layout.has_stages):
+            with_settings(shrunk.config, layout.overrides)
+
+
+@pytest.mark.parametrize("name", ROUNDS)
+def test_rounds_that_stages_share_out_stay_rounds(name):
+    real, small = ROUNDS[name], shrink(ROUNDS[name]).config
+    for config in (real, small):
+        staged = with_settings(config, STAGES.overrides)
+        shard_on(staged, AbstractMesh(tuple(staged.mesh.sizes.values()), AXES))
+    assert set(small.model.layer_parts) == set(real.model.layer_parts)
 
 
 def test_what_no_shrinking_keeps_is_said():

@@ -118,6 +118,7 @@ def planned(setup: Setup) -> str:
     # Recurrences take whole chunks, and compute those of a part whole.
     train = setup.config.train.model_copy(update={"sequence_length": CHUNKS})
     counted = counted_flops_per_token(setup.config.model_copy(update={"train": train}), setup.model)
+    assert counted is not None
     return f"{100 * abs(model_flops_per_token(model, CHUNKS) / counted - 1):.1g} %"
 
 

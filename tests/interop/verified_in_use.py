@@ -1,8 +1,9 @@
-"""Measures each family in use, and writes the second table of the docs: see in_use.py.
+"""Measures each family in use, and writes two tables of the docs: see in_use.py.
 
-    PYTHONPATH=. python tests/interop/verified_in_use.py [FAMILY ...] [--write]
+    PYTHONPATH=. python tests/interop/verified_in_use.py [FAMILY ...] [--further] [--write]
 
-Needs torch, transformers and peft. Gradients on meshes are compared with those of one device.
+Needs torch, transformers and peft. With --further only the second table. Gradients on meshes are
+compared with those of one device.
 """
 
 import json
@@ -24,7 +25,6 @@ from spmdtrain.interop.peft.adapter_config import OF_MAMBA
 from spmdtrain.running.published.import_model import Imported, import_model
 from spmdtrain.train.gradients.differentiable import make_gradients
 
-BEGIN, END = "<!-- in use: begin -->", "<!-- in use: end -->"
 LENGTH, SEQUENCES = 40, 4
 DOCUMENTS = (13, 1, 18, 8)  # tokens of each in a row: of four devices, none begins where one does
 SIZE = (f"train.sequence_length={LENGTH}", f"train.global_batch={SEQUENCES}")
@@ -134,42 +134,51 @@ def of_model(measured: Callable) -> Callable[[InUse], str]:
     return lambda family: measured(family.imported.setup, family.imported.params)
 
 
-COLUMNS: dict[str, Callable[[InUse], str]] = {
-    "ring, context 2": context(2, "ring"),
-    "Ulysses, context 2": context(2, "ulysses"),
-    "ring, context 4, documents": context(4, "ring", *PACKED),
-    "Ulysses, context 4, documents": context(4, "ulysses", *PACKED),
-    "gather, context 4, documents": context(4, "gather", *PACKED),
+Columns = dict[str, Callable[[InUse], str]]
+IN_USE: Columns = {
+    "context 2, ring": context(2, "ring"),
+    "context 2, ulysses": context(2, "ulysses"),
     "expert 2": experts,
-    "packed, no bit leaks": of_model(lambda *model: shown(in_use.packed(*model))),
+    "packed": of_model(lambda *model: shown(in_use.packed(*model)) + ", no bit leaks"),
     "cached": of_model(lambda *model: shown(in_use.cached(*model))),
-    "three prompts": of_model(in_use.sampled),
-    "planner's FLOPs": of_model(lambda setup, _: in_use.planned(setup)),
     "three steps of AdamW": lambda family: shown(in_use.three_steps(family.model, family.folder)),
     "LoRA in peft": lora,
 }
+FURTHER: Columns = {
+    "context 4 with documents, ring": context(4, "ring", *PACKED),
+    "context 4 with documents, ulysses": context(4, "ulysses", *PACKED),
+    "context 4 with documents, gather": context(4, "gather", *PACKED),
+    "prompts of three lengths": of_model(in_use.sampled),
+    "FLOPs of the planner": of_model(lambda setup, _: in_use.planned(setup)),
+}
+TABLES = {"in use": IN_USE, "in use, further": FURTHER}  # by the marks around them
 
 
-def measure(name: str, folder: Path) -> list[str]:
-    """Returns the cells of a family's row."""
-    family = InUse(folder)
-    directories.write(family.model, divisible(name))
-    cells = [name]
-    for column, measured in COLUMNS.items():
-        cells.append(measured(family))
-        print(f"{name}: {column}: {cells[-1]}", flush=True)
-    return cells
+def measure(name: str, columns: Columns) -> str:
+    """Returns a family's row."""
+    with tempfile.TemporaryDirectory() as folder:
+        family = InUse(Path(folder))
+        directories.write(family.model, divisible(name))
+        cells = [name]
+        for column, measured in columns.items():
+            cells.append(measured(family))
+            print(f"{name}: {column}: {cells[-1]}", flush=True)
+    return f"| {' | '.join(cells)} |"
 
 
-def main(names: list[str]) -> None:
-    write = "--write" in names
-    for name in [name for name in names if name != "--write"] or list(directories.CONFIGS):
-        with tempfile.TemporaryDirectory() as folder:
-            row = f"| {' | '.join(measure(name, Path(folder)))} |"
-        print(row, flush=True)
-        if write:
-            head = f"| family | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"
-            verified.write_table(BEGIN, END, head, [row])
+def main(arguments: list[str]) -> None:
+    options = {argument for argument in arguments if argument.startswith("--")}
+    names = [argument for argument in arguments if argument not in options]
+    for name in names or list(directories.CONFIGS):
+        for table, columns in TABLES.items():
+            if table == "in use" and "--further" in options:
+                continue
+            row = measure(name, columns)
+            print(row, flush=True)
+            if "--write" in options:
+                head = f"| family | {' | '.join(columns)} |", "|" + "---|" * (len(columns) + 1)
+                begin, end = f"<!-- {table}: begin -->", f"<!-- {table}: end -->"
+                verified.write_table(begin, end, head, [row])
 
 
 if __name__ == "__main__":

@@ -6,13 +6,13 @@ and its groups, sharding rules); those that only decide how long it runs shrink.
 listed, so that a certificate can say what it does not prove.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spmdtrain.config import RunConfig, from_resolved, resolved
+from spmdtrain.config import RunConfig, from_resolved
 from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.schema.model.layer_kinds import FIRST, repeated
 
 WIDTH = 8  # channels of a head
 HEADS = 4  # a ring of 4 divides them
@@ -63,7 +63,7 @@ def shrink(config: RunConfig, *, as_is: bool = False, precision: str = "float32"
             "certificate cannot examine",
             fix="--set train.preference=none",
         )
-    values = json.loads(json.dumps(resolved(config)["config"]))
+    values = config.as_given()
     lost: list[str] = []
     if not as_is:
         values["model"] |= _model(config, lost)
@@ -99,7 +99,11 @@ def shrink(config: RunConfig, *, as_is: bool = False, precision: str = "float32"
         values["finetune"]["frozen_layers"] = 1
     if config.pipeline.is_file:
         lost.append(f"the schedule of {config.pipeline.schedule}, whose sizes are those of the run")
-    return Shrunk(from_resolved({"config": values, "origin": {}}), tuple(lost))
+    small = from_resolved({"config": values, "origin": {}})
+    if not as_is and _is_one_stack(config) and not _is_one_stack(small):
+        values["model"] |= _two_rounds(config, lost)
+        small = from_resolved({"config": values, "origin": {}})
+    return Shrunk(small, tuple(lost))
 
 
 def _train(config: RunConfig) -> dict[str, Any]:
@@ -253,6 +257,30 @@ def _pattern(config: RunConfig) -> dict[str, Any]:
         return {}
     pattern = {"mixers": [mixer for mixer, _ in kinds]}
     return pattern | ({"mlps": [mlp for _, mlp in kinds]} if model.mlps else {})
+
+
+def _is_one_stack(config: RunConfig) -> bool:
+    """Returns True if one round repeats over all layers but first dense ones: pipelines need it."""
+    model = config.model
+    return not model.shared_keys and sum(stack.path != FIRST for stack in model.stacks) == 1
+
+
+def _two_rounds(config: RunConfig, lost: list[str]) -> dict[str, Any]:
+    """Returns [model]'s patterns of two rounds with each kind of layer once."""
+    model, stack = config.model, config.model.stacks[-1]
+    lost.append(f"a round of {len(stack.pattern)} layers: of each kind of layer one")
+    dense = min(stack.first, 1)
+    once = [stack.first + stack.pattern.index(parts) for parts in dict.fromkeys(stack.pattern)]
+    places = [*range(dense), *once, *once]
+    patterns: dict[str, Any] = {"layers": len(places)}
+    if model.mixers:
+        patterns["mixers"] = [model.layer_mixers[place] for place in places]
+    if model.mlps:
+        patterns["mlps"] = [model.layer_mlps[place] for place in places]
+    if model.full is not None:
+        windows = repeated(model.windows, model.layers)
+        patterns["windows"] = _spans(config, [windows[place] for place in places], "window", lost)
+    return patterns
 
 
 def _ffn(config: RunConfig, embed: int) -> int | None:
