@@ -1,6 +1,7 @@
 """Compiles every case for absent NVIDIA GPUs, through ptxas; nothing runs.
 
-    python -m pallas_kernels.aot [--gpus a100-80 h200 b200] [--ops attention norm grouped]
+    python -m pallas_kernels.aot [--gpus a100-80 h200 b200]
+                                 [--ops attention norm grouped recurrence]
                                  [--implementations mosaic triton cudnn]
                                  [--only TEXT] [--first N] [--jobs N]
 
@@ -83,6 +84,11 @@ def programs(op: str) -> Iterator[tuple[str, Callable, dict]]:
 
         for case in dict.fromkeys([*cases.CI, *cases.timed(), *cases.SLOW]):
             yield case.name, grouped_program, case.abstract()
+    if op == "recurrence":
+        from pallas_kernels.recurrence import cases
+
+        for case in dict.fromkeys([*cases.CI, *cases.timed(), *cases.SLOW]):
+            yield case.name, recurrence_program, case.abstract()
 
 
 def attention_program(options):
@@ -128,6 +134,21 @@ def grouped_program(implementation, x, w, dy, expert_of_tile):
 
     y, pull = jax.vjp(forward, x, w)
     return y, pull(dy)
+
+
+def recurrence_program(implementation, do, dlast, **arrays):
+    import jax
+
+    from pallas_kernels.recurrence import scan_chunks
+    from pallas_kernels.recurrence.cases import chunks_in
+
+    present = {name: array for name, array in arrays.items() if array is not None}
+
+    def forward(present):
+        return scan_chunks(chunks_in(present), present["state"], implementation=implementation)
+
+    results, pull = jax.vjp(forward, present)
+    return results, pull((do, dlast))
 
 
 def mosaic_faults(folder: Path) -> str:
@@ -236,8 +257,9 @@ def combinations(
     from pallas_kernels.attention import api as attention
     from pallas_kernels.grouped import api as grouped
     from pallas_kernels.norm import api as norm
+    from pallas_kernels.recurrence import api as recurrence
 
-    apis = {"attention": attention, "norm": norm, "grouped": grouped}
+    apis = {"attention": attention, "norm": norm, "grouped": grouped, "recurrence": recurrence}
     if implementations is None:
         every = dict.fromkeys(name for api in apis.values() for name in api.IMPLEMENTATIONS)
         implementations = [name for name in every if name != "xla"]
@@ -285,7 +307,7 @@ def report(work: Work) -> Counter:
 
 def main() -> None:
     described = [name for name, gpu in gpus.GPUS.items() if gpu.xla is not None]
-    ops = ("attention", "norm", "grouped")
+    ops = ("attention", "norm", "grouped", "recurrence")
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--gpus", nargs="+", default=COMPILED_FOR, choices=described)
     parser.add_argument("--ops", nargs="+", default=ops, choices=ops)

@@ -1,7 +1,7 @@
 """Times every implementation that does not refuse, on every case, next to measured ceilings.
 
-    python -m pallas_kernels.bench --json FILE [--ops attention norm grouped loss] [--first N]
-                                   [--brief] [--dry]
+    python -m pallas_kernels.bench --json FILE [--ops attention norm grouped loss recurrence]
+                                   [--first N] [--brief] [--dry]
 
 Prints a table, and writes it as JSON after each row. Times are of the forward pass, and of the
 backward pass: of both together, less the forward pass. Within a case implementations take turns,
@@ -41,12 +41,18 @@ from pallas_kernels.loss import cases as loss_cases
 from pallas_kernels.loss import linear_cross_entropy, reference
 from pallas_kernels.norm import api as norm_api
 from pallas_kernels.norm import cases as norm_cases
+from pallas_kernels.recurrence import api as recurrence_api
+from pallas_kernels.recurrence import cases as recurrence_cases
+from pallas_kernels.recurrence import scan_chunks
+from pallas_kernels.recurrence.chunks import call_of
+from pallas_kernels.tuning.work import scan_flops
 
 IMPLEMENTATIONS = {
     "attention": tuple(attention_api.IMPLEMENTATIONS),
     "norm": tuple(norm_api.IMPLEMENTATIONS),
     "grouped": tuple(grouped_api.IMPLEMENTATIONS),
     "loss": ("chunked", "whole"),
+    "recurrence": tuple(recurrence_api.IMPLEMENTATIONS),
 }
 UNITS = {"TFLOP/s": 1e12, "GB/s": 1e9}
 
@@ -75,6 +81,7 @@ def timed_cases(op: str, size: str) -> Iterator[TimedCase]:
         "norm": (_norm_case, norm_cases.CI[:3], norm_cases.timed),
         "grouped": (_grouped_case, grouped_cases.CI[:1], grouped_cases.timed),
         "loss": (_loss_case, loss_cases.CI[:1], loss_cases.timed),
+        "recurrence": (_recurrence_case, recurrence_cases.CI[:1], recurrence_cases.timed),
     }[op]
     for case in ci if size == "dry" else timed():
         if size != "brief" or _is_telling(op, case):
@@ -149,6 +156,17 @@ def _loss_case(case: loss_cases.Case) -> TimedCase:
 
     flops = 2.0 * case.b * case.t * case.width * case.vocab
     arrays = {"x": x, "weight": weight}
+    return TimedCase(case.name, forward, arrays, flops, 2 * flops, "TFLOP/s")
+
+
+def _recurrence_case(case: recurrence_cases.Case) -> TimedCase:
+    drawn = case.draw()
+    arrays = {name: x for name, x in drawn.items() if x is not None and name not in ("do", "dlast")}
+
+    def forward(implementation, state, **arrays):
+        return scan_chunks(recurrence_cases.chunks_in(arrays), state, implementation=implementation)
+
+    flops = scan_flops(call_of(recurrence_cases.chunks_in(drawn)))
     return TimedCase(case.name, forward, arrays, flops, 2 * flops, "TFLOP/s")
 
 

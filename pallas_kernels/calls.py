@@ -120,7 +120,29 @@ class LossCall:
         return " ".join(parts)
 
 
-Call = AttentionCall | NormCall | GroupedCall | LossCall
+@dataclass(frozen=True, kw_only=True)
+class ChunksCall:
+    """A call of `scan_chunks` on one device."""
+
+    chunks: int
+    tokens: int  # of a chunk
+    heads: int  # of all sequences
+    key_dim: int
+    value_dim: int
+    dtype: str
+    corrects: bool  # what tokens write depends on the state
+    by_channel: bool  # each key channel has a decay
+
+    @property
+    def name(self) -> str:
+        """The class."""
+        sizes = f"{self.chunks}x{self.tokens}x{self.heads}x{self.key_dim}:{self.value_dim}"
+        parts = ["chunk_scan", self.dtype, sizes]
+        flags = {"corrects": self.corrects, "by channel": self.by_channel}
+        return " ".join([*parts, *(name for name, is_set in flags.items() if is_set)])
+
+
+Call = AttentionCall | NormCall | GroupedCall | LossCall | ChunksCall
 
 
 def to_json(call: Call) -> dict[str, Any]:
@@ -130,6 +152,8 @@ def to_json(call: Call) -> dict[str, Any]:
 
 def from_json(values: dict[str, Any]) -> Call:
     """Returns the call that `to_json` wrote. Raises TypeError if it is not one."""
+    if "chunks" in values:
+        return ChunksCall(**values)
     if "experts" in values:
         return GroupedCall(**values)
     if "weight" in values:

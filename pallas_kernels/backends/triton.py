@@ -56,6 +56,17 @@ def dot(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.dot(a, b, preferred_element_type=jnp.float32, precision=precision)
 
 
+def dot_on_tensor_cores(a: jax.Array, b: jax.Array, interpret: bool) -> jax.Array:
+    """Returns `dot(a, b)`, with float32 as three products in TF32, whose error is about float32's.
+
+    Without tensor cores a large `dot` in float32 needs more registers than there are.
+    """
+    if interpret or a.dtype != jnp.float32:
+        return dot(a, b)
+    precision = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+    return jnp.dot(a, b, preferred_element_type=jnp.float32, precision=precision)
+
+
 def load_block(ref, number, size: int, *rest):
     """Returns block `number`, of `size`, of the first dim of `ref`; `rest` indexes others."""
     start = pl.multiple_of(number * size, size)  # tells the compiler that loads are aligned

@@ -12,23 +12,28 @@ import numpy as np
 from pallas_kernels import norm
 from pallas_kernels.attention import api as attention_api
 from pallas_kernels.attention import attention
-from pallas_kernels.calls import AttentionCall, Call, GroupedCall, LossCall, NormCall
+from pallas_kernels.calls import AttentionCall, Call, ChunksCall, GroupedCall, LossCall, NormCall
 from pallas_kernels.choose import INTERPRET, VARIANT, Refused
 from pallas_kernels.grouped import api as grouped_api
 from pallas_kernels.grouped import grouped_matmul
 from pallas_kernels.loss import api as loss_api
 from pallas_kernels.loss import linear_cross_entropy
 from pallas_kernels.norm import api as norm_api
+from pallas_kernels.recurrence import api as chunks_api
+from pallas_kernels.recurrence import scan_chunks
+from pallas_kernels.recurrence.cases import chunks_in
 
 DOCUMENTS = 4  # of a sequence with segments, of unequal lengths
 HEADS_COMPARED = 2  # key-value heads, of the first and of the last sequence
 ROWS_COMPARED = 512  # of arrays without heads, at the start and at the end
 CALLS_OF_A_TURN = 5
+COTANGENTS = {"dout", "dlse", "dtotal", "dlast"}
 APIS = {
     AttentionCall: attention_api,
     NormCall: norm_api,
     GroupedCall: grouped_api,
     LossCall: loss_api,
+    ChunksCall: chunks_api,
 }
 
 
@@ -104,6 +109,8 @@ def _draw(call: Call) -> dict[str, jax.Array]:
         return _draw_attention(call)
     if isinstance(call, LossCall):
         return _draw_loss(call)
+    if isinstance(call, ChunksCall):
+        return _draw_chunks(call)
     return _draw_grouped(call) if isinstance(call, GroupedCall) else _draw_norm(call)
 
 
@@ -188,9 +195,35 @@ def _draw_loss(call: LossCall) -> dict[str, jax.Array]:
     }
 
 
+def _draw_chunks(call: ChunksCall) -> dict[str, jax.Array]:
+    """Draws chunks that keep a state's size: rows of keys are short, and decays below 1."""
+    keys = iter(jax.random.split(jax.random.key(0), 9))
+    of_chunks = (call.chunks, call.heads)
+
+    def normal(*shape: int, dtype: str = "float32", size: float = 1.0) -> jax.Array:
+        return (size * jax.random.normal(next(keys), shape, jnp.float32)).astype(dtype)
+
+    def rows(width: int, length: float = 1.0) -> jax.Array:
+        size = length * width**-0.5
+        return normal(*of_chunks, call.tokens, width, dtype=call.dtype, size=size)
+
+    decays = (*of_chunks, call.key_dim if call.by_channel else 1)
+    drawn = {
+        "decay": jax.random.uniform(next(keys), decays, jnp.float32, 0.5, 1.0),
+        "write": rows(call.key_dim),
+        "new": normal(*of_chunks, call.tokens, call.value_dim),
+        "read": rows(call.key_dim),
+        "inner": rows(call.tokens),
+        "state": normal(call.heads, call.key_dim, call.value_dim),
+        "dout": normal(*of_chunks, call.tokens, call.value_dim),
+        "dlast": normal(call.heads, call.key_dim, call.value_dim),
+    }
+    return drawn | ({"erase": rows(call.key_dim, 0.25)} if call.corrects else {})
+
+
 def _run(call: Call, name: str, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Returns results, and gradients under the names of their arrays with a "d" in front."""
-    cotangents = {key: x for key, x in arrays.items() if key in ("dout", "dlse", "dtotal")}
+    cotangents = {key: x for key, x in arrays.items() if key in COTANGENTS}
     whole = {key: x for key, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.integer)}
     floating = {key: x for key, x in arrays.items() if key not in cotangents | whole}
     if isinstance(call, AttentionCall):
@@ -199,6 +232,8 @@ def _run(call: Call, name: str, arrays: dict[str, jax.Array]) -> dict[str, jax.A
         forward = partial(_compute_loss, call, name, whole)
     elif isinstance(call, GroupedCall):
         forward = partial(_multiply, name, whole)
+    elif isinstance(call, ChunksCall):
+        forward = partial(_scan, name)
     else:
         forward = partial(_normalise, call, name)
     out: dict[str, Any]
@@ -234,6 +269,11 @@ def _normalise(call, name, floating) -> dict[str, Any]:
 
 def _multiply(name, whole, floating) -> dict[str, Any]:
     return {"out": grouped_matmul(**floating, **whole, implementation=name)}
+
+
+def _scan(name, floating) -> dict[str, Any]:
+    o, state = scan_chunks(chunks_in(floating), floating["state"], implementation=name)
+    return {"out": o, "last": state}
 
 
 def _compute_loss(call, name, whole, floating) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Compares the work of a call, forward and backward, with its GPU's data sheet."""
 
-from pallas_kernels.calls import AttentionCall, Call, LossCall, NormCall
+from pallas_kernels.calls import AttentionCall, Call, ChunksCall, LossCall, NormCall
 from pallas_kernels.counting import seen_pairs
 from pallas_kernels.gpus import find
 
@@ -12,7 +12,8 @@ def share_of_sheet(gpu: str, call: Call, seconds: float) -> float | None:
     """Returns the rate of a call as a share of the data sheet's; None if the GPU is not listed.
 
     For attention it counts the FLOPs of the visible pairs of query and key, as papers do: two
-    matmuls forward, five backward; for a grouped matmul and for a loss one and two. For a norm it
+    matmuls forward, five backward; for a grouped matmul and for a loss one and two; for a scan over
+    chunks those of its results forward, and twice as many backward. For a norm it
     counts the bytes that must be read and written.
     """
     listed = find(gpu)
@@ -25,6 +26,8 @@ def share_of_sheet(gpu: str, call: Call, seconds: float) -> float | None:
             flops = 3.5 * forward_flops(call)
         elif isinstance(call, LossCall):
             flops = 6.0 * call.batch * call.time * call.width * call.rows
+        elif isinstance(call, ChunksCall):
+            flops = 3.0 * scan_flops(call)
         else:
             flops = 6.0 * call.rows * call.width * call.out_width
         return flops / seconds / peak
@@ -39,6 +42,13 @@ def forward_flops(call: AttentionCall) -> float:
     if call.segments:
         pairs *= sum((length / 16) ** 2 for length in DOCUMENTS)
     return 2.0 * call.batch * call.heads * pairs * (call.head_dim + call.value_dim)
+
+
+def scan_flops(call: ChunksCall) -> float:
+    """Returns the FLOPs of the matmuls of a forward pass: with the state, and within chunks."""
+    with_state = (3 if call.corrects else 2) * call.key_dim
+    rows = call.chunks * call.heads * call.tokens
+    return 2.0 * rows * call.value_dim * (with_state + call.tokens)
 
 
 def norm_bytes(call) -> float:

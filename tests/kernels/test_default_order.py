@@ -13,9 +13,10 @@ import pytest
 
 from pallas_kernels.attention import api as attention_api
 from pallas_kernels.attention.problem import Inputs, Problem, call_of
-from pallas_kernels.calls import AttentionCall, GroupedCall, NormCall
+from pallas_kernels.calls import AttentionCall, ChunksCall, GroupedCall, NormCall
 from pallas_kernels.grouped import api as grouped_api
 from pallas_kernels.norm import api as norm_api
+from pallas_kernels.recurrence import api as chunks_api
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,6 +31,17 @@ NORM = NormCall(
     op="rmsnorm", rows=8, width=8, dtype="float32", scale="float32", bias=None, residual=None
 )
 GROUPED = GroupedCall(rows=128, tile=128, width=128, experts=1, out_width=128, dtype="bfloat16")
+
+CHUNKS = ChunksCall(
+    chunks=16,
+    tokens=64,
+    heads=48,
+    key_dim=128,
+    value_dim=128,
+    dtype="bfloat16",
+    corrects=True,
+    by_channel=False,
+)
 
 
 @pytest.mark.parametrize(
@@ -47,10 +59,12 @@ def test_cudnn_then_the_kernels_of_the_generation_then_xla(kind, order, monkeypa
     monkeypatch.setattr(attention_api, "device_kind", lambda: kind)
     monkeypatch.setattr(norm_api, "device_kind", lambda: kind)
     monkeypatch.setattr(grouped_api, "device_kind", lambda: kind)
+    monkeypatch.setattr(chunks_api, "device_kind", lambda: kind)
     assert attention_api.order(call(128)) == order
     assert attention_api.order(call(1)) == ("cudnn", "xla"), "generation: a query at a time"
     assert grouped_api.order(GROUPED) == order[1:], "the same, but no cuDNN"
-    assert norm_api.order(NORM) == (("triton", "xla") if "triton" in order else ("xla",))
+    without_mosaic = ("triton", "xla") if "triton" in order else ("xla",)
+    assert norm_api.order(NORM) == chunks_api.order(CHUNKS) == without_mosaic
 
 
 COMPILED = """

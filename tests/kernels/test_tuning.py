@@ -16,6 +16,7 @@ from kernels.fake_gpu import FAULTS, THIRD
 from pallas_kernels import gpus
 from pallas_kernels.calls import (
     AttentionCall,
+    ChunksCall,
     GroupedCall,
     LossCall,
     NormCall,
@@ -57,6 +58,16 @@ NORM = NormCall(
     op="rmsnorm", rows=5, width=24, dtype="float32", scale="float32", bias=None, residual="float32"
 )
 GROUPED = GroupedCall(rows=64, tile=16, width=16, experts=3, out_width=32, dtype="float32")
+CHUNKS = ChunksCall(
+    chunks=2,
+    tokens=16,
+    heads=2,
+    key_dim=16,
+    value_dim=24,
+    dtype="float32",
+    corrects=True,
+    by_channel=True,
+)
 LOSS = LossCall(batch=2, time=16, width=8, rows=24, dtype="float32", weight="float32")
 
 
@@ -311,6 +322,25 @@ def test_a_grouped_matmul_is_drawn_run_and_compared():
     assert from_json(json.loads(json.dumps(to_json(GROUPED)))) == GROUPED
     listed = share_of_sheet("NVIDIA H100 80GB HBM3", replace(GROUPED, dtype="bfloat16"), 1e-6)
     assert listed == pytest.approx(6 * 64 * 16 * 32 / 1e-6 / gpus.GPUS["h100"].bfloat16)
+
+
+@pytest.mark.seconds
+def test_a_scan_over_chunks_is_drawn_run_and_compared():
+    machine = OnJax(interpreted=True)
+    names, refused = machine.candidates(CHUNKS)
+    assert names == ["xla", "triton:interpret", "triton/narrow:interpret"]
+    assert set(refused) == {"triton", "triton/narrow", "triton/wide"}
+    wanted = machine.wanted(CHUNKS)
+    assert {"out", "last", "ddecay", "dwrite", "dnew", "derase", "dstate"} < set(wanted)
+    for name in names[:2]:
+        values = machine.values(CHUNKS, machine.prepare(CHUNKS, name))
+        assert complaint(values, wanted, CHUNKS.dtype) == ""
+        wrong = values | {"derase": values["derase"] * 1.01}
+        assert complaint(wrong, wanted, CHUNKS.dtype).startswith("derase is wrong by")
+    assert from_json(json.loads(json.dumps(to_json(CHUNKS)))) == CHUNKS
+    listed = share_of_sheet("NVIDIA H100 80GB HBM3", replace(CHUNKS, dtype="bfloat16"), 1e-6)
+    flops = 3 * 2 * 2 * 2 * 16 * 24 * (3 * 16 + 16)
+    assert listed == pytest.approx(flops / 1e-6 / gpus.GPUS["h100"].bfloat16)
 
 
 @pytest.mark.seconds

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers import prepared, tiny
+from interpreted import by_kernel
 from mixer_oracle import conv_layer, delta_layer, error, ssd_layer
 
 from spmdtrain.models.context import ForwardContext
@@ -194,6 +195,22 @@ ORDERS = [
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "method", "ways", "segments"), ORDERS)
 def test_over_devices_of_a_sequence_it_is_as_on_one(kind, method, ways, segments):
+    compare_with_one_device(kind, method, ways, segments)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["delta", "ssd"])
+def test_over_devices_of_a_sequence_the_kernel_is_as_one_device(kind):
+    """Both what the pieces do to a state and what their tokens read come from it."""
+    with by_kernel() as decisions:
+        compare_with_one_device(kind, "gather", 2, PACKED)
+    scans = {call: name for call, name in decisions.taken.items() if call.startswith("chunk_scan")}
+    assert set(scans.values()) == {"triton:interpret"}, decisions.missed
+    columns = {call.split(":")[1].split()[0] for call in scans}
+    assert columns == ({"6", "11"} if kind == "delta" else {"5"}), "values, and values with keys"
+
+
+def compare_with_one_device(kind, method, ways, segments):
     settings = (f"mesh.context={ways}", f"model.context_attention={method}")
     setup = prepared(*settings, "train.sequence_length=24")
     graphdef, state = nnx.split(built(kind)[1])

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interpreted import by_kernel
 from mixer_oracle import Drawn, convolution, drawn_tokens, error, recurrence
 
 from spmdtrain.models.layers.mixers import recurrence as recurrence_by_chunks
@@ -98,6 +99,42 @@ def test_gradients_are_those_of_the_definition(case, per_channel, monkeypatch):
         expected = jax.jit(jax.grad(partial(loss, by_tokens)))(wide)
     for name, x, y in zip(Tokens._fields, found, expected, strict=False):
         assert error(x, y) < 3e-6, name
+
+
+def gradients_of(tokens, corrects, dtype):
+    """(outputs, the last state), gradients by tokens and by the state: of the loss of both."""
+    rng = np.random.default_rng(2)
+    state = jnp.float32(rng.normal(size=STATE))
+    weight, of_state = rng.normal(size=tokens.v.shape), rng.normal(size=STATE)
+
+    def loss(floats, state):
+        q, k, v = (x.astype(dtype) for x in floats[:3])
+        narrow = Tokens(q, k, v, *floats[3:], tokens.starts)
+        o, last = recur(narrow, state, corrects=corrects, chunk=16)
+        return (o * weight).sum() + (last * of_state).sum(), (o, last)
+
+    return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(tokens[:5], state)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("of", PARTS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_kernel_gives_what_xla_gives(of, dtype, monkeypatch):
+    """Over two blocks, with documents and an odd number of tokens, from a state that is not 0."""
+    monkeypatch.setattr(recurrence_by_chunks, "BLOCK", 2)
+    per_channel, corrects, _ = PARTS[of]
+    tokens = drawn_tokens(T, per_channel=per_channel, documents=True)
+    tokens = Drawn(*(x[:, :53] for x in tokens))
+    (_, wanted), of_wanted = gradients_of(tokens, corrects, "float32")
+    with by_kernel() as decisions:
+        (_, found), of_found = gradients_of(tokens, corrects, dtype)
+    assert set(decisions.taken.values()) == {"triton:interpret"}
+    limit = 2e-6 if dtype == "float32" else 1.5e-2
+    for name, x, y in zip(("o", "state"), found, wanted, strict=True):
+        assert error(x, y) < limit, name
+    leaves = (jax.tree.leaves(gradients) for gradients in (of_found, of_wanted))
+    for name, x, y in zip((*Tokens._fields[:5], "state"), *leaves, strict=True):
+        assert error(x, y) < limit, name
 
 
 def test_fast_decays_do_not_overflow():

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmdtrain.models.layers.mixers.products import product
+from pallas_kernels.recurrence.products import product
 
 SUBCHUNK = 16  # tokens of a chunk whose decays per channel are computed pair by pair
 

@@ -8,8 +8,9 @@ piece gives the state in front of it.
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.recurrence import state_behind
 from spmdtrain.models.layers.mixers.document_starts import DocumentStarts
-from spmdtrain.models.layers.mixers.recurrence import CHUNK, Tokens, chunks_of, in_blocks, make_step
+from spmdtrain.models.layers.mixers.recurrence import CHUNK, Tokens, chunks_of, in_blocks
 from spmdtrain.parallel.context.sequence_pieces import Pieces
 
 
@@ -47,7 +48,6 @@ def map_of(
     pass over a state that has the identity as further columns.
     """
     blocks, size = in_blocks(tokens, chunk)
-    step = make_step(tokens.v.dtype)
     keys, values = zero.shape[-2:]
     state = zero
     if corrects:
@@ -59,7 +59,7 @@ def map_of(
         chunks = chunks_of(tokens, corrects=corrects, size=size)
         columns = [(0, 0)] * (zero.ndim) + [(0, state.shape[-1] - values)]
         chunks = chunks._replace(new=jnp.pad(chunks.new, columns))
-        return jax.lax.scan(lambda s, chunk: (step(s, chunk)[0], None), state, chunks)
+        return state_behind(chunks, state), None
 
     state, _ = jax.lax.scan(run_block, state, blocks)
     if corrects:

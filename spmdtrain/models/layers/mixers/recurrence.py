@@ -18,19 +18,20 @@ Without the correction T is diag(rate), and N = T V. The start of a document ins
 mask: tokens read only those of their own document, and S only before the first start.
 
 Products that need no state are computed for a block of chunks at once; only N and S' go from chunk
-to chunk. The backward pass keeps the state in front of each block, and computes all else again, so
-it needs no memory in proportion to the tokens beyond that of inputs, outputs and a few states.
+to chunk, in `scan_chunks`. The backward pass keeps the state in front of each block, and computes
+all else again, so it needs no memory in proportion to the tokens beyond that of inputs, outputs and
+a few states.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.recurrence import Chunks, scan_chunks
+from pallas_kernels.recurrence.products import product
 from spmdtrain.models.layers.mixers.decayed_products import decayed_products, masked_exp
-from spmdtrain.models.layers.mixers.products import product
 from spmdtrain.models.layers.mixers.unit_inverse import unit_inverse
 
 CHUNK = 64  # tokens of a chunk, a power of 2
@@ -49,17 +50,6 @@ class Tokens(NamedTuple):
 
 
 HEADS = (1, 1, 2, 2, 2, 0)  # how many dims of heads each of them has
-
-
-class Chunks(NamedTuple):
-    """The arrays by which chunks change a state and read it; none of them needs the state."""
-
-    decay: jax.Array  # exp(G_last) [c, b, h, r, k or 1]
-    write: jax.Array  # K exp(G_last - G) [c, b, h, r, i, k]
-    new: jax.Array  # T V [c, b, h, r, i, v]
-    erase: jax.Array | None  # T (K exp(G)) [c, b, h, r, i, k]; None: without the correction
-    read: jax.Array  # Q exp(G) [c, b, h, r, i, k]
-    inner: jax.Array  # P [c, b, h, r, i, j]
 
 
 def recur(
@@ -108,28 +98,13 @@ def _run_block(
     """Returns the state behind a block of chunks of `size` tokens, and its outputs."""
     dtype = tokens.v.dtype
     chunks = chunks_of(tokens, corrects=corrects, size=size)
-    state, (before, new) = jax.lax.scan(make_step(dtype), state, chunks)
-    o = product("...ik,...kv->...iv", chunks.read, before, dtype)
-    o = o + product("...ij,...jv->...iv", chunks.inner, new, dtype)
+    o, state = scan_chunks(chunks, state)
     o_bcihrv = jnp.moveaxis(o.astype(dtype), (1, 0, 4), (0, 1, 2))
     return state, o_bcihrv.reshape(tokens.v.shape)
 
 
-def make_step(dtype: jnp.dtype) -> Callable:
-    """Returns the body of a scan over chunks: the state behind one, and (state in front, N)."""
-
-    def step(state: jax.Array, chunk: Chunks) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        new = chunk.new
-        if chunk.erase is not None:
-            new = new - product("...ik,...kv->...iv", chunk.erase, state, dtype)
-        written = product("...ik,...iv->...kv", chunk.write, new, dtype)
-        return chunk.decay[..., None] * state + written, (state, new)
-
-    return step
-
-
 def chunks_of(tokens: Tokens, *, corrects: bool, size: int) -> Chunks:
-    """Returns the chunks of a block of tokens: all that needs no state."""
+    """Returns the chunks [c, b, h, r, ...] of a block of tokens: all that needs no state."""
     dtype = tokens.v.dtype
     q, k, v, log_decay, rate, starts = (
         _by_chunk(x, heads, size) for x, heads in zip(tokens, HEADS, strict=True)
@@ -156,12 +131,12 @@ def chunks_of(tokens: Tokens, *, corrects: bool, size: int) -> Chunks:
         (inner,) = decayed_products((q,), k, total, sees, dtype)
         new, erase = rate[..., None] * v.astype(jnp.float32), None
     return Chunks(
-        decay=decay[..., 0, :],
-        write=(k_of_group * trail).astype(dtype),
-        new=new,
-        erase=erase,
-        read=(q_of_group * lead).astype(dtype),
-        inner=inner.astype(dtype),
+        decay=decay[..., 0, :],  # exp(G_last)
+        write=(k_of_group * trail).astype(dtype),  # K exp(G_last - G)
+        new=new,  # T V
+        erase=erase,  # T (K exp(G))
+        read=(q_of_group * lead).astype(dtype),  # Q exp(G)
+        inner=inner.astype(dtype),  # P
     )
 
 
