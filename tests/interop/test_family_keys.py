@@ -183,6 +183,19 @@ def test_a_class_that_never_ties_its_head_does_not_whatever_the_key_says(family)
         assert settings(family, tie_word_embeddings=tied)["tied"] is False
 
 
+def test_gates_are_normalised_where_the_class_does_so_by_itself():
+    for family, normalised in {"qwen3_next": True, "qwen3_moe": False, "qwen2_moe": False}.items():
+        assert as_model(settings(family, norm_topk_prob=...)).experts.normalise is normalised
+
+
+def test_sections_of_pictures_change_nothing_of_text():
+    plain = settings("qwen3_5_text")
+    rope = {"rope_type": "default", "rope_theta": 500.0}
+    for sections in ([11, 11, 10], [1, 2, 1]):
+        of_pictures = {"mrope_section": sections, "mrope_interleaved": True}
+        assert settings("qwen3_5_text", rope_parameters=rope | of_pictures) == plain
+
+
 def test_gpt_oss_is_read_as_transformers_5_saves_it():
     assert settings("gpt_oss", swiglu_alpha=1.702, swiglu_limit=7.0) == settings("gpt_oss")
 

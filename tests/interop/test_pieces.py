@@ -1,10 +1,12 @@
 """A tensor of a file lies in a parameter as the rules say, and comes out of it to the bit."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from spmdtrain.config.errors import CheckpointError
-from spmdtrain.interop import latent_attention, paired_rotation, pieces, xielu
+from spmdtrain.interop import delta_mixer, latent_attention, paired_rotation, pieces, xielu
 
 E, K, G, D, F = 10, 2, 3, 4, 7
 R, H = 3, 4  # of latent attention
@@ -111,6 +113,31 @@ def test_the_gates_of_a_query_head_follow_its_query():
     assert all(map(np.array_equal, tensors, mapped.write(read)))
     bias = pieces.qkv_bias(SIZES, (K * (2 * G + 2) * D,))
     assert bias.shapes == ((2 * K * G * D,), (K * D,), (K * D,))
+
+
+def test_rows_of_a_key_head_lie_together_in_one_family_and_apart_in_another():
+    """Qwen3-Next and Qwen 3.5 hold the same queries, keys, values and gates, rates and decays."""
+    heads, group, key, value = 3, 2, 4, 5
+    queries, keys = (RANDOM.standard_normal((heads, key, E)) for _ in range(2))
+    values, gates = (RANDOM.standard_normal((heads, group * value, E)) for _ in range(2))
+    rates, decays = (RANDOM.standard_normal((heads, group, E)) for _ in range(2))
+    sizes = replace(SIZES, key_dim=key)
+
+    def read(rule, width, *tensors):
+        mapped = rule(sizes, (E, heads, width))
+        flat = [np.concatenate([x.reshape(-1, E) for x in parts]) for parts in tensors]
+        assert tuple(x.shape for x in flat) == mapped.shapes
+        return mapped.read(flat, whole(mapped.shape))
+
+    for together, rule, apart in (
+        ((queries, keys, values, gates), delta_mixer.mixed, ((queries, keys, values), (gates,))),
+        ((rates, decays), delta_mixer.rates, ((rates,), (decays,))),
+    ):
+        by_head = np.concatenate(together, 1)
+        width = by_head.shape[1]
+        read_apart = read(rule, width, *apart)
+        assert np.array_equal(read(pieces.heads_first, width, (by_head,)), read_apart)
+        assert np.array_equal(read_apart, by_head.transpose(2, 0, 1))
 
 
 def test_the_gate_comes_first():

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from spmdtrain.config.published.families.all_families import FAMILIES as KNOWN
+
 TESTS = Path(__file__).parents[1]
 HF = "interop/test_against_transformers.py"
 EXPORT = "interop/test_import_and_export.py"
@@ -18,6 +20,13 @@ LAYOUTS = "interop/test_expert_layouts.py"
 MTP = "interop/test_qwen_further.py"
 ROUTER = "models/test_router.py"
 CHAT = "data/test_chat_templates.py"
+MIXERS = "models/test_mixers.py"
+RECURRENCE = "models/test_recurrence.py"
+KINDS = "models/test_layers_of_kinds.py"
+STATES = "interop/test_state_spaces.py"
+INDEXERS = "interop/test_indexers.py"
+GEMMA4 = "interop/test_gemma4.py"
+SHARED_KEYS = "models/test_shared_keys.py"
 LOGITS = f"{HF}::test_logits_are_those_of_transformers_and_the_export_loads"
 SETTING = f"{FAMILIES}::test_a_mistake_in_one_setting_shows_in_the_logits"
 FORMULA = f"{FAMILIES}::test_a_mistake_in_a_formula_shows_in_the_logits"
@@ -156,7 +165,113 @@ SEEN_BY = {
     "documents of a window see each other": (
         "train/test_layouts.py::test_documents_are_apart_in_the_step",
     ),
+    # States and documents.
+    "a state or a convolution runs on into the next document": (
+        f"{MIXERS}::test_a_document_does_not_depend_on_the_one_before",
+        "models/test_packed_families.py::test_documents_in_a_row_are_as_each_apart",
+    ),
+    "a convolution is told of documents, and the state behind it is not": (
+        f"{RECURRENCE}::test_outputs_and_states_are_those_of_the_definition",
+        f"{RECURRENCE}::test_the_convolution_is_that_of_the_definition",
+    ),
+    "documents get lost between the batch and the mixer": (
+        "train/test_layouts.py::test_documents_are_apart_in_the_step",
+    ),
+    "documents end where devices share a sequence, or do not where they end": (
+        f"{MIXERS}::test_over_devices_of_a_sequence_it_is_as_on_one",
+        "train/test_context_mixers.py::test_every_mixer_has_the_gradients_of_one_device",
+    ),
+    "one way to compute a state forgets documents, and another does not": (
+        f"{RECURRENCE}::test_outputs_and_states_are_those_of_the_definition",
+        f"{RECURRENCE}::test_gradients_are_those_of_the_definition",
+    ),
+    "fast random decays hide a state that is not reset": (
+        f"{MIXERS}::test_a_document_does_not_depend_on_the_one_before",
+    ),
+    "a step with a state is not what all tokens at once are": (
+        f"{MIXERS}::test_with_a_cache_tokens_get_the_outputs_of_a_pass_over_all",
+        f"{KINDS}::test_token_by_token_with_a_cache_gives_the_logits_of_the_whole",
+    ),
+    "chunks are added up along the wrong axis": (f"{RECURRENCE}::test_any_number_of_tokens",),
+    "the time of a token is clamped by another key": (
+        f"{STATES}::test_the_times_of_tokens_are_clamped_as_the_key_says",
+        SETTING,
+    ),
+    "packing makes the loss 0, or that of other tokens": (
+        "train/test_layouts.py::test_documents_are_apart_in_the_step",
+    ),
+    # Weights, names, routers and precision.
+    "an export has names that transformers alone reads": (
+        "interop/test_renamed_tensors.py::test_they_are_the_published_model_and_go_out_as_it",
+    ),
+    "layers share keys only where there is a cache": (
+        f"{FAMILIES}::test_decoding_from_a_cache_has_the_logits_of_the_whole",
+    ),
+    "a layer that is recomputed has lost the keys that it shares": (
+        f"{SHARED_KEYS}::test_gradients_are_the_same_whatever_is_recomputed",
+    ),
+    "tensors of layers that share keys are asked for, or too many": (
+        f"{GEMMA4}::test_idle_keys_of_files_go_out_as_they_came_in_and_compute_nothing",
+        f"{GEMMA4}::test_idle_keys_may_be_left_out_and_others_are_still_refused",
+    ),
+    "the bias behind an expert is not weighted by its gate": (FORMULA,),
+    "decays are rounded by mixed precision": (
+        f"{MIXERS}::test_decays_and_their_biases_stay_in_full_precision",
+        f"{RECURRENCE}::test_decays_are_summed_in_float32_under_bfloat16",
+    ),
+    "the 1 of norms is added to the gated norm too, or rounded away": (
+        FORMULA,
+        f"{EXPORT}::test_what_is_imported_is_exported_as_it_was",
+    ),
+    "rows of queries, keys, values and gates are cut evenly over devices": (
+        f"{KINDS}::test_gradients_on_a_mesh_are_those_of_one_device",
+    ),
+    "a gate is not cut with its query head": (
+        f"{FAMILIES}::test_every_setting_has_the_gradients_of_one_device",
+        "interop/test_pieces.py::test_the_gates_of_a_query_head_follow_its_query",
+        "test_bad_input.py::test_a_mistake_costs_one_line_that_says_what_and_the_documented_exit_code",
+    ),
+    "an indexer turns by the other pairs, which shows where it leaves tokens out": (
+        f"{INDEXERS}::test_longer_sequences_are_one_line_wherever_they_come_from",
+    ),
+    "an indexer gets wrong gradients from a shard without a loss": (
+        f"{INDEXERS}::test_training_on_a_mesh_changes_all_but_them",
+    ),
+    "the limit of an activation is not passed on": (
+        FORMULA,
+        "interop/test_family_keys.py::test_gpt_oss_is_read_as_transformers_5_saves_it",
+    ),
+    "adapters reach no layer of a mixer, or are dropped on the way in": (
+        f"{KINDS}::test_every_matmul_of_a_mixer_has_an_adapter",
+        "interop/test_peft.py::test_what_is_written_is_read_back_to_the_bit",
+    ),
+    "4 bits are read as 8, or without their scale": (
+        f"{EXPORT}::test_experts_of_four_bits_are_read",
+        "interop/test_deepseek.py::test_eight_bits_and_their_scales_are_read",
+        f"{REFUSED}::test_quantised_weights_are_no_matrices_to_train",
+    ),
+    "what is right for one type is done to another of a like name": (
+        f"{GEMMA4}::test_another_type_of_a_like_name_is_refused",
+    ),
+    "the gradient of a norm is that of one device's tokens": (
+        f"{KINDS}::test_gradients_on_a_mesh_are_those_of_one_device",
+    ),
 }
+# Mistakes that cannot be made here, and why.
+CANNOT_OCCUR = {
+    "documents of a batch are known only if an optional argument is given": (
+        "segment ids are a field of every batch, and no caller of a model may leave them out"
+    ),
+    "the streams of hyper-connections are mixed by a transposed matrix": (
+        "no family has them: their types are refused as unknown"
+    ),
+    "two tables of the vocabulary are summed in one buffer": (
+        "each gradient is summed alone, there are no buffers of several"
+    ),
+}
+
+
+OF_STREAMS = ("deepseek_v4", "qwen4_exp", "glm5_next", "hy_v4")  # hyper-connections
 
 
 @cache
@@ -170,3 +285,8 @@ def test_a_public_mistake_has_its_tests(mistake):
     for each in SEEN_BY[mistake]:
         file, _, name = each.partition("::")
         assert name in names_in(file), each
+
+
+def test_what_cannot_occur_is_not_there():
+    assert not CANNOT_OCCUR.keys() & SEEN_BY.keys()
+    assert not set(OF_STREAMS) & KNOWN.keys()

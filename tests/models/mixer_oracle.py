@@ -118,7 +118,12 @@ def unit(y):
     return y / np.sqrt((y * y).sum(-1, keepdims=True) + 1e-6)
 
 
-def delta_layer(config, weight, x, starts) -> np.ndarray:
+def normed_then_gated(o, gate, scale, epsilon) -> np.ndarray:
+    """The output of a head over its size, times that of a gate."""
+    return o / np.sqrt((o * o).mean(-1, keepdims=True) + epsilon) * scale * gate
+
+
+def delta_layer(config, weight, x, starts, *, gated=normed_then_gated, unit=unit) -> np.ndarray:
     """The output [b, t, e] of the mixer of [model.delta]."""
     delta = config.delta
 
@@ -152,10 +157,10 @@ def delta_layer(config, weight, x, starts) -> np.ndarray:
     )
     o, _ = recurrence(tokens)
     epsilon = delta.epsilon or config.norm_epsilon
-    normed = o / np.sqrt((o * o).mean(-1, keepdims=True) + epsilon) * weight("norm_scale_v")
     gate = gate.reshape(o.shape)
-    gated = normed * (gate if delta.gate == "silu" else 1) * sigmoid(gate)
-    return np.einsum("bthrv,hrve->bte", gated, weight("out_hrve"))
+    gate = (gate if delta.gate == "silu" else 1) * sigmoid(gate)
+    o = gated(o, gate, weight("norm_scale_v"), epsilon)
+    return np.einsum("bthrv,hrve->bte", o, weight("out_hrve"))
 
 
 def ssd_layer(config, weight, x, starts) -> np.ndarray:

@@ -8,6 +8,7 @@ from functools import cache
 import family_oracle
 import jax
 import jax.numpy as jnp
+import mixer_oracle
 import numpy as np
 import pytest
 from families import FAMILIES, RICH, VOCAB, T, draw_params, family_config, rich
@@ -236,6 +237,10 @@ MISTAKES = [
     ("afmoe", {"embed_scale": 1.0}),
     ("afmoe", {"rope_layers": ()}),
     ("afmoe", experts("afmoe", bias_rate=None)),
+    ("qwen3_5", {"norm_offset": 0.0}),
+    ("qwen3_5", {"norm_epsilon": 1e-4}),
+    ("qwen3_5", {"rope_share": 1.0}),
+    ("qwen3_5", delta("qwen3_5", gate="sigmoid")),
     ("olmo_hybrid", delta("olmo_hybrid", rate=1)),
     ("olmo_hybrid", delta("olmo_hybrid", epsilon=None)),
     ("olmo_hybrid", delta("olmo_hybrid", gate="sigmoid")),
@@ -331,6 +336,59 @@ def one_decay_of_a_head(config, weight, x, starts):
     return delta_layer(config, averaged, x, starts)
 
 
+def with_weight(changed, change):
+    """A gated delta rule that reads one of its weights otherwise."""
+
+    def layer(config, weight, x, starts):
+        def read(name):
+            return change(weight(name)) if name == changed else weight(name)
+
+        return delta_layer(config, read, x, starts)
+
+    return layer
+
+
+def rounded(x):
+    return np.float64(x.astype(jnp.bfloat16))
+
+
+def gated_then_normed(config, weight, x, starts):
+    """The gate in front of the norm, as in a state space."""
+
+    def gated(o, gate, scale, epsilon):
+        return mixer_oracle.normed_then_gated(o * gate, 1, scale, epsilon)
+
+    return delta_layer(config, weight, x, starts, gated=gated)
+
+
+def with_keys_in_turn(config, weight, x, starts):
+    """Key heads that serve each so-many-th value head, and not the next ones."""
+    delta = config.delta
+    heads, values = delta.key_heads, delta.value_heads
+    keys = [number % heads for number in range(values)]
+
+    def read(name):
+        w = weight(name)
+        if name in ("qkvz_ehn", "taps_hnw"):
+            axis = 1 if name == "qkvz_ehn" else 0
+            of_keys, of_values = np.split(w, [2 * delta.key_dim], axis + 1)
+            kinds = of_values.shape[axis + 1] // delta.group // delta.value_dim
+            shape = of_values.shape
+            apart = (*shape[: axis + 1], kinds, delta.group, delta.value_dim, *shape[axis + 2 :])
+            by_head = np.moveaxis(of_values.reshape(apart), axis + 2, axis + 1)
+            own = by_head.reshape(
+                *shape[:axis], values, kinds * delta.value_dim, *shape[axis + 2 :]
+            )
+            return np.concatenate((of_keys.take(keys, axis), own), axis + 1)
+        if name == "rates_ehn":
+            parts = w.reshape(len(w), heads, 2, delta.group)
+            return np.moveaxis(parts, 2, 3).reshape(len(w), values, 2)
+        return w.reshape(values, 1, *w.shape[2:]) if name == "out_hrve" else w
+
+    own = delta.model_copy(update={"key_heads": values})
+    return delta_layer(config.model_copy(update={"delta": own}), read, x, starts)
+
+
 def in_another_order(config, weight, x, starts):
     """The parts of a short convolution as C, B, x."""
 
@@ -421,8 +479,14 @@ def factor_behind_silu(model, p, x):
     return model.mlp_gate_factor * family_oracle_mlp(plain, p, x)
 
 
+def bias_without_its_gate(model, p, x, found):
+    """Experts whose last bias is added once, whatever their gates are."""
+    weighted = family_oracle_experts(model, p | {"mlp.down_bias": 0 * p["mlp.down_bias"]}, x, found)
+    return weighted + np.einsum("btx,xe->bte", found > 0, p["mlp.down_bias"])
+
+
 STATE_SPACES = ("nemotron_h", "granitemoehybrid", "falcon_h1")
-family_oracle_mlp = family_oracle.mlp
+family_oracle_mlp, family_oracle_experts = family_oracle.mlp, family_oracle.experts
 family_oracle_output_gate = family_oracle.output_gate
 family_oracle_turned, family_oracle_gates = family_oracle.turned, family_oracle.gates
 # The same of formulas, for which there is no setting.
@@ -442,6 +506,7 @@ MISTAKEN_FORMULAS = [
     ("gemma4 with experts", "shared_experts", lambda *given: np.zeros_like(given[-1])),
     ("gemma4 with experts", "grouped", values_after_their_norm),
     ("gpt_oss", "CLAMP", 1000),
+    ("gpt_oss", "experts", bias_without_its_gate),
     ("gated channels", "output_gate", lambda *_: 1.0),
     ("gated heads", "output_gate", lambda *_: 1.0),
     ("afmoe", "output_gate", lambda *_: 1.0),
@@ -454,6 +519,14 @@ MISTAKEN_FORMULAS = [
     ("minimax_m2", "gates", scores_with_their_bias),
     ("lfm2_moe", "gates", scores_with_their_bias),
     ("kimi_linear", "delta_layer", one_decay_of_a_head),
+    ("kimi_linear", "delta_layer", with_weight("decay_log", rounded)),
+    ("qwen3_5", "delta_layer", with_weight("decay_log", rounded)),
+    ("qwen3_5", "delta_layer", with_weight("decay_bias", rounded)),
+    ("qwen3_5", "delta_layer", with_weight("norm_scale_v", lambda w: w + 1)),
+    ("qwen3_5", "delta_layer", with_weight("taps_hnw", lambda w: w[..., ::-1])),
+    ("qwen3_5", "delta_layer", gated_then_normed),
+    ("qwen3_5", "delta_layer", with_keys_in_turn),
+    ("qwen3_5", "output_gate", lambda *_: 1.0),
     ("nemotron_h", "gates", scores_with_their_bias),
     ("llama4", "turned", by_pairs),
     ("llama4", "shared_gate", lambda *_: 0.0),

@@ -124,6 +124,26 @@ def test_the_layer_is_its_definition(kind):
         assert error(found, by_definition(kind, x_bte, starts)) < 3e-6
 
 
+@pytest.mark.parametrize("kind", ["delta", "delta by channel"])
+def test_of_a_small_stream_the_epsilon_of_keys_shows(kind):
+    """It is added to the sum of squares: as the least size it would do the same to any other."""
+
+    def at_least(y):
+        return y / np.maximum(np.sqrt((y * y).sum(-1, keepdims=True)), 1e-6)
+
+    config, mixer = built(kind)
+
+    def weight(name):
+        return np.float64(attrgetter(name)(mixer)[...])
+
+    def mistaken(x_bte):
+        starts = np.zeros(x_bte.shape[:2], bool)
+        return delta_layer(config, weight, np.float64(x_bte), starts, unit=at_least)
+
+    assert error(mistaken(drawn()), outputs(kind, drawn())) < 1e-4
+    assert error(mistaken(1e-3 * drawn()), outputs(kind, 1e-3 * drawn())) > 1e-2
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_decays_and_their_biases_stay_in_full_precision(kind):
     weights = dict(nnx.to_flat_state(nnx.state(built(kind)[1])))

@@ -376,8 +376,18 @@ def test_each_step_has_its_own_learning_rate():
     assert int(state.step) == STEPS
 
 
+STATES = (
+    "model.mixers=['delta', 'ssd', 'conv', 'attention']",
+    *("model.delta.key_heads=2", "model.delta.value_heads=4", "model.delta.key_dim=4"),
+    *("model.delta.value_dim=4", "model.ssd.heads=2", "model.ssd.head_dim=4", "model.ssd.state=4"),
+    *("model.conv.taps=3", "model.layers=4"),
+)
+
+
 @pytest.mark.parametrize(
-    "layout", [(), ("mesh.pipeline=2", "train.microbatch=8")], ids=["one device", "pipeline"]
+    "layout",
+    [(), ("mesh.pipeline=2", "train.microbatch=8"), STATES],
+    ids=["one device", "pipeline", "mixers with a state"],
 )
 def test_documents_are_apart_in_the_step(layout):
     """Two documents in one window have the loss that they have in windows of their own.
