@@ -3,7 +3,8 @@
 import jax
 import pytest
 from fuzz.campaign import ROOT
-from helpers import MESHES, prepared
+from helpers import MESHES, prepared, tiny
+from models.families import rich
 from shares import rest
 
 from spmdtrain.config import load
@@ -75,6 +76,19 @@ def test_a_narrow_gradient_is_that_of_float32(config, settings, layout):
     assert found.holds, found.details
 
 
+# Gemma 4 with experts, shared keys and embeddings of layers, or with keys that are values; Llama 4.
+WHOLE = ("own", "beside, sharing", "chunked")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_narrow_gradient_of_a_whole_family_is_that_of_float32(name):
+    """Of models that a certificate does not shrink with all of their parts."""
+    wide, narrow = (tiny(*rich(name), f"precision.compute={x}") for x in ("float32", "bfloat16"))
+    found = narrow_gradients(wide, narrow, Layout((), "one device"), Own(), tokens=4096)
+    assert found.holds, found.details
+
+
 @rest("half a minute; the tests of programs below see such sums without running them")
 @pytest.mark.long
 def test_so_it_is_of_64k_tokens_of_a_tiny_vocabulary():
@@ -143,13 +157,14 @@ KINDS = {
     "experts": (*LLAMA, *EXPERTS_OF_FOUR, "train.z_loss=1e-3"),
     "latents": (*LLAMA, *LATENTS, "model.latent.value_dim=8"),
     "further tokens": (*LLAMA, "model.multi_token.depth=1"),
+    **{name: rich(name) for name in ("beside, sharing", "chunked")},
     "adapters": LORA,
     "pairs": (*TOKENS, "model.positions=rope", "train.preference=simpo", "train.global_batch=8"),
     "recomputed": ("train.remat=full",),
     "written out": ("train.scan_layers=false",),
     "float8": FLOAT8,
 }
-REFUSED_BESIDE_STAGES = ("written out",)
+REFUSED_BESIDE_STAGES = ("written out", "beside, sharing", "chunked")
 
 
 @pytest.mark.parametrize("mesh", MESHES)

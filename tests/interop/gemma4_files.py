@@ -102,6 +102,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+# Models of other parts than those of `CONFIGS`: each has rows in the docs.
+KINDS = ("gemma4_text with shared keys", "gemma4_text with experts")
+
+
 def with_small_scores(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Halves the norms of queries and keys: their products are not divided by the root of their
     width, and a softmax of large ones enlarges the rounding of both libraries to 4e-6.

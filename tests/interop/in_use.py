@@ -54,7 +54,7 @@ def packed(setup: Setup, params: dict[str, jax.Array]) -> float:
     @jax.jit
     def logits(tokens_bt: jax.Array, positions_bt: jax.Array, segments_bt: jax.Array) -> jax.Array:
         module: Any = setup.model.bind(params)
-        ctx = ForwardContext(positions_bt, segment_ids_bt=segments_bt)
+        ctx = ForwardContext(positions_bt, segment_ids_bt=segments_bt, ids_bt=tokens_bt)
         x_bte, _ = module.blocks(module.embed(tokens_bt, ctx), ctx)
         return logits_of(*module.head(x_bte, ctx), **logit_shape(setup.config.model))
 

@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 import directories
+import gemma4_files
 import in_use
 import jax
 import numpy as np
@@ -160,12 +161,12 @@ def as_theirs(folder: Path, values, setup) -> dict[str, np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("name", directories.CONFIGS)
+@pytest.mark.parametrize("name", [*directories.CONFIGS, *gemma4_files.KINDS])
 def test_gradients_are_those_of_transformers(name, tmp_path):
     """Of the mean loss over all tokens but the first, for every tensor of the files."""
     import torch
 
-    directories.skip_unless_known(name)
+    directories.skip_unless_known(CASES[name]["model_type"])
     directories.write(tmp_path / "model", CASES[name])
     short = ("train.sequence_length=39", "train.global_batch=2")
     imported = import_model(tmp_path / "model", tmp_path / "run", overrides=short)

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 # Tiny programs need no speed: they compile in a quarter of the time, as in tests/conftest.py.
 os.environ["XLA_FLAGS"] = (
@@ -20,12 +21,14 @@ os.environ["XLA_FLAGS"] = (
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import directories
+import gemma4_files
 import jax
 import numpy as np
 import torch
 import transformers
 
 from spmdtrain.cli.published.check import class_in_transformers
+from spmdtrain.config.errors import UserError
 from spmdtrain.config.published.read_config import read_published
 from spmdtrain.data.source import open_data
 from spmdtrain.inference.sample import make_logits
@@ -65,6 +68,20 @@ DIVISIBLE |= {
     "granitemoehybrid": {"num_hidden_layers": 4, "layer_types": ["mamba", "attention"] * 2},
     "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", directories.FULL] * 2},
     "lfm2_moe": {"layer_types": ["conv", *["conv", directories.FULL] * 2]},
+    "gemma4_unified_text": {
+        "num_hidden_layers": 4,
+        "layer_types": [directories.WINDOW, directories.FULL] * 2,
+    },
+    **dict.fromkeys(
+        ("gemma4_text", "gemma4_text with experts"),
+        {
+            "num_hidden_layers": 6,
+            "layer_types": [directories.WINDOW, directories.WINDOW, directories.FULL] * 2,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "num_global_key_value_heads": 4,
+        },
+    ),
 }
 MESH, PIPELINE = list(LAYOUTS)[1:]
 HEAD = (
@@ -73,6 +90,16 @@ HEAD = (
     "|---|---|---|---|---|---|---|---|",
 )
 SEQUENCES, LENGTH = 4, 39
+FAMILIES = [*directories.CONFIGS, *gemma4_files.KINDS]
+
+
+def config_of(name: str) -> dict[str, Any]:
+    """The config.json of a family, or of one of its kinds, in sizes that meshes divide."""
+    return (directories.CONFIGS | directories.VARIANTS)[name] | DIVISIBLE.get(name, {})
+
+
+def shown(value: float) -> str:
+    return f"{value:.1e}".replace("e-0", "e-")
 
 
 def in_layers(setup, path: str, gradient: jax.Array) -> np.ndarray:
@@ -84,7 +111,7 @@ def in_layers(setup, path: str, gradient: jax.Array) -> np.ndarray:
 
 def measure(name: str, folder: Path) -> list[str]:
     """Returns the cells of a family's row."""
-    config = directories.CONFIGS[name] | DIVISIBLE.get(name, {})
+    config = config_of(name)
     written = directories.write(folder / "model", config)
     model = (
         class_in_transformers(folder / "model")
@@ -101,7 +128,12 @@ def measure(name: str, folder: Path) -> list[str]:
     for layout, mesh in LAYOUTS.items():
         run = folder / layout.replace(" ", "")
         size = (f"train.sequence_length={LENGTH}", f"train.global_batch={SEQUENCES}")
-        imported = import_model(folder / "model", run, overrides=(*size, *mesh))
+        try:
+            imported = import_model(folder / "model", run, overrides=(*size, *mesh))
+        except UserError as error:
+            print(error)
+            found_gradients.append(None)
+            continue
         setup = imported.setup
         if "pipeline" not in layout:
             ours = np.asarray(make_logits(setup)(imported.params, tokens), np.float64)
@@ -132,13 +164,14 @@ def measure(name: str, folder: Path) -> list[str]:
         exported, output_loading_info=True, local_files_only=True
     )
     assert not any(loading.values()), loading
-    cells = [f"{value:.1e}".replace("e-0", "e-") for value in (*found_logits, *found_gradients)]
+    errors = (*found_logits, *found_gradients)
+    cells = ["refused" if error is None else shown(error) for error in errors]
     return [name, f"{len(written)} of {len(written)}", *cells, "bit-equal, loads"]
 
 
 def main(asked: list[str]) -> None:
     write = "--write" in asked
-    names = [name for name in asked if name != "--write"] or list(directories.CONFIGS)
+    names = [name for name in asked if name != "--write"] or FAMILIES
     rows = []
     for name in names:
         with tempfile.TemporaryDirectory() as folder:

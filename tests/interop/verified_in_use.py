@@ -18,6 +18,7 @@ import directories
 import in_use
 import numpy as np
 import verified
+from verified import shown
 
 from spmdtrain.config.errors import UserError
 from spmdtrain.config.schema.finetune import LINEAR
@@ -39,7 +40,7 @@ OWN_HEADS = ("phi3",)  # the factors of its rotary positions are those of a head
 
 def divisible(name: str) -> dict:
     """The config of a family's tiny model, in which meshes split every kind of head."""
-    config = directories.CONFIGS[name]
+    config = (directories.CONFIGS | directories.VARIANTS)[name]
     keys = config.keys() - ({"num_attention_heads"} if name in OWN_HEADS else set())
     heads = {key: value for key, value in HEADS.items() if key in keys}
     return config | (heads if name not in OWN_HEADS else {}) | verified.DIVISIBLE.get(name, {})
@@ -126,10 +127,6 @@ def lora(family: InUse) -> str:
     return shown(tuned) + (", without `out`" if without_out else "")
 
 
-def shown(value: float) -> str:
-    return f"{value:.1e}".replace("e-0", "e-")
-
-
 def of_model(measured: Callable) -> Callable[[InUse], str]:
     return lambda family: measured(family.imported.setup, family.imported.params)
 
@@ -169,7 +166,7 @@ def measure(name: str, columns: Columns) -> str:
 def main(arguments: list[str]) -> None:
     options = {argument for argument in arguments if argument.startswith("--")}
     names = [argument for argument in arguments if argument not in options]
-    for name in names or list(directories.CONFIGS):
+    for name in names or verified.FAMILIES:
         for table, columns in TABLES.items():
             if table == "in use" and "--further" in options:
                 continue
