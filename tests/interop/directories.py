@@ -653,6 +653,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "olmoe, normalised": CONFIGS["olmoe"] | {"norm_topk_prob": True, "attention_bias": True},
     "llama with linear scaling": LIKE_LLAMA
     | {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0}},
+    "qwen3_moe in steps": CONFIGS["qwen3_moe"] | {"num_hidden_layers": 4, "decoder_sparse_step": 2},
+    "qwen3_next with an mlp": CONFIGS["qwen3_next"] | {"mlp_only_layers": [1, 3]},
+    "ernie4_5_moe from a first layer to a last": CONFIGS["ernie4_5_moe"]
+    | {
+        "num_hidden_layers": 6,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": 4,
+        "moe_layer_interval": 2,
+    },
+    "exaone_moe in any order": CONFIGS["exaone_moe"]
+    | {"mlp_layer_types": ["sparse", "dense", "dense", "sparse", "dense"]},
     **gemma4_files.VARIANTS,
 }
 
@@ -677,7 +688,7 @@ def tensors_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         of_layer = _of_latents(config) if has_latents else _of_attention(config)
         if _is_linear(config, layer):
             of_layer = _of_delta(config)
-        is_dense = kind not in EXPERTS or layer < _first_dense(config)
+        is_dense = kind not in EXPERTS or layer < layers and not _is_sparse(config, layer)
         if kind.startswith("gemma4"):
             of_layer = gemma4_files.layer_tensors(config, layer)
         elif kind == "gpt_oss":
@@ -729,11 +740,21 @@ def _norms(kind: str) -> list[str]:
 def _first_dense(config: dict[str, Any]) -> int:
     if "num_dense_layers" in config:
         return config["num_dense_layers"]
-    kinds = config.get("mlp_layer_types")
-    if "mlp_layer_types" in config and not kinds:
+    if "mlp_layer_types" in config:
         return config.get("first_k_dense_replace", 1)
-    first = config.get("moe_layer_start_index", config.get("first_k_dense_replace", 0))
-    return kinds.count("dense") if kinds else first
+    return config.get("moe_layer_start_index", config.get("first_k_dense_replace", 0))
+
+
+def _is_sparse(config: dict[str, Any], layer: int) -> bool:
+    """Whether a layer has experts, by a list, a step or an interval, or behind the first ones."""
+    if kinds := config.get("mlp_layer_types"):
+        return kinds[layer] == "sparse"
+    if layer in (config.get("mlp_only_layers") or ()):
+        return False
+    last = config.get("moe_layer_end_index", -1)
+    step = config.get("moe_layer_interval", config.get("decoder_sparse_step", 1))
+    within = _first_dense(config) <= layer and last in (-1, max(last, layer))
+    return within and (layer + 1) % step == 0
 
 
 def _of_attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

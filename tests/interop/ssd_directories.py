@@ -97,6 +97,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "falcon_h1": FALCON,
 }
 VARIANTS: dict[str, dict[str, Any]] = {
+    "nemotron_h without a state space": NEMOTRON
+    | {"hybrid_override_pattern": "*-E*-", "num_hidden_layers": 5, "conv_kernel": 3},
     "nemotron_h with a latent, as transformers 5 says it": {
         name: value
         for name, value in NEMOTRON.items()
