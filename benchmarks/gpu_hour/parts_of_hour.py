@@ -50,7 +50,8 @@ PARTS = (
         least=4.5,
         most=8,
         rehearsal=(PYTHON, "benchmarks/turns", "FOLDER/turns", "--dry", "--only")
-        + ("default", "narrow", "loop", "matmuls", "loss", "biases", "llama_float8", "again"),
+        + ("default", "narrow", "loop", "apart", "matmuls", "loss", "biases")
+        + ("llama_float8", "again"),
     ),
     Part(
         "right",

@@ -27,6 +27,7 @@ MOST_OF_A_TURN = 120  # seconds
 # (variant, the one beside it, milliseconds that it should be faster, what follows if it is not).
 RULES = (
     ("default", "loop", 4.0, "write no layers out"),
+    ("default", "apart", 0.3, "take queries, keys and values apart: docs/kernels.md"),
     ("default", "loss_by_xla", 1.0, "leave the loss to XLA"),
     ("default", "triton_gemm", 0.0, "drop the flag"),
     ("default", "cudnn", 0.0, "take cuDNN's attention"),

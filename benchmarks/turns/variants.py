@@ -39,6 +39,7 @@ VARIANTS = {
     "torch": Variant(what=TORCH),
     "narrow": Variant(settings=NARROW),
     "loop": Variant(settings=("train.scan_layers=true",)),
+    "apart": Variant(kernels={f"{GPT2_ATTENTION} joined": "apart"}),
     "loss_by_xla": Variant(kernels=loss_by("xla/fourfold")),
     "cudnn": Variant(kernels={GPT2_ATTENTION: "cudnn"}),
     "triton_gemm": Variant(flags=("--xla_gpu_enable_triton_gemm=true",)),

@@ -3,6 +3,8 @@
 `attention_forward` and `attention_backward` are its two passes, for a caller that joins the results
 of several sets of keys: parts.py.
 
+`joined_attention`, in joined.py, takes queries, keys and values as parts of one array.
+
 Start with api.py, then problem.py and mask.py, whose words all implementations use:
 
     xla.py      plain JAX, runs anywhere; the shortest form of the algorithm

@@ -81,6 +81,20 @@ def biased_gelu(
     return _gelu(_chosen(op, products.shape, implementation), products, bias_f)
 
 
+def add_vector(products_btknd: jax.Array, bias_knd: jax.Array) -> jax.Array:
+    """Returns products + bias, in the dtype of the products.
+
+    The bias is added as a vector: XLA would write one of several dims out for each token.
+    """
+    wide = products_btknd.reshape(*products_btknd.shape[:2], -1) + bias_knd.reshape(-1)
+    return wide.reshape(products_btknd.shape).astype(products_btknd.dtype)
+
+
+def heads_apart(joined_btknd: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns queries [b, t, k, n - 2, d], keys and values [b, t, k, d]."""
+    return joined_btknd[..., :-2, :], joined_btknd[..., -2, :], joined_btknd[..., -1, :]
+
+
 def _chosen(op: str, shape: tuple[int, ...], requested: str | None) -> str:
     if requested is None:
         return "xla" if triton.refusal(shape, False) else "triton"
@@ -100,10 +114,7 @@ def _implementation(name: str):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _heads(_name: str, products_btknd, bias_knd):
-    # The bias as a vector: XLA would write one of several dims out for each token.
-    wide = products_btknd.reshape(*products_btknd.shape[:2], -1) + bias_knd.reshape(-1)
-    biased = wide.reshape(products_btknd.shape).astype(products_btknd.dtype)
-    return biased[..., :-2, :], biased[..., -2, :], biased[..., -1, :]
+    return heads_apart(add_vector(products_btknd, bias_knd))
 
 
 def _heads_forward(name, products_btknd, bias_knd):

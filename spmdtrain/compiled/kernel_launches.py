@@ -1,7 +1,8 @@
 """Lists the kernels that a compiled step launches on a GPU, with the bytes that each moves.
 
 Each array that a kernel reads or writes counts once: a slice with its own bytes, an array that is
-updated in place with those of the update.
+updated in place with those of the update. An array that one kernel begins and another one fills
+counts in the first.
 """
 
 import re
@@ -28,6 +29,9 @@ MOVES = {
     *("concatenate", "pad"),
 }
 FLOAT = re.compile(r"b?f\d")
+MOSAIC = 'custom_call_target="mosaic_gpu'
+ALIASES = re.compile(r"output_to_operand_aliasing=\{(.*?\))\}")
+ALIASED_OPERAND = re.compile(r"\((\d+), \{\}\)")
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,19 @@ def _moved(of: Instruction, around: Mapping[str, Instruction]) -> tuple[float, f
         return _size(of), _size(of)
     if of.opcode == UPDATE:
         return _size(operands[1]), _size(operands[1])
-    return sum(map(_size, operands)), _size(of)
+    filled = sum(_size(operands[int(number)]) for number in _filled_operands(of))
+    return sum(map(_size, operands)) - filled, _size(of) - filled
+
+
+def _filled_operands(of: Instruction) -> list[str]:
+    """Returns the numbers of the operands that a kernel on Mosaic GPU fills what is left of.
+
+    Ours take an array that is a result, too, for nothing else.
+    """
+    if MOSAIC not in of.line:
+        return []
+    aliases = ALIASES.search(of.line)
+    return ALIASED_OPERAND.findall(aliases[1]) if aliases else []
 
 
 def _moved_by_fusion(inner: Sequence[Instruction]) -> tuple[float, float]:

@@ -130,6 +130,16 @@ ALONE = {
         '%k = (f32[5]{0}, s8[64]{0}) custom-call(%a, /*index=1*/%b), custom_call_target="gemm"',
         *(32 + 24, 20 + 64),
     ),
+    "an array that another kernel began": (
+        "%k = (f32[5]{0}, f32[8]{0}) custom-call(%b, %a), "
+        'custom_call_target="mosaic_gpu_v2", output_to_operand_aliasing={{1}: (1, {})}',
+        *(24, 20),
+    ),
+    "an array that is read and replaced": (
+        '%k = f32[8]{0} custom-call(%a), custom_call_target="own", '
+        "output_to_operand_aliasing={{}: (0, {})}",
+        *(32, 32),
+    ),
     "operands with their types": ("%k = f32[8]{0} copy(f32[8]{0} %a)", 32, 32),
     "a slice": ("%k = f32[1,4]{1,0} dynamic-slice(%m, %i, %i)", 16, 16),
     "an update": ("%k = f32[7,4]{1,0} dynamic-update-slice(%m, %r, %i, %i)", 16, 16),

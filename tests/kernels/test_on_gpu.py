@@ -7,6 +7,7 @@ import test_attention as of_attention
 import test_bias as of_bias
 import test_chunk_scan as of_chunk_scan
 import test_grouped as of_grouped
+import test_joined_attention as of_joined
 import test_linear_cross_entropy as of_loss
 import test_norms as of_norms
 
@@ -59,6 +60,12 @@ def with_lse_of_xla(options, implementation):
         ]
 
     return run
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("case", of_joined.CASES, ids=lambda case: case.name)
+def test_attention_in_place(case):
+    unless_refused(of_joined.compare, case, "mosaic")
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])

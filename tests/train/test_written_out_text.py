@@ -10,12 +10,12 @@ from absent_gpu import compiled_text, needs_compiler
 from spmdtrain.compiled import hlo
 from spmdtrain.compiled.kernel_launches import Kernel, kernels
 
-LAYERS, SEQUENCES, TIME, EMBED = 3, 4, 64, 128
+LAYERS, SEQUENCES, TIME, EMBED = 3, 2, 128, 128
 FFN, QKV = 4 * EMBED, 3 * EMBED
 GPT = (
     *(f"model.layers={LAYERS}", f"model.embed={EMBED}", "model.vocab=1024"),
     *(f"train.global_batch={SEQUENCES}", f"train.sequence_length={TIME}"),
-    "precision.compute=bfloat16",
+    *("precision.compute=bfloat16", "model.heads=2", "model.attention=mosaic"),
 )
 # Without a GPU nothing can be autotuned, and XLA would take its own matmuls, which it fuses less.
 CUBLAS = "--xla_gpu_enable_triton_gemm=false"
@@ -62,6 +62,22 @@ def test_gelu_is_computed_by_its_matmul_and_again_in_the_backward_pass():
     wide = 2 * SEQUENCES * TIME * FFN  # bytes
     moved = sum(each.moved for each in beside_matmuls("mlp"))
     assert 3 * LAYERS * wide < moved < 4 * LAYERS * wide
+
+
+def test_attention_reads_queries_keys_and_values_where_their_matmul_puts_them():
+    """And writes their gradients there, and the sums for their bias."""
+    of_attention = beside_matmuls("attention")
+    assert [each.name for each in of_attention if each.only_moves] == []
+    mosaic = [each for each in of_attention if each.kind == "mosaic_gpu_v2"]
+    assert len(mosaic) == 3 * LAYERS
+    token = 2 * SEQUENCES * TIME  # bytes of one channel
+    read = sum(each.read for each in mosaic)
+    written = sum(each.written for each in mosaic)
+    # Forward, dq, and dk and dv read all of them; the latter two the gradient of out as well.
+    assert read >= LAYERS * token * (3 * QKV + 2 * EMBED)
+    assert read + written < 1.1 * LAYERS * token * (4 * QKV + 3 * EMBED)
+    others = sum(each.moved for each in of_attention) - read - written
+    assert others < LAYERS * token * 6 * EMBED  # of out: its delta, and the gradient of its bias
 
 
 def test_the_bias_of_queries_keys_and_values_is_a_vector():

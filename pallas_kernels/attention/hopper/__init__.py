@@ -8,10 +8,13 @@ Start with forward_kernel.py, whose first lines say how three warpgroups divide 
     scores.py              scores, softmax and masks in the registers of the backward kernels
     backward_operands.py   their operands and scratch
     masks.py               the mask of a tile of scores
+    heads.py               where heads are in memory: q, k and v apart, or in one array
+    row_sums.py            the sums of the gradients of such an array over its rows
     programs.py            the grid: which part of the work a program takes
     support.py             which calls run here
 """
 
 from pallas_kernels.attention.hopper.backward_pass import backward as backward
+from pallas_kernels.attention.hopper.backward_pass import joined_backward as joined_backward
 from pallas_kernels.attention.hopper.forward_kernel import forward as forward
 from pallas_kernels.attention.hopper.support import refusal as refusal

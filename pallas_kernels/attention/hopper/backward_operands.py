@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.attention.hopper.heads import heads_of, shared_array
 from pallas_kernels.attention.hopper.programs import COMPUTING, ROWS
 from pallas_kernels.attention.hopper.scores import ScoresStatics
 from pallas_kernels.attention.mask import visible_keys, zero_hidden
@@ -26,19 +27,42 @@ class Operands(NamedTuple):
     dims.
     """
 
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
+    qkv: tuple[jax.Array, ...]  # q, k and v, or the one array that they share (heads.py)
     dout: jax.Array
     lse: jax.Array  # [b, h, t], in units of log 2, because the kernels take exp2
     delta: jax.Array  # [b, h, t], the sum of out x dout, less dlse
     masks: list[jax.Array]  # those that exist, in the order of MaskOperands
 
+    @property
+    def widths(self) -> tuple[int, int]:
+        """The padded head dims, of keys and of values."""
+        return self.qkv[0].shape[3], self.qkv[-1].shape[3]
 
-def pad_operands(problem: Problem, inputs: Inputs, out, lse, dout, dlse) -> Operands:
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """The padded lengths, of queries and of keys."""
+        return self.dout.shape[1], self.qkv[-1].shape[1]
+
+    @property
+    def is_joined(self) -> bool:
+        return len(self.qkv) == 1
+
+    def in_order(self) -> tuple[jax.Array, ...]:
+        """Returns the arrays as a kernel takes them."""
+        return *self.qkv, self.dout, self.lse, self.delta, *self.masks
+
+
+def pad_operands(
+    problem: Problem, inputs: Inputs, results, gradients, joined_btknd: jax.Array | None = None
+) -> Operands:
     """Pads the operands, and sets rows that see nothing, or that nothing sees, to 0: they may hold
     NaN.
+
+    `results` are (out, lse), `gradients` theirs. `joined_btknd`: the array of which q, k and v are
+    parts; then every query sees its own key.
     """
+    out, lse = results
+    dout, dlse = gradients
     b, t, h, d = inputs.q_bthd.shape
     _, s, kv_heads, e = inputs.v_bske.shape
     sees_nothing = jnp.isneginf(lse)
@@ -60,22 +84,26 @@ def pad_operands(problem: Problem, inputs: Inputs, out, lse, dout, dlse) -> Oper
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), -1) - dlse
     lse = pad_vector(lse * gpu.LOG2E)
     delta = pad_vector(delta)
+    masks = [x for x in pad_mask_operands(inputs, q_length, kv_length) if x is not None]
+    dout_shape = (b, q_length, h, e_padded)
+    if joined_btknd is not None:
+        shared = shared_array(joined_btknd, q_length, d_padded)
+        return Operands((shared,), pad_to(dout, dout_shape), lse, delta, masks)
     q = zero_sightless(inputs.q_bthd)
     dout = zero_sightless(dout)
     visible = visible_keys(problem, inputs)
     q = pad_to(q, (b, q_length, h, d_padded))
-    dout = pad_to(dout, (b, q_length, h, e_padded))
+    dout = pad_to(dout, dout_shape)
     k = pad_to(zero_hidden(inputs.k_bskd, visible), (b, kv_length, kv_heads, d_padded))
     v = pad_to(zero_hidden(inputs.v_bske, visible), (b, kv_length, kv_heads, e_padded))
-    masks = pad_mask_operands(inputs, q_length, kv_length)
-    return Operands(q, k, v, dout, lse, delta, [x for x in masks if x is not None])
+    return Operands((q, k, v), dout, lse, delta, masks)
 
 
 def make_scores_statics(
     problem, inputs, operands, table, over: int, interpret: bool
 ) -> ScoresStatics:
     """Returns the statics of a kernel. `over`: the side whose tiles a program walks over."""
-    tile = table[max(operands.q.shape[3], operands.v.shape[3])]
+    tile = table[max(operands.widths)]
     padded_keys = over == OVER_KEYS and inputs.lengths[1] % tile.k != 0
     ranges = possible_ranges(problem, inputs, padded_keys=padded_keys, over=over)
     return ScoresStatics(
@@ -83,7 +111,7 @@ def make_scores_statics(
         tile,
         rows_are_queries=over == OVER_KEYS,
         lengths=inputs.lengths,
-        group=inputs.group,
+        heads=heads_of(inputs, operands.is_joined),
         needs_mask=ranges != (FULL,),
         has_segments=inputs.has_segments,
         has_positions=inputs.has_positions,

@@ -40,11 +40,19 @@ from pallas_kernels.attention.hopper.programs import (
     program_grid,
     this_program,
 )
+from pallas_kernels.attention.hopper.row_sums import (
+    RowSums,
+    row_sums_scratch,
+    split_results,
+    sum_rows,
+)
 from pallas_kernels.attention.hopper.scores import ScoresStatics, score_matmuls
 from pallas_kernels.attention.problem import Inputs, Problem
 from pallas_kernels.attention.tile_ranges import FULL, OVER_QUERIES, tile_bounds
 from pallas_kernels.backends import mosaic as gpu
 from pallas_kernels.backends.rings import Ring, fill_rings
+
+DK, DV = 0, 1  # numbers of results
 
 
 class _Scratch(NamedTuple):
@@ -66,6 +74,7 @@ class _Scratch(NamedTuple):
     dout_ring: Ring  # of dout and delta
     own_free: Any
     done: Any
+    row_sums: RowSums | None  # None without a shared array
     staging: list[Any]  # two arrays; empty unless interpreted
 
 
@@ -77,16 +86,17 @@ class _Walk(NamedTuple):
     steps: Any  # in all heads
 
 
-def _dkv_kernel(
-    statics: ScoresStatics, bounds_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, *refs
-):
+def _dkv_kernel(statics: ScoresStatics, bounds_ref, *refs):
+    q_ref, k_ref, v_ref, refs = statics.heads.split_refs(refs)
+    dout_ref, lse_ref, delta_ref, *refs = refs
     q_masks, kv_masks, refs = split_masks(statics, refs)
-    dk_ref, dv_ref, *refs = refs
+    [dk_ref, dv_ref], sums_ref, refs = split_results(statics, refs, 2)
     masks_s = [refs.pop(0), refs.pop(0)] if statics.mask_vectors else [None, None]
     k_s, v_s, q_s, dout_s, lse_s, delta_s, *refs = refs
-    own_ready, q_ready, dout_ready, q_free, dout_free, own_free, done, *staging = refs
+    own_ready, q_ready, dout_ready, q_free, dout_free, own_free, done, *refs = refs
+    row_sums = RowSums(refs.pop(0), refs.pop(0)) if statics.heads.joined else None
 
-    program = this_program(k_ref.shape[2])
+    program = this_program(statics.heads.keys)
     memory = Memory(
         bounds=bounds_of(bounds_ref, program),
         q=q_ref,
@@ -112,15 +122,16 @@ def _dkv_kernel(
         dout_ring=Ring(dout_slots, dout_ready, dout_free),
         own_free=own_free,
         done=done,
-        staging=staging,
+        row_sums=row_sums,
+        staging=refs,
     )
     first = memory.bounds[0]
     last = memory.bounds[3]
     count = last - first
-    walk = _Walk(first, count, steps=count * statics.group)
+    walk = _Walk(first, count, steps=count * statics.heads.group)
     warpgroup = jax.lax.axis_index("warpgroup")
     pl.when(warpgroup == COMPUTING)(
-        partial(_copy, statics, memory, scratch, program, walk, dk_ref, dv_ref)
+        partial(_copy, statics, memory, scratch, program, walk, dk_ref, dv_ref, sums_ref)
     )
     compute = partial(_compute, statics, memory, scratch, program, walk, warpgroup)
     if statics.tile.k == COMPUTING * ROWS:
@@ -143,42 +154,60 @@ def _copy(
     walk: _Walk,
     dk_ref,
     dv_ref,
+    sums_ref,
 ):
     """Runs the copying warpgroup: k and v once, then q and dout in rings, then the results."""
-    batch, kv_head, _ = program
+    batch, kv_head, at = program
+    heads = statics.heads
     own_tiles = statics.tile.k // ROWS
     copying, _ = statics.tile.registers
     gpu.set_max_registers(copying, action="decrease")
     for tile in range(own_tiles):
         ready = scratch.own_ready.at[tile]
-        for ref, own in ((memory.k, scratch.k), (memory.v, scratch.v)):
+        for ref, slot, own in (
+            (memory.k, heads.key_slot(kv_head), scratch.k),
+            (memory.v, heads.value_slot(kv_head), scratch.v),
+        ):
             keys = _own_keys(statics, program, tile)
-            gpu.copy_gmem_to_smem(ref.at[batch, keys, kv_head], own.at[tile], ready)
+            gpu.copy_gmem_to_smem(ref.at[batch, keys, slot], own.at[tile], ready)
         for vector, ref in enumerate(memory.kv_masks):
             keys = _own_keys(statics, program, tile)
             own = scratch.kv_masks.at[tile, vector]
             gpu.copy_gmem_to_smem(ref.at[batch, keys], own, ready)
 
-    def copy(ref, into, vector_ref, vector_into, masks, step, slot, ready):
-        """Copies a tile, its vector (lse or delta), and masks."""
+    def copy(tile_of, into, vector_ref, vector_into, masks, step, slot, ready):
+        """Copies the tile `tile_of(queries, head)`, its vector (lse or delta), and masks."""
         count = jax.lax.max(walk.count, 1)  # a divisor, but of no step if it was 0
-        head = kv_head * statics.group + jax.lax.div(step, count)
+        head = kv_head * heads.group + jax.lax.div(step, count)
         i = walk.first + jax.lax.rem(step, count)
         queries = pl.ds(i * statics.tile.q, statics.tile.q)
-        gpu.copy_gmem_to_smem(ref.at[batch, queries, head], into.at[slot], ready)
+        gpu.copy_gmem_to_smem(tile_of(queries, head), into.at[slot], ready)
         gpu.copy_gmem_to_smem(vector_ref.at[batch, head, queries], vector_into.at[slot], ready)
         for vector, mask_ref in enumerate(masks):
             own = scratch.q_masks.at[slot, vector]
             gpu.copy_gmem_to_smem(mask_ref.at[batch, queries], own, ready)
 
-    copy_q = partial(copy, memory.q, scratch.q, memory.lse, scratch.lse, memory.q_masks)
-    copy_dout = partial(copy, memory.dout, scratch.dout, memory.delta, scratch.delta, [])
+    def tile_of_q(queries, head):
+        return memory.q.at[batch, queries, heads.query_slot(head)]
+
+    def tile_of_dout(queries, head):
+        return memory.dout.at[batch, queries, head]
+
+    copy_q = partial(copy, tile_of_q, scratch.q, memory.lse, scratch.lse, memory.q_masks)
+    copy_dout = partial(copy, tile_of_dout, scratch.dout, memory.delta, scratch.delta, [])
     fill_rings(walk.steps, (scratch.q_ring, copy_q), (scratch.dout_ring, copy_dout))
     gpu.barrier_wait(scratch.done.at[0])
     for tile in range(own_tiles):
-        for ref, own in ((dk_ref, scratch.k), (dv_ref, scratch.v)):
+        for ref, slot, own in (
+            (dk_ref, heads.key_slot(kv_head), scratch.k),
+            (dv_ref, heads.value_slot(kv_head), scratch.v),
+        ):
             keys = _own_keys(statics, program, tile)
-            gpu.copy_smem_to_gmem(own.at[tile], ref.at[batch, keys, kv_head])
+            gpu.copy_smem_to_gmem(own.at[tile], ref.at[batch, keys, slot])
+        if scratch.row_sums is not None:
+            for number in (DK, DV):
+                of_program = sums_ref.at[batch, at * own_tiles + tile, kv_head, number]
+                gpu.copy_smem_to_gmem(scratch.row_sums.sums.at[number, tile], of_program)
     gpu.wait_smem_to_gmem(0)
 
 
@@ -260,14 +289,21 @@ def _compute(  # noqa: PLR0913
         return next_tile, *sums
 
     # Each result, times a factor, goes where its operand was.
-    results = [(v, 1.0)] * with_dv + [(k, statics.problem.scale)] * with_dk
-    start = tuple(gpu.full((ROWS, own.shape[1]), 0.0) for own, _ in results)
+    results = [(DV, v, 1.0)] * with_dv + [(DK, k, statics.problem.scale)] * with_dk
+    start = tuple(gpu.full((ROWS, own.shape[1]), 0.0) for _, own, _ in results)
     _, *sums = jax.lax.fori_loop(0, walk.steps, visit, (walk.first, *start))
     if own_tiles < COMPUTING:  # the other warpgroup reads the same k and v
         gpu.barrier_arrive(scratch.own_free.at[0])
         gpu.barrier_wait(scratch.own_free.at[0])
-    for total, (own, factor) in zip(sums, results, strict=True):
-        own[...] = (total * factor).astype(own.dtype)
+    totals = []
+    for total, (number, own, factor) in zip(sums, results, strict=True):
+        totals.append((number, total * factor))
+        own[...] = totals[-1][1].astype(own.dtype)
+    if scratch.row_sums is not None:
+        first_row = (program.tile * own_tiles + tile) * ROWS
+        count = statics.lengths[1]
+        padded = (first_row, count) if count % statics.tile.k else None
+        sum_rows(scratch.row_sums, totals, tile, warpgroup, padded)
     gpu.commit_smem()
     # The copying warpgroup takes them from here: the addresses would take registers.
     gpu.barrier_arrive(scratch.done.at[0])
@@ -279,12 +315,20 @@ def run_dkv(
     operands: Operands,
     table: tiling.GradientTable,
     interpret: bool,
+    shared: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns dk and dv in the shapes of the padded k and v."""
+    """Returns dk and dv in the shapes of the padded k and v.
+
+    `shared`: the array of gradients that `run_dq` began. Then returns it whole, and the sums of the
+    rows of dk and dv, [b, tiles of 64 keys, key-value heads, 2, d].
+    """
     statics = make_scores_statics(problem, inputs, operands, table, OVER_QUERIES, interpret)
-    b, _, kv_heads, e = operands.v.shape
-    _, q_length, _, d = operands.q.shape
-    dtype = operands.q.dtype
+    b = operands.dout.shape[0]
+    kv_heads = statics.heads.keys
+    d, e = operands.widths
+    q_length, _ = operands.lengths
+    dtype = operands.dout.dtype
+    tiles = pl.cdiv(inputs.lengths[1], statics.tile.k)
     own_tiles = statics.tile.k // ROWS
     q_slots, dout_slots = statics.tile.stages
     scratch = [
@@ -298,22 +342,29 @@ def run_dkv(
         *ring_barriers(statics, own_tiles, arrays=2),
         gpu.barriers(1, arrivals=COMPUTING),  # own_free
         gpu.barriers(1, arrivals=COMPUTING),  # done
+        *row_sums_scratch(statics, 2, own_tiles, d),
         *staging_scratch(statics, dtype),
     ]
     bytes_per_head = q_length * (d + e) * dtype.itemsize * inputs.group
+    if shared is None:
+        outputs = [jax.ShapeDtypeStruct(x.shape, dtype) for x in operands.qkv[1:]]
+    else:
+        shape = (b, tiles * own_tiles, kv_heads, 2, d)
+        outputs = [jax.ShapeDtypeStruct(shape, jnp.float32)]
     run = gpu.call(
         partial(_dkv_kernel, statics),
-        grid=program_grid(b * kv_heads, pl.cdiv(inputs.lengths[1], statics.tile.k), bytes_per_head),
-        outputs=[
-            jax.ShapeDtypeStruct(operands.k.shape, dtype),
-            jax.ShapeDtypeStruct(operands.v.shape, dtype),
-        ],
+        grid=program_grid(b * kv_heads, tiles, bytes_per_head),
+        outputs=outputs,
         scratch=scratch,
         warpgroups=COMPUTING + 1,
         interpret=interpret,
         name="attention_dkv",
     )
     bounds = tile_bounds(problem, inputs, statics.tile.q, statics.tile.k, OVER_QUERIES)
-    *arrays, masks = operands
-    dk, dv = run(bounds, *arrays, *masks)
-    return dk, dv
+    arrays = operands.in_order()
+    if shared is None:
+        dk, dv = run(bounds, *arrays)
+        return dk, dv
+    into = jax.new_ref(shared)  # dk and dv are written beside dq
+    [sums] = run(bounds, *arrays, into)
+    return jax.freeze(into), sums

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.attention import tiling
@@ -28,6 +29,12 @@ from pallas_kernels.attention.hopper.programs import (
     program_grid,
     this_program,
 )
+from pallas_kernels.attention.hopper.row_sums import (
+    RowSums,
+    row_sums_scratch,
+    split_results,
+    sum_rows,
+)
 from pallas_kernels.attention.hopper.scores import ScoresStatics, score_matmuls
 from pallas_kernels.attention.problem import Inputs, Problem
 from pallas_kernels.attention.tile_ranges import OVER_KEYS, tile_bounds
@@ -47,18 +54,20 @@ class _Scratch(NamedTuple):
     own_ready: Any
     k_ring: Ring
     v_ring: Ring
+    row_sums: RowSums | None  # None without a shared array
     staging: Any  # None unless interpreted
 
 
-def _dq_kernel(
-    statics: ScoresStatics, bounds_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, *refs
-):
+def _dq_kernel(statics: ScoresStatics, bounds_ref, *refs):
+    q_ref, k_ref, v_ref, refs = statics.heads.split_refs(refs)
+    dout_ref, lse_ref, delta_ref, *refs = refs
     q_masks, kv_masks, refs = split_masks(statics, refs)
-    dq_ref, *refs = refs
+    [dq_ref], sums_ref, refs = split_results(statics, refs, 1)
     masks_s = [refs.pop(0), refs.pop(0)] if statics.mask_vectors else [None, None]
-    q_s, dout_s, k_s, v_s, own_ready, k_ready, v_ready, k_free, v_free, *staging = refs
+    q_s, dout_s, k_s, v_s, own_ready, k_ready, v_ready, k_free, v_free, *refs = refs
+    row_sums = RowSums(refs.pop(0), refs.pop(0)) if statics.heads.joined else None
 
-    program = this_program(q_ref.shape[2])
+    program = this_program(statics.heads.queries)
     # The last tile first: if the call is causal it takes longest.
     program = program._replace(tile=jax.lax.axis_size("tile") - 1 - program.tile)
     memory = Memory(
@@ -82,12 +91,13 @@ def _dq_kernel(
         own_ready=own_ready,
         k_ring=Ring(k_slots, k_ready, k_free),
         v_ring=Ring(v_slots, v_ready, v_free),
-        staging=staging[0] if statics.interpret else None,
+        row_sums=row_sums,
+        staging=refs[0] if statics.interpret else None,
     )
     warpgroup = jax.lax.axis_index("warpgroup")
     pl.when(warpgroup == COMPUTING)(partial(_copy, statics, memory, scratch, program))
     pl.when(warpgroup < COMPUTING)(
-        partial(_compute, statics, memory, scratch, program, warpgroup, dq_ref)
+        partial(_compute, statics, memory, scratch, program, warpgroup, dq_ref, sums_ref)
     )
 
 
@@ -101,35 +111,46 @@ def _copy(statics: ScoresStatics, memory: Memory, scratch: _Scratch, program: Pr
     batch, head, _ = program
     copying, _ = statics.tile.registers
     gpu.set_max_registers(copying, action="decrease")
-    kv_head = jax.lax.div(head, statics.group)
+    heads = statics.heads
+    kv_head = heads.of_keys(head)
     first = memory.bounds[0]
     last = memory.bounds[3]
     for warpgroup in range(COMPUTING):
         ready = scratch.own_ready.at[warpgroup]
-        for ref, own in ((memory.q, scratch.q), (memory.dout, scratch.dout)):
+        q_slot = heads.query_slot(head)
+        for ref, slot, own in ((memory.q, q_slot, scratch.q), (memory.dout, head, scratch.dout)):
             queries = _own_queries(program, warpgroup)
-            gpu.copy_gmem_to_smem(ref.at[batch, queries, head], own.at[warpgroup], ready)
+            gpu.copy_gmem_to_smem(ref.at[batch, queries, slot], own.at[warpgroup], ready)
         for vector, ref in enumerate(memory.q_masks):
             queries = _own_queries(program, warpgroup)
             own = scratch.q_masks.at[warpgroup, vector]
             gpu.copy_gmem_to_smem(ref.at[batch, queries], own, ready)
 
-    def copy(ref, into, masks, step, slot, ready):
+    k_slot = heads.key_slot(kv_head)
+    v_slot = heads.value_slot(kv_head)
+
+    def copy(ref, place, into, masks, step, slot, ready):
         keys = pl.ds((first + step) * statics.tile.k, statics.tile.k)
-        gpu.copy_gmem_to_smem(ref.at[batch, keys, kv_head], into.at[slot], ready)
+        gpu.copy_gmem_to_smem(ref.at[batch, keys, place], into.at[slot], ready)
         for vector, mask_ref in enumerate(masks):
             own = scratch.kv_masks.at[slot, vector]
             gpu.copy_gmem_to_smem(mask_ref.at[batch, keys], own, ready)
 
     fill_rings(
         last - first,
-        (scratch.k_ring, partial(copy, memory.k, scratch.k, memory.kv_masks)),
-        (scratch.v_ring, partial(copy, memory.v, scratch.v, [])),
+        (scratch.k_ring, partial(copy, memory.k, k_slot, scratch.k, memory.kv_masks)),
+        (scratch.v_ring, partial(copy, memory.v, v_slot, scratch.v, [])),
     )
 
 
-def _compute(
-    statics: ScoresStatics, memory: Memory, scratch: _Scratch, program: Program, warpgroup, dq_ref
+def _compute(  # noqa: PLR0913
+    statics: ScoresStatics,
+    memory: Memory,
+    scratch: _Scratch,
+    program: Program,
+    warpgroup,
+    dq_ref,
+    sums_ref,
 ):
     """Runs a computing warpgroup: dq of its 64 queries, over tiles of keys."""
     batch, head, at = program
@@ -182,9 +203,16 @@ def _compute(
         return dq
 
     dq = jax.lax.fori_loop(0, last - first, visit, gpu.full((ROWS, q.shape[1]), 0.0))
-    q[...] = (dq * statics.problem.scale).astype(q.dtype)  # its queries are no longer needed
+    dq = dq * statics.problem.scale
+    q[...] = dq.astype(q.dtype)  # its queries are no longer needed
+    if scratch.row_sums is not None:  # rows beyond the last query are 0
+        sum_rows(scratch.row_sums, [(0, dq)], warpgroup, warpgroup)
     gpu.commit_smem()
-    gpu.copy_smem_to_gmem(q, dq_ref.at[batch, _own_queries(program, warpgroup), head])
+    slot = statics.heads.query_slot(head)
+    gpu.copy_smem_to_gmem(q, dq_ref.at[batch, _own_queries(program, warpgroup), slot])
+    if scratch.row_sums is not None:
+        of_program = sums_ref.at[batch, at * COMPUTING + warpgroup, head]
+        gpu.copy_smem_to_gmem(scratch.row_sums.sums.at[0, warpgroup], of_program)
     gpu.wait_smem_to_gmem(0)
 
 
@@ -194,12 +222,22 @@ def run_dq(
     operands: Operands,
     table: tiling.GradientTable,
     interpret: bool,
-) -> jax.Array:
-    """Returns dq in the shape of the padded q."""
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns dq in the shape of the padded q, and None.
+
+    With a shared array: that of the gradients, of which those of queries are made, and the sums of
+    the rows of dq, [b, tiles of 64 queries, h, d].
+    """
     statics = make_scores_statics(problem, inputs, operands, table, OVER_KEYS, interpret)
-    b, _, h, d = operands.q.shape
-    _, kv_length, _, e = operands.v.shape
-    dtype = operands.q.dtype
+    b = operands.dout.shape[0]
+    h = statics.heads.queries
+    d, e = operands.widths
+    _, kv_length = operands.lengths
+    dtype = operands.dout.dtype
+    tiles = pl.cdiv(inputs.lengths[0], statics.tile.q)
+    outputs = [jax.ShapeDtypeStruct(operands.qkv[0].shape, dtype)]
+    if operands.is_joined:
+        outputs += [jax.ShapeDtypeStruct((b, tiles * COMPUTING, h, d), jnp.float32)]
     k_slots, v_slots = statics.tile.stages
     scratch = [
         *mask_scratch(statics, COMPUTING),
@@ -208,19 +246,19 @@ def run_dq(
         gpu.shared_memory((k_slots, statics.tile.k, d), dtype),
         gpu.shared_memory((v_slots, statics.tile.k, e), dtype),
         *ring_barriers(statics, COMPUTING, arrays=1),
+        *row_sums_scratch(statics, 1, COMPUTING, d),
         *staging_scratch(statics, dtype),
     ]
     bytes_per_head = kv_length * (d + e) * dtype.itemsize // inputs.group
     run = gpu.call(
         partial(_dq_kernel, statics),
-        grid=program_grid(b * h, pl.cdiv(inputs.lengths[0], statics.tile.q), bytes_per_head),
-        outputs=[jax.ShapeDtypeStruct(operands.q.shape, dtype)],
+        grid=program_grid(b * h, tiles, bytes_per_head),
+        outputs=outputs,
         scratch=scratch,
         warpgroups=COMPUTING + 1,
         interpret=interpret,
         name="attention_dq",
     )
     bounds = tile_bounds(problem, inputs, statics.tile.q, statics.tile.k, OVER_KEYS)
-    *arrays, masks = operands
-    [dq] = run(bounds, *arrays, *masks)
-    return dq
+    dq, *sums = run(bounds, *operands.in_order())
+    return dq, sums[0] if sums else None

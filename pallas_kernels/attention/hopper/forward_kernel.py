@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.attention import tiling
+from pallas_kernels.attention.hopper.heads import Heads, heads_of, shared_array
 from pallas_kernels.attention.hopper.masks import pair_mask
 from pallas_kernels.attention.hopper.programs import (
     COMPUTING,
@@ -62,7 +63,7 @@ class _Statics:
     tile: WarpgroupTile
     counts: tuple[int, int]  # tiles of queries, COMPUTING of which count as one; tiles of keys
     lengths: tuple[int, int]  # before padding
-    group: int  # query heads per key-value head
+    heads: Heads
     ranges: tuple[int, ...]  # of tile_ranges.walk
     has_segments: bool
     has_positions: bool
@@ -129,14 +130,15 @@ class _Scratch(NamedTuple):
     staging: Any  # None unless interpreted
 
 
-def _forward_kernel(statics: _Statics, bounds_ref, q_ref, k_ref, v_ref, *refs):
+def _forward_kernel(statics: _Statics, bounds_ref, *refs):
+    q_ref, k_ref, v_ref, refs = statics.heads.split_refs(refs)
     masks, refs = split_mask_operands(refs, statics.has_segments, statics.has_positions)
     out_ref, lse_ref, q_s, k_s, v_s, lse_s, *refs = refs
     q_ready, k_ready, v_ready, k_free, v_free, turn, *refs = refs
     out_s = q_s if q_ref.shape[3] == v_ref.shape[3] else refs.pop(0)
     staging = refs.pop(0) if statics.interpret else None
 
-    program = this_program(q_ref.shape[2])
+    program = this_program(statics.heads.queries)
     # The last tile first: if the call is causal it takes longest.
     program = program._replace(tile=statics.counts[0] - 1 - program.tile)
     memory = _Memory(
@@ -175,17 +177,21 @@ def _own_queries(statics: _Statics, program: Program, warpgroup):
 def _copy(statics: _Statics, memory: _Memory, scratch: _Scratch, program: Program):
     """Runs the copying warpgroup."""
     batch, head, _ = program
+    heads = statics.heads
+    q_slot = heads.query_slot(head)
+    kv_head = heads.of_keys(head)
+    k_slot = heads.key_slot(kv_head)
+    v_slot = heads.value_slot(kv_head)
     gpu.set_max_registers(REGISTERS_COPYING, action="decrease")
     for warpgroup in range(COMPUTING):
         queries = _own_queries(statics, program, warpgroup)
         gpu.copy_gmem_to_smem(
-            memory.q.at[batch, queries, head],
+            memory.q.at[batch, queries, q_slot],
             scratch.q.at[warpgroup],
             scratch.q_ready.at[warpgroup],
         )
     first = memory.bounds[0]
     last = memory.bounds[3]
-    kv_head = jax.lax.div(head, statics.group)
     stages = statics.tile.stages
 
     # The last `stages` turns copy nothing. They wait for the slots to be freed: every arrival at a
@@ -201,7 +207,7 @@ def _copy(statics: _Statics, memory: _Memory, scratch: _Scratch, program: Progra
         @pl.when(has_tile)
         def _():
             gpu.copy_gmem_to_smem(
-                memory.k.at[batch, keys, kv_head], scratch.k.at[slot], scratch.k_ready.at[slot]
+                memory.k.at[batch, keys, k_slot], scratch.k.at[slot], scratch.k_ready.at[slot]
             )
 
         pl.when(is_reused)(lambda: gpu.barrier_wait(scratch.v_free.at[slot]))
@@ -209,7 +215,7 @@ def _copy(statics: _Statics, memory: _Memory, scratch: _Scratch, program: Progra
         @pl.when(has_tile)
         def _():
             gpu.copy_gmem_to_smem(
-                memory.v.at[batch, keys, kv_head], scratch.v.at[slot], scratch.v_ready.at[slot]
+                memory.v.at[batch, keys, v_slot], scratch.v.at[slot], scratch.v_ready.at[slot]
             )
 
 
@@ -297,9 +303,17 @@ def _take_turns(turn) -> None:
 
 
 def forward(
-    problem: Problem, inputs: Inputs, *, interpret: bool = False, variant: str = ""
+    problem: Problem,
+    inputs: Inputs,
+    *,
+    joined_btknd: jax.Array | None = None,
+    interpret: bool = False,
+    variant: str = "",
 ) -> tuple[jax.Array, jax.Array]:
-    """Does what `xla.forward` does; `variant` is one of tiling.HOPPER_VARIANTS."""
+    """Does what `xla.forward` does; `variant` is one of tiling.HOPPER_VARIANTS.
+
+    `joined_btknd`: the array of which q, k and v are parts, to read them from it in place.
+    """
     b, t, h, d = inputs.q_bthd.shape
     _, s, kv_heads, e = inputs.v_bske.shape
     dtype = inputs.q_bthd.dtype
@@ -310,23 +324,26 @@ def forward(
     counts = (pl.cdiv(t, own_queries), pl.cdiv(s, tile.k))
     q_length = counts[0] * own_queries
     kv_length = counts[1] * tile.k
-    q = pad_to(inputs.q_bthd, (b, q_length, h, d_padded))
-    k = pad_to(inputs.k_bskd, (b, kv_length, kv_heads, d_padded))
-    v = zero_hidden(inputs.v_bske, visible_keys(problem, inputs))
-    v = pad_to(v, (b, kv_length, kv_heads, e_padded))
+    if joined_btknd is None:
+        q = pad_to(inputs.q_bthd, (b, q_length, h, d_padded))
+        k = pad_to(inputs.k_bskd, (b, kv_length, kv_heads, d_padded))
+        v = zero_hidden(inputs.v_bske, visible_keys(problem, inputs))
+        arrays = (q, k, pad_to(v, (b, kv_length, kv_heads, e_padded)))
+    else:  # every query sees its own key: none is hidden
+        arrays = (shared_array(joined_btknd, max(q_length, kv_length), d_padded),)
     masks = pad_mask_operands(inputs, q_length, kv_length)
     statics = _Statics(
         problem,
         tile,
         counts,
         lengths=(t, s),
-        group=inputs.group,
+        heads=heads_of(inputs, joined_btknd is not None),
         ranges=possible_ranges(problem, inputs, padded_keys=kv_length != s, over=OVER_KEYS),
         has_segments=inputs.has_segments,
         has_positions=inputs.has_positions,
         interpret=interpret,
     )
-    bytes_per_head = kv_length * (d_padded + e_padded) * dtype.itemsize // statics.group
+    bytes_per_head = kv_length * (d_padded + e_padded) * dtype.itemsize // inputs.group
     run = gpu.call(
         partial(_forward_kernel, statics),
         grid=program_grid(b * h, counts[0], bytes_per_head),
@@ -340,7 +357,7 @@ def forward(
         name="attention_forward",
     )
     bounds = tile_bounds(problem, inputs, own_queries, tile.k, OVER_KEYS)
-    out, lse = run(bounds, q, k, v, *(x for x in masks if x is not None))
+    out, lse = run(bounds, *arrays, *(x for x in masks if x is not None))
     return out[:, :t, :, :e], jnp.moveaxis(lse, 1, 2)[:, :t]
 
 

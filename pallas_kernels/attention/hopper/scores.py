@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.attention.hopper.heads import Heads
 from pallas_kernels.attention.hopper.masks import pair_mask
 from pallas_kernels.attention.hopper.programs import ROWS
 from pallas_kernels.attention.problem import Problem
@@ -31,7 +32,7 @@ class ScoresStatics:
     tile: GradientTile
     rows_are_queries: bool  # and columns keys; otherwise scores are transposed
     lengths: tuple[int, int]  # (t, s) before padding
-    group: int  # query heads per key-value head
+    heads: Heads
     needs_mask: bool  # in at least one tile
     has_segments: bool
     has_positions: bool

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention import attention
+from pallas_kernels.attention.joined import joined_attention, may_read_in_place
 from pallas_kernels.choose import Refused
 from pallas_kernels.counting import share_counted
 from spmdtrain.config.errors import ConfigError
@@ -101,6 +102,40 @@ class Attend:
         of_tokens = (of_q_token, of_k_token, of_q_token, of_k_token)
         names = (of_q, of_k, of_k, *of_tokens, ("kv_heads",), ())
         return ctx.local_map(local, arrays, names, of_q)
+
+    def may_read_in_place(self, ctx: ForwardContext) -> bool:
+        """Returns True if kernels here read the parts of a projection in place."""
+        return ctx.context_method is None and not any(self.chunks) and may_read_in_place()
+
+    def joined(
+        self, products_btknd: jax.Array, bias_knd: jax.Array | None, ctx: ForwardContext
+    ) -> jax.Array:
+        """Returns what a call with the parts of products + bias does: see `joined_attention`."""
+        layer = self._traced_layer(ctx)
+
+        def local(products, bias, segments, layer):
+            def attend(kind):
+                window, _ = kind
+                before = _before(window, products.shape[1])
+                with self._refusals_as_config_errors():
+                    return joined_attention(
+                        products,
+                        bias,
+                        causal=self.causal,
+                        segment_ids=segments,
+                        window=None if before is None else (before, 0),
+                        softcap=self.cap,
+                        scale=self.scale,
+                        implementation=self.implementation,
+                    )
+
+            b, t, k, n, d = products.shape
+            return by_kind(self._kinds, _number(ctx, layer), attend).reshape(b, t, k, n - 2, d)
+
+        of_slots = OF_QUERIES[2:]
+        names = (OF_QUERIES, of_slots, ("batch", "time"), ())
+        arrays = (products_btknd, bias_knd, ctx.segment_ids_bt, layer)
+        return ctx.local_map(local, arrays, names, OF_QUERIES)
 
     def _by_ring(self, q_btkgd, k_btkd, v_btke, sinks_h, ctx: ForwardContext) -> jax.Array:
         """Attends to keys that travel round the ring of devices: [b, t, k, g, e]."""

@@ -93,7 +93,13 @@ class Attention(nnx.Module):
     def __call__(
         self, x_bte: jax.Array, ctx: ForwardContext, cache: Cache | None = None
     ) -> tuple[jax.Array, Cache | None]:
-        q, k, v, gate = self._heads(self._project(x_bte, ctx), ctx)
+        products = self._project(x_bte, ctx)
+        if cache is None and self._reads_in_place(ctx):
+            bias_knd = None
+            if self.qkv_bias is not None:
+                bias_knd = self.qkv_bias[...].reshape(products.shape[2:])
+            return self._out(self.attend.joined(products, bias_knd, ctx), None, ctx), None
+        q, k, v, gate = self._heads(products, ctx)
         if self.gate_ekg is not None:
             gate_btkg = ctx.column_parallel(x_bte, self.gate_ekg, OF_GATES)
             gate = ctx.constrain(gate_btkg, "batch", "time", *OF_GATES)[..., None]
@@ -117,7 +123,9 @@ class Attention(nnx.Module):
     ) -> jax.Array:
         """Returns what attention adds to the stream, [b, t, e]."""
         sinks = None if self.sinks is None else self.sinks[...]
-        attended = self.attend(q, k, v, ctx, cache=cache, sinks=sinks)
+        return self._out(self.attend(q, k, v, ctx, cache=cache, sinks=sinks), gate, ctx)
+
+    def _out(self, attended: jax.Array, gate: jax.Array | None, ctx: ForwardContext) -> jax.Array:
         attended = ctx.constrain(attended, "batch", "time", *OF_HEADS)
         if gate is not None:
             attended = recomputed(_gated, ctx)(attended, gate)
@@ -130,20 +138,31 @@ class Attention(nnx.Module):
         """Returns the slots of each key-value head [b, t, k, n, d], before biases."""
         return ctx.column_parallel(x_bte, getattr(self, self.projection), OF_HEADS)
 
+    def _stays(self, ctx: ForwardContext) -> bool:
+        """Returns True if queries, keys and values are the products and their biases."""
+        changes = self.query_key_norm, self.temperature, self.rotated_norm, self._position(ctx)
+        return not self.has_gates and all(change is None for change in changes)
+
+    def _position(self, ctx: ForwardContext) -> Position | None:
+        if self.position is None and self.rotation is not None:
+            return partial(self.rotation, number=ctx.layer)
+        return self.position
+
+    def _reads_in_place(self, ctx: ForwardContext) -> bool:
+        """Returns True if attention may take the products as they are, without a cache."""
+        takes_more = self.sinks is not None or self.gate_ekg is not None
+        return self._stays(ctx) and not takes_more and self.attend.may_read_in_place(ctx)
+
     def _heads(self, qkv_btknd: jax.Array, ctx: ForwardContext) -> Heads:
         """Returns queries and keys, normed and rotated, values, and gates if there are any.
 
         They are split, not indexed: their gradients are then put side by side, and not each padded
         to the whole and added.
         """
-        position = self.position
-        if position is None and self.rotation is not None:
-            position = partial(self.rotation, number=ctx.layer)
-        stays = position is None and self.query_key_norm is None and not self.has_gates
-        stays = stays and self.temperature is None and self.rotated_norm is None
+        position = self._position(ctx)
         if self.qkv_bias is not None:
             bias_knd = self.qkv_bias[...].reshape(qkv_btknd.shape[2:])
-            if stays:
+            if self._stays(ctx):
                 of_keys = ("batch", "time", "kv_heads", "head_dim")
                 names = ("batch", "time", *OF_HEADS), OF_HEADS
                 out = names[0], of_keys, of_keys

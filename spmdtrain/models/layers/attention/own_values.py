@@ -28,6 +28,9 @@ class OwnValues(Attention):
         """True: tokens may come in any order, with their positions."""
         return True
 
+    def _reads_in_place(self, ctx: ForwardContext) -> bool:
+        return self.epsilon is None and super()._reads_in_place(ctx)
+
     def _project(self, x_bte: jax.Array, ctx: ForwardContext) -> jax.Array:
         """Returns what `Attention` does; the slot of keys is also that of values."""
         slots_btknd = super()._project(x_bte, ctx)
