@@ -1,15 +1,18 @@
 """Every flagship layout compiled at its real size for GPUs that are not there: `make fleet`.
 
-    python benchmarks/fleet.py [--only TEXT] [--page FILE]
+    python benchmarks/fleet.py [--only TEXT | --missing] [--page FILE]
 
 Each layout is a process of its own (`spmdtrain estimate CONFIG --compile --json`), because XLA ends
 the process where it cannot compile: that is a row of the table then. What a process found is kept
-in runs/fleet/NAME.json; the page is made of all that lie there, so `--only` compiles some again.
+in runs/fleet/NAME.json. A layout of which nothing lies there keeps the row of the page, which says
+when and with which jax it was compiled: so `--only` compiles some again, and `--missing` those that
+have neither. What the planner predicts of a step that lies there is found anew each time.
 
-Once all layouts are there, spmdtrain/planner/cost/fleet_overlap.json is written too: the shares
-of a step's traffic that the planner takes for hidden.
+What takes all layouts is written only if all of them lie there: the share of all bytes that is
+hidden, and spmdtrain/planner/cost/fleet_overlap.json, the shares of a step's traffic that the
+planner takes for hidden.
 
-Needs what `make cuda-compiler` installs, jax 0.11 or later. One to two minutes a layout on two
+Needs what `make cuda-compiler` installs, jax 0.11 or later. One to five minutes a layout on two
 cores.
 """
 
@@ -22,14 +25,21 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 from spmdtrain.compiled.step_memory import memory_in
+from spmdtrain.config import load
 from spmdtrain.planner.cost.overlap import FLEET, Overlap, hidden_shares
 from spmdtrain.planner.cost.software import fitted_on
+from spmdtrain.planner.estimate import estimate, with_vocab
+from spmdtrain.planner.report import estimate_values
+from spmdtrain.planner.traffic import needed_traffic
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "runs" / "fleet"
@@ -61,12 +71,19 @@ class Layout:
         """Arguments of `spmdtrain`, as a person would type them."""
         command = ["estimate", f"configs/{self.config}.toml", "--hardware", self.hardware]
         command += ["--devices", str(self.devices), "--compile"]
-        mesh = dict(part.split("=") for part in self.mesh.split())
-        sizes = [f"mesh.{axis}={mesh.get(axis, 1)}" for axis in AXES] if mesh else []
-        for setting in [*sizes, *self.settings.split()]:
+        for setting in self.changes:
             command += ["--set", setting]
         return command
 
+    @property
+    def changes(self) -> list[str]:
+        """The settings that are not the config's."""
+        mesh = dict(part.split("=") for part in self.mesh.split())
+        sizes = [f"mesh.{axis}={mesh.get(axis, 1)}" for axis in AXES] if mesh else []
+        return [*sizes, *self.settings.split()]
+
+
+Found = list[tuple[Layout, dict[str, Any]]]  # what was compiled here
 
 PLAIN = "pipeline.schedule=1f1b pipeline.chunks=1 train.zero=0"
 LAYOUTS = (
@@ -154,6 +171,14 @@ LAYOUTS = (
     Layout("mixtral_8x7b", "h200", 16, "fsdp=2 expert=8"),
     Layout("mixtral_8x7b", "h100", 64),
     Layout("qwen3_30b_a3b", "h100", 16),
+    Layout(
+        "qwen3_5_27b",
+        "h200",
+        64,
+        "fsdp=8 context=8",
+        "train.sequence_length=262144 train.global_batch=16",
+    ),
+    Layout("gemma4_31b", "h100", 32),
     Layout("deepseek_v3", "h100", 1024),
     Layout("deepseek_v3", "h100", 2048, "data=2 fsdp=16 expert=64", "train.global_batch=16384"),
 )
@@ -175,11 +200,15 @@ def compile_layout(layout: Layout) -> dict[str, Any]:
         text=True,
         check=False,
     )
-    seconds = time.perf_counter() - start
+    made = {"seconds": time.perf_counter() - start, "made": _today()}
     lines = done.stdout.splitlines()
     if done.returncode == 0 and lines:
-        return json.loads(lines[-1]) | {"seconds": seconds}
-    return {"refused": _reason(done.stderr), "seconds": seconds}
+        return json.loads(lines[-1]) | made
+    return {"refused": _reason(done.stderr)} | made
+
+
+def _today() -> str:
+    return f"{datetime.now(UTC).date()}, jax {version('jax')}"
 
 
 def _reason(errors: str) -> str:
@@ -191,6 +220,16 @@ def _reason(errors: str) -> str:
     return (telling or lines or ["ended without a word"])[0][:200]
 
 
+def predicted(layout: Layout, result: dict[str, Any]) -> dict[str, Any]:
+    """The result with what the planner of today says of the compiled step."""
+    if "refused" in result:
+        return result
+    config = load(ROOT / "configs" / f"{layout.config}.toml", layout.changes)
+    cost = estimate(with_vocab(config), layout.devices, layout.hardware)
+    cost = cost.as_compiled(result["compiled"]["traffic"] or [])
+    return result | estimate_values(cost) | {"needed_traffic": needed_traffic(cost.workload)}
+
+
 def kept_file(layout: Layout) -> Path:
     return KEPT / f"{re.sub(r'[^a-z0-9]+', '_', layout.name.lower())}.json"
 
@@ -198,9 +237,7 @@ def kept_file(layout: Layout) -> Path:
 # What the planner takes from it
 
 
-def overlap_of_fleet(
-    found: list[tuple[Layout, dict[str, Any]]],
-) -> dict[str, dict[str, float]]:
+def overlap_of_fleet(found: Found) -> dict[str, dict[str, float]]:
     """Family of GPUs -> kind of traffic -> share sent beside work, the mean over layouts."""
     shares = defaultdict(lambda: defaultdict(list))
     for layout, result in found:
@@ -230,7 +267,8 @@ of a step are predicted. Written by
 COLUMNS = """\
 *Memory*: of the fullest device. *Hidden*: share of the bytes that a device sends with a
 matmul or a loop of layers between start and end. *Step*: predicted, and as published
-where the same work was.
+where the same work was. *Compiled*: when, and with which jax. A layout that was not compiled
+again keeps its row.
 """
 PER_HOST = 8  # devices, of all clusters above
 BYTES = """\
@@ -243,15 +281,28 @@ Tokens are counted in one round to their experts, as if loads were balanced; how
 there are is only known when a step runs.
 """
 OVERLAP = """\
-Share of each kind of traffic that is hidden, the mean over the layouts above that have it. `plan`
-and `estimate` count with these; `estimate --compile` and `plan --compile` with what the compiled
-step itself hides. *Vocabulary* are sums over `pipeline`, *hops* what a stage sends to the next one.
+Share of each kind of traffic that is hidden, the mean over those of the layouts compiled together
+that have it. `plan` and `estimate` count with these; `estimate --compile` and `plan --compile` with
+what the compiled step itself hides. *Vocabulary* are sums over `pipeline`, *hops* what a stage
+sends to the next one.
 """
 KINDS = [field.name for field in fields(Overlap)]
+TOGETHER = "Of all bytes of the "  # the start of the sentence about all layouts
 
 
-def page(found: list[tuple[Layout, dict[str, Any]]]) -> str:
-    """docs/fleet.md"""
+class Rows(NamedTuple):
+    """What the page says of one layout."""
+
+    overview: str
+    traffic: list[str]  # the first of them has its title
+
+
+def page(found: Found, before: str = "") -> str:
+    """docs/fleet.md. `before`: the page as it is, of which rows stay."""
+    rows = {_title(layout): rows_of(layout, result) for layout, result in found}
+    rows = rows_on(before) | rows
+    layouts = [layout for layout, _ in found] if not before else LAYOUTS
+    titled = [rows[_title(layout)] for layout in layouts if _title(layout) in rows]
     return "\n".join(
         [
             "# The fleet: flagship layouts at real size",
@@ -260,77 +311,112 @@ def page(found: list[tuple[Layout, dict[str, Any]]]) -> str:
             "",
             "    make fleet",
             "",
-            f"{len(found)} of its {len(LAYOUTS)} layouts have been compiled so far.",
+            f"{len(titled)} of its {len(LAYOUTS)} layouts have been compiled so far.",
             "",
-            *_overview(found),
+            *_heading(OVERVIEW),
+            *(row.overview for row in titled),
             "",
             *COLUMNS.splitlines(),
             "",
-            *_hidden_in_all(found),
+            *_hidden_in_all(found, before),
             "",
             "## Bytes",
             "",
             *BYTES.splitlines(),
             "",
-            *_traffic(found),
+            *_heading(TRAFFIC),
+            *(line for row in titled for line in row.traffic),
             "",
             "## What the planner takes for hidden",
             "",
             *OVERLAP.splitlines(),
             "",
-            *overlap_table(overlap_of_fleet(found)),
+            *overlap_table(_shares(found, before)),
             "",
             "## Published",
             "",
-            *_sources(found),
+            *_sources(layouts),
             "",
         ]
     )
 
 
-def _overview(found: list[tuple[Layout, dict[str, Any]]]) -> list[str]:
-    columns = (
-        "layout",
-        "compiles",
-        "s",
-        "XLA GB",
-        "formula GB",
-        "XLA / formula",
-        "hidden",
-        "step s",
-        "published s",
+def rows_on(text: str) -> dict[str, Rows]:
+    """The rows of a page, by the title of their layout."""
+    rows: dict[str, Rows] = {}
+    title = ""
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if len(cells) == len(OVERVIEW) and cells[1].startswith(("yes", "**no**")):
+            rows[cells[0]] = Rows(line, [])
+        elif len(cells) == len(TRAFFIC) and (cells[0] or title) in rows:
+            title = cells[0] or title
+            rows[title].traffic.append(line)
+    return rows
+
+
+def rows_of(layout: Layout, result: dict[str, Any]) -> Rows:
+    return Rows(_overview(layout, result), _traffic(layout, result))
+
+
+def _is_whole(found: Found, before: str) -> bool:
+    """True if what is said of all layouts can be found out anew."""
+    return not before or len(found) == len(LAYOUTS)
+
+
+def _shares(found: Found, before: str) -> dict[str, dict[str, float]]:
+    if _is_whole(found, before):
+        return overlap_of_fleet(found)
+    return json.loads(SHARES.read_text(encoding="utf-8"))
+
+
+OVERVIEW = (
+    "layout",
+    "compiles",
+    "s",
+    "XLA GB",
+    "formula GB",
+    "XLA / formula",
+    "hidden",
+    "step s",
+    "published s",
+    "compiled",
+)
+
+
+def _overview(layout: Layout, result: dict[str, Any]) -> str:
+    title = _title(layout)
+    if "refused" in result:
+        reason = f"**no**: {result['refused']}"
+        cells = (title, reason, f"{result['seconds']:.0f}", *[""] * 6, result["made"])
+        return f"| {' | '.join(cells)} |"
+    xla = _xla_bytes(result) / GIGA
+    ours = result["memory_bytes_per_device"]["total"] / GIGA
+    traffic = result["compiled"]["traffic"] or []
+    sent = sum(each["sent"] for each in traffic)
+    hidden = sum(each["sent_beside_work"] for each in traffic)
+    published = layout.published[0] if layout.published else ""
+    cells = (
+        title,
+        "yes",
+        f"{result['compiled']['compile_seconds']:.0f}",
+        f"{xla:.1f}",
+        f"{ours:.1f}",
+        f"{xla / ours:.2f}",
+        f"{hidden / sent:.0%}" if sent else "",
+        f"{result['step_seconds']:.3g}",
+        f"{published}",
+        result["made"],
     )
-    lines = _heading(columns)
-    for layout, result in found:
-        title = _title(layout)
-        if "refused" in result:
-            lines.append(
-                f"| {title} | **no**: {result['refused']} | {result['seconds']:.0f} | | | | | | |"
-            )
-            continue
-        xla = _xla_bytes(result) / GIGA
-        ours = result["memory_bytes_per_device"]["total"] / GIGA
-        traffic = result["compiled"]["traffic"] or []
-        sent = sum(each["sent"] for each in traffic)
-        hidden = sum(each["sent_beside_work"] for each in traffic)
-        published = layout.published[0] if layout.published else ""
-        cells = (
-            title,
-            "yes",
-            f"{result['compiled']['compile_seconds']:.0f}",
-            f"{xla:.1f}",
-            f"{ours:.1f}",
-            f"{xla / ours:.2f}",
-            f"{hidden / sent:.0%}" if sent else "",
-            f"{result['step_seconds']:.3g}",
-            f"{published}",
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+    return f"| {' | '.join(cells)} |"
 
 
-def _hidden_in_all(found: list[tuple[Layout, dict[str, Any]]]) -> list[str]:
+def _hidden_in_all(found: Found, before: str) -> list[str]:
     """One sentence: the share of all bytes that is sent beside work, between hosts and inside."""
+    if not _is_whole(found, before):
+        lines = before.splitlines()
+        (start,) = (at for at, line in enumerate(lines) if line.startswith(TOGETHER))
+        return lines[start : lines.index("", start)]
     sent = {True: 0.0, False: 0.0}
     hidden = {True: 0.0, False: 0.0}
     for _, result in found:
@@ -340,7 +426,8 @@ def _hidden_in_all(found: list[tuple[Layout, dict[str, Any]]]) -> list[str]:
             hidden[between] += each["sent_beside_work"]
     shares = {between: hidden[between] / max(1.0, sent[between]) for between in sent}
     return [
-        f"Of all bytes of these layouts, {shares[True]:.0%} of those over axes that cross hosts",
+        f"{TOGETHER}{len(found)} layouts that were last compiled together,",
+        f"{shares[True]:.0%} of those over axes that cross hosts",
         f"and {shares[False]:.0%} of those over axes inside a host are hidden.",
     ]
 
@@ -354,26 +441,28 @@ def _crosses_hosts(axes: str, sizes: dict[str, Any]) -> bool:
     )
 
 
-def _traffic(found: list[tuple[Layout, dict[str, Any]]]) -> list[str]:
-    kinds = ("all-gather", "reduce-scatter", "all-reduce", "collective-permute", "all-to-all")
-    lines = _heading(("layout", "over", *kinds, "sent", "needed", "hidden"))
-    for layout, result in found:
-        if "refused" in result:
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "collective-permute", "all-to-all")
+TRAFFIC = ("layout", "over", *COLLECTIVES, "sent", "needed", "hidden")
+
+
+def _traffic(layout: Layout, result: dict[str, Any]) -> list[str]:
+    if "refused" in result:
+        return []
+    by_axis = defaultdict(list)
+    for each in result["compiled"]["traffic"] or []:
+        by_axis[each["axis"]].append(each)
+    title = _title(layout)
+    lines = []
+    for axis, listed in by_axis.items():
+        sent = sum(each["sent"] for each in listed)
+        if sent < 1e-3 * GIGA:  # sums of scalars and norms
             continue
-        by_axis = defaultdict(list)
-        for each in result["compiled"]["traffic"] or []:
-            by_axis[each["axis"]].append(each)
-        title = _title(layout)
-        for axis, listed in by_axis.items():
-            sent = sum(each["sent"] for each in listed)
-            if sent < 1e-3 * GIGA:  # sums of scalars and norms
-                continue
-            needed = result["needed_traffic"].get(axis, 0.0)
-            hidden = sum(each["sent_beside_work"] for each in listed) / sent
-            cells = [title, axis, *(_split(listed, kind) for kind in kinds)]
-            cells += [f"{sent / GIGA:.4g}", f"{needed / GIGA:.4g}", f"{hidden:.0%}"]
-            lines.append(f"| {' | '.join(cells)} |")
-            title = ""
+        needed = result["needed_traffic"].get(axis, 0.0)
+        hidden = sum(each["sent_beside_work"] for each in listed) / sent
+        cells = [title, axis, *(_split(listed, kind) for kind in COLLECTIVES)]
+        cells += [f"{sent / GIGA:.4g}", f"{needed / GIGA:.4g}", f"{hidden:.0%}"]
+        lines.append(f"| {' | '.join(cells)} |")
+        title = ""
     return lines
 
 
@@ -396,10 +485,10 @@ def overlap_table(shares: dict[str, dict[str, float]]) -> list[str]:
     return lines
 
 
-def _sources(found: list[tuple[Layout, dict[str, Any]]]) -> list[str]:
+def _sources(layouts: Iterable[Layout]) -> list[str]:
     return [
         f"- {_title(layout)}: {layout.published[0]} s. {layout.published[1]}"
-        for layout, _ in found
+        for layout in layouts
         if layout.published
     ]
 
@@ -423,14 +512,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
         "--only", default="", metavar="TEXT", help="compiles the layouts whose name holds this"
+    )
+    which.add_argument(
+        "--missing", action="store_true", help="compiles the layouts that have no row yet"
     )
     parser.add_argument("--page", default=str(ROOT / "docs" / "fleet.md"), metavar="FILE")
     chosen = parser.parse_args()
+    written = Path(chosen.page)
+    before = written.read_text(encoding="utf-8") if written.exists() else ""
     KEPT.mkdir(parents=True, exist_ok=True)
     for layout in LAYOUTS:
-        if chosen.only in layout.name:
+        has_row = kept_file(layout).exists() or _title(layout) in rows_on(before)
+        if chosen.only in layout.name and not (chosen.missing and has_row):
             result = compile_layout(layout)
             kept_file(layout).write_text(json.dumps(result, indent=1))
             print(
@@ -438,13 +534,13 @@ def main() -> None:
                 flush=True,
             )
     found = [
-        (layout, json.loads(kept_file(layout).read_text()))
+        (layout, predicted(layout, json.loads(kept_file(layout).read_text())))
         for layout in LAYOUTS
         if kept_file(layout).exists()
     ]
-    Path(chosen.page).parent.mkdir(parents=True, exist_ok=True)
-    Path(chosen.page).write_text(page(found), encoding="utf-8")
-    print(f"{chosen.page}: {len(found)} of {len(LAYOUTS)} layouts")
+    written.parent.mkdir(parents=True, exist_ok=True)
+    written.write_text(page(found, before), encoding="utf-8")
+    print(f"{chosen.page}: {len(found)} of {len(LAYOUTS)} layouts compiled here")
     if len(found) == len(LAYOUTS):
         SHARES.write_text(json.dumps(overlap_of_fleet(found), indent=1) + "\n")
 

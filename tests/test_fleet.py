@@ -78,6 +78,7 @@ def test_every_layout_is_there_once_and_every_flagship_is_compiled_as_configured
         "mixtral_8x7b",
         "qwen3_30b_a3b",
         "deepseek_v3",
+        "gemma4_31b",
     }
 
 
@@ -122,6 +123,7 @@ def test_the_page_compares_bytes_with_theory():
     }
     result = {
         "seconds": 9.0,
+        "made": "today, jax 1",
         "step_seconds": 1.25,
         "memory_bytes_per_device": {"total": 4e9},
         "needed_traffic": {"fsdp": 2e9},
@@ -141,12 +143,25 @@ def test_the_page_compares_bytes_with_theory():
     layout = fleet.Layout("llama3_8b", "h100", 8, "fsdp=8", published=(2.5, "a paper"))
     lines = fleet.page([(layout, result)]).splitlines()
     title = "llama3_8b on 8 h100, fsdp&nbsp;8"
-    assert f"| {title} | yes | 8 | 5.0 | 4.0 | 1.25 | 35% | 1.25 | 2.5 |" in lines
+    assert f"| {title} | yes | 8 | 5.0 | 4.0 | 1.25 | 35% | 1.25 | 2.5 | today, jax 1 |" in lines
     assert f"| {title} | fsdp | 4 + 0 |  |  |  |  | 3 | 2 | 50% |" in lines
     assert f"- {title}: 2.5 s. a paper" in lines
     hidden = " ".join(lines[lines.index("## Bytes") - 3 : lines.index("## Bytes")])
     assert "50% of those over axes that cross hosts and 20% of those" in hidden
     assert "| h100 | 20.0% |  |  |  | 50.0% |  |  |  |" in lines
+
+
+def test_a_layout_that_is_not_compiled_again_keeps_its_row():
+    before = (ROOT / "docs" / "fleet.md").read_text()
+    assert fleet.page([], before) == before
+    layout = next(each for each in fleet.LAYOUTS if fleet._title(each) in fleet.rows_on(before))
+    refused = {"refused": "a reason", "seconds": 3.0, "made": "today, jax 1"}
+    after = fleet.page([(layout, refused)], before)
+    title = fleet._title(layout)
+    rows, changed = fleet.rows_on(before), fleet.rows_on(after)
+    assert changed.pop(title).overview.endswith("| today, jax 1 |")
+    del rows[title]
+    assert changed == rows
 
 
 def test_the_planner_takes_the_mean_over_layouts():

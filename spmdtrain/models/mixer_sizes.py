@@ -19,6 +19,10 @@ class MixerSizes(NamedTuple):
     state_bytes: int  # of a cache, for a sequence of any length; the inputs in float32
     # The forward FLOPs of a token, beside those of the projections, in chunks of so many tokens.
     flops: Callable[[int], float]
+    # The same of finding the map by which a piece of a sequence changes the state, which the pieces
+    # behind it need, and its bytes: layers.mixers.in_front.
+    map_flops: Callable[[int], float]
+    map_bytes: int
 
 
 def mixer_sizes(model: TransformerConfig, mixer: Mixer) -> MixerSizes | None:
@@ -47,7 +51,8 @@ def _delta(embed: int, delta: DeltaConfig) -> MixerSizes:
 
     For a key head 4 C k of keys with keys and queries, or for each value head if channels have
     decays; for a value head 2/3 C^2 of an inverse, 2 C (k + 2 v) within the chunk and 6 k v with
-    the state; 4/3 C for the sum of each decay, by a mask that has no gradient.
+    the state; 4/3 C for the sum of each decay, by a mask that has no gradient. A map needs no
+    queries, and its state has k columns more.
     """
     values = delta.value_heads * delta.value_dim
     mixed = delta.key_heads * delta.mixed_width
@@ -64,16 +69,31 @@ def _delta(embed: int, delta: DeltaConfig) -> MixerSizes:
         decays *= delta.key_dim
         matmuls += [(rank, embed, False), (decays, rank, True)]
 
-    def flops(chunk: int) -> float:
-        heads = delta.key_heads if delta.decay == "head" else delta.value_heads
-        within = 2 / 3 * (chunk**2 - 1) + 2 * chunk * (delta.key_dim + 2 * delta.value_dim)
-        with_state = 6 * delta.key_dim * delta.value_dim
-        among = 4 * chunk * delta.key_dim * heads + 4 / 3 * chunk * decays
-        return among + delta.value_heads * (within + with_state)
+    product_heads = delta.key_heads if delta.decay == "head" else delta.value_heads
+    keys, key_and_value = delta.key_dim, delta.key_dim + delta.value_dim
 
-    state = values * delta.key_dim + (delta.taps - 1) * mixed
-    vectors = mixed * delta.taps + delta.value_heads + decays + delta.value_dim
-    return MixerSizes(tuple(matmuls), mixed, values, vectors, 4 * state, flops)
+    def flops(chunk: int) -> float:
+        within = 2 / 3 * (chunk**2 - 1) + 2 * chunk * (keys + 2 * delta.value_dim)
+        with_state = 6 * keys * delta.value_dim
+        products = 4 * chunk * keys * product_heads + 4 / 3 * chunk * decays
+        return products + delta.value_heads * (within + with_state)
+
+    def map_flops(chunk: int) -> float:
+        within = 2 / 3 * (chunk**2 - 1) + 2 * chunk * key_and_value
+        with_state = 4 * keys * key_and_value
+        products = 2 * chunk * keys * product_heads + 2 * chunk * decays
+        return products + delta.value_heads * (within + with_state)
+
+    return MixerSizes(
+        matmuls=tuple(matmuls),
+        mixed=mixed,
+        width=values,
+        vectors=mixed * delta.taps + delta.value_heads + decays + delta.value_dim,
+        state_bytes=4 * (values * keys + (delta.taps - 1) * mixed),
+        flops=flops,
+        map_flops=map_flops,
+        map_bytes=4 * delta.value_heads * keys * key_and_value,
+    )
 
 
 def _ssd(embed: int, ssd: SsdConfig) -> MixerSizes:
@@ -90,12 +110,26 @@ def _ssd(embed: int, ssd: SsdConfig) -> MixerSizes:
         return 2 * chunk * ssd.state * ssd.groups + ssd.heads * of_head
 
     taps = (inner + shared) * (ssd.taps + ssd.taps_bias)
-    vectors = taps + 3 * ssd.heads + (inner if ssd.norm == "group" else 0)
-    state = inner * ssd.state + (ssd.taps - 1) * (inner + shared)
-    return MixerSizes(matmuls, inner + shared, inner, vectors, 4 * state, flops)
+    return MixerSizes(
+        matmuls=matmuls,
+        mixed=inner + shared,
+        width=inner,
+        vectors=taps + 3 * ssd.heads + (inner if ssd.norm == "group" else 0),
+        state_bytes=4 * (inner * ssd.state + (ssd.taps - 1) * (inner + shared)),
+        flops=flops,
+        map_flops=lambda chunk: 2.0 * (chunk * ssd.heads + ssd.state * inner),
+        map_bytes=4 * (inner * ssd.state + ssd.heads),  # a factor for each head
+    )
 
 
 def _conv(embed: int, conv: ConvConfig) -> MixerSizes:
-    vectors = embed * (conv.taps + (5 if conv.bias else 0))
-    state = 4 * (conv.taps - 1) * embed
-    return MixerSizes(((3 * embed, embed, True),), 3 * embed, embed, vectors, state, lambda _: 0.0)
+    return MixerSizes(
+        matmuls=((3 * embed, embed, True),),
+        mixed=3 * embed,
+        width=embed,
+        vectors=embed * (conv.taps + (5 if conv.bias else 0)),
+        state_bytes=4 * (conv.taps - 1) * embed,
+        flops=lambda _: 0.0,
+        map_flops=lambda _: 0.0,
+        map_bytes=0,
+    )

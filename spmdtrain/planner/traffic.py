@@ -6,6 +6,7 @@ not count.
 """
 
 from spmdtrain.config.schema import TransformerConfig
+from spmdtrain.models.mixer_sizes import MixerSizes
 from spmdtrain.planner.cost import shape
 from spmdtrain.planner.cost.collective_time import data_sums
 from spmdtrain.planner.cost.experts import BACKWARD_EXCHANGES, FORWARD_EXCHANGES
@@ -16,7 +17,7 @@ from spmdtrain.planner.cost.memory import (
     own_expert_elements,
     resident_elements,
 )
-from spmdtrain.planner.cost.workload import Workload
+from spmdtrain.planner.cost.workload import Workload, pieces_of
 
 
 def needed_traffic(workload: Workload) -> dict[str, float]:
@@ -166,13 +167,28 @@ def _attention_bytes(workload: Workload) -> float:
     gradients are scattered. Ulysses exchanges queries, keys, values and outputs, and their
     gradients; a layer that is recomputed exchanges the first three again, or with "full" all.
     """
-    kinds = shape.mixer_shares(workload.model)
-    sent = sum(
-        share * _of_attention(workload, alike)
-        for share, alike in kinds
-        if not shape.linear_mixer(alike)
-    )
+    sent = 0.0
+    for share, alike in shape.mixer_shares(workload.model):
+        mixer = shape.linear_mixer(alike)
+        of_layer = _of_recurrence(workload, mixer) if mixer else _of_attention(workload, alike)
+        sent += share * of_layer
     return workload.accumulation * workload.layers_per_stage * sent
+
+
+def _of_recurrence(workload: Workload, mixer: MixerSizes) -> float:
+    """Counts what a layer with a recurrence sends over `context`: the maps of all pieces of a
+    sequence, gathered in the forward and again in the backward, and scattered as gradients; or,
+    with Ulysses, heads of inputs, gates and outputs, and of their gradients. The last inputs of a
+    piece, for its convolution, are few.
+    """
+    ways, again = workload.mesh.context, workload.remat == "full"
+    if workload.context_method == "ulysses":
+        columns = mixer.mixed + 2 * mixer.width
+        whole = workload.tokens * workload.compute_bytes * columns * (2 + again)
+    else:
+        pieces = pieces_of(workload.context_method, ways)
+        whole = workload.microbatch * pieces * mixer.map_bytes * (3 + again)
+    return (ways - 1) / ways * whole / workload.mesh.tensor
 
 
 def _of_attention(workload: Workload, model: TransformerConfig) -> float:

@@ -294,3 +294,38 @@ def test_a_turn_of_several_layers_gathers_all_of_them():
     layer = shape.layer_parameters(fours.workload.model)
     more = fours.memory.total - twos.memory.total
     assert more == pytest.approx(2 * layer * (fours.workload.compute_bytes + 4), rel=0.01)
+
+
+def test_both_tables_of_a_large_vocabulary_have_whole_gradients_at_the_end_of_a_microbatch():
+    """In float32, before they are scattered, and that of the head in what is computed with."""
+
+    def total(vocab: int, tied: bool) -> int:
+        model = ("model.layers=1", "model.embed=64", f"model.vocab={vocab}", f"model.tied={tied}")
+        layout = ("mesh.fsdp=4", "train.microbatch=1", "precision.compute=bfloat16")
+        config = tiny(*model, *layout)
+        return memory.step_memory(workload_of(config, dict(config.mesh.sizes))).total
+
+    elements = 2**20 * 64
+    grown = total(2**21, tied=False) - total(2**20, tied=False)
+    at_rest = 2 * elements / 4 * (3 * 4 + 4 + 2 + 2)  # weights, moments; sums, copy, gradients
+    assert grown == pytest.approx(at_rest + (2 * 4 + 2) * elements, rel=1e-3)
+
+
+def test_recurrences_of_a_turn_have_their_arrays_at_once():
+    sizes = ("key_heads=2", "value_heads=4", "key_dim=8", "value_dim=6", "taps=3")
+    delta = [f"model.delta.{size}" for size in sizes]
+
+    def bytes_of(mixers: list[str], *settings: str) -> float:
+        model = ("model.vocab=64", "model.layers=8", f"model.mixers={mixers}")
+        config = tiny(*delta, *model, *settings)
+        workload = workload_of(config, dict(config.mesh.sizes))
+        return memory._recurrence_bytes(workload) / workload.tokens / workload.compute_bytes
+
+    outputs, inputs = 4 * 6, 2 * 2 * 8 + 4 * 6
+    loop = "train.scan_layers=true"
+    one = bytes_of(["delta"], loop)
+    assert one == outputs + inputs
+    assert bytes_of(["delta", "attention", "delta", "delta"], loop) == 3 * one
+    assert bytes_of(["delta"], loop, "train.remat=full") == 2 * outputs + inputs
+    pieces = bytes_of(["delta"], loop, "mesh.context=2", "model.context_attention=ring")
+    assert pieces == outputs + 2 * inputs

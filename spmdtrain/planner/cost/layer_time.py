@@ -30,7 +30,7 @@ from spmdtrain.planner.cost.kernel_time import (
 from spmdtrain.planner.cost.memory import FLOAT32
 from spmdtrain.planner.cost.overlap import exposed, left_over
 from spmdtrain.planner.cost.software import LAUNCH_SECONDS, Software
-from spmdtrain.planner.cost.workload import Group, Workload, bytes_of
+from spmdtrain.planner.cost.workload import Group, Workload, bytes_of, pieces_of
 
 
 class Work(NamedTuple):
@@ -54,6 +54,9 @@ TERMS = (
 )
 FORWARD_KERNELS = 1 / 3  # of those of a layer, as of its matmuls
 TILE = 128  # channels of the heads of published recurrences, whose products are of such tiles
+# The kernels of a chunk of a recurrence, forward and backward, with its share of those of a block:
+# counted in the compiled step of Qwen3.5 27B for H200s (jax 0.12).
+CHUNK_KERNELS = (8, 27)
 ROUTER_PASSES = 6  # over a router's float32 scores: softmax, choice, counts and side losses
 
 
@@ -89,6 +92,11 @@ class LayerSizes:
     @property
     def tokens(self) -> int:
         return self.microbatch * self.sequence_length // self.context.size
+
+    @property
+    def pieces(self) -> int:
+        """The pieces of a sequence over `context`: a ring gives each device two, side by side."""
+        return pieces_of(self.context_method, self.context.size)
 
     @property
     def activation_bytes(self) -> int:
@@ -305,7 +313,7 @@ def _attention_half(sizes: LayerSizes, hardware: Hardware, software: Software) -
             attention=_recurrence_work(sizes, mixer, hardware, software),
             forward_bytes=2 * columns * column_bytes,
             backward_bytes=4 * columns * column_bytes,
-            context=NO_WORK,
+            context=_state_collectives(sizes, mixer, hardware, software),
         )
     attention = _attention_work(sizes, hardware, software)
     # Norms of queries and keys are one pass more over them, and so are those of latents, which no
@@ -325,16 +333,20 @@ def _attention_half(sizes: LayerSizes, hardware: Hardware, software: Software) -
 def _recurrence_work(
     sizes: LayerSizes, mixer: MixerSizes, hardware: Hardware, software: Software
 ) -> Work:
-    """Returns the seconds of a recurrence in chunks, as XLA runs it.
+    """Returns the seconds of a recurrence in chunks, as XLA runs it: those of its work, or those of
+    launching its kernels, which XLA starts one by one, chunk after chunk.
 
     Its products are small, and what lies between them goes through memory: about six times the
-    width of its inputs and outputs, in float32. The backward computes the forward again. Nothing of
+    width of its inputs and outputs, in float32. The backward computes the forward again. Where
+    devices have pieces of a sequence, each first finds what its own does to the state. Nothing of
     this was measured on a GPU.
     """
+    in_pieces = sizes.context.size > 1 and sizes.context_method != "ulysses"
     chunk = chunk_of(sizes.sequence_length)
-    flops = sizes.tokens * mixer.flops(chunk) / sizes.tensor
-    if not flops:
+    of_token = mixer.flops(chunk) + (mixer.map_flops(chunk) if in_pieces else 0.0)
+    if not of_token:
         return NO_WORK
+    flops = sizes.tokens * of_token / sizes.tensor
     products = matmul_seconds(
         chunk,
         TILE,
@@ -344,9 +356,36 @@ def _recurrence_work(
         dtype=sizes.dtype,
         count=max(1, round(flops / (2 * chunk * TILE**2))),
     )
+    passes = 2 if in_pieces else 1
     moved = 6 * FLOAT32 * (mixer.mixed + mixer.width) / sizes.tensor * sizes.tokens
-    forward = products + memory_seconds(moved, hardware)
-    return Work(forward=forward, backward=3 * forward, weight=0.0)
+    work = products + memory_seconds(passes * moved, hardware)
+    of_piece = sizes.sequence_length / (sizes.pieces if in_pieces else 1)
+    launches = passes * LAUNCH_SECONDS * of_piece / chunk
+    return Work(
+        forward=max(work, CHUNK_KERNELS[0] * launches),
+        backward=max(3 * work, CHUNK_KERNELS[1] * launches),
+        weight=0.0,
+    )
+
+
+def _state_collectives(
+    sizes: LayerSizes, mixer: MixerSizes, hardware: Hardware, software: Software
+) -> Work:
+    """Returns the seconds in which maps of the state, or heads, move over `context`.
+
+    The maps of all pieces are gathered; the backward gathers them again and scatters their
+    gradients. Ulysses exchanges inputs and outputs, each way once.
+    """
+    if sizes.context_method == "ulysses":
+        columns = (mixer.mixed + 2 * mixer.width) / sizes.tensor  # also gates
+        moved = sizes.tokens * columns * bytes_of(sizes.dtype)
+        sent = (sizes.context.size - 1) / sizes.context.size * moved
+        once = all_to_all_seconds(sent, sizes.context, hardware)
+        one_way = exposed(once, software.overlap.context)
+        return Work(one_way, one_way, 0.0)
+    maps = sizes.microbatch * sizes.pieces * mixer.map_bytes / sizes.tensor
+    gather = exposed(all_gather_seconds(maps, sizes.context, hardware), software.overlap.context)
+    return Work(gather, 2 * gather, 0.0)
 
 
 def _context_collectives(

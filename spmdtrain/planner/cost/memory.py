@@ -469,6 +469,7 @@ def _accumulated_memory(
         + _widened_bytes(workload)
         + _gathered_token_bytes(workload)
         + _round_bytes(workload)
+        + _recurrence_bytes(workload)
     )
     # A block of a further token leaves a gradient of the table, until that of the model is added.
     waiting = shape.further_tokens(model) * FLOAT32 * table
@@ -478,10 +479,13 @@ def _accumulated_memory(
     at_backward = sums + compute_copy + gathered + gradients + activations + of_layer + waiting
     at_backward -= freed
     at_optimizer = FLOAT32 * elements + (gradients if sums else 0.0) + _streamed_bytes(workload)
+    at_embedding = sums + compute_copy + gradients + _whole_table_gradients(workload)
 
-    peak = max(at_head, at_backward, at_optimizer)
+    peak = max(at_head, at_backward, at_optimizer, at_embedding)
     if peak == at_optimizer:
         return _memory(workload, parameters, optimizer, peak, gradients=FLOAT32 * elements)
+    if peak == at_embedding:
+        return _memory(workload, parameters, optimizer, peak, gradients=sums + gradients)
     if peak == at_backward:
         return _memory(
             workload,
@@ -501,6 +505,20 @@ def _accumulated_memory(
         activations=activations,
         logits=logits,
     )
+
+
+def _whole_table_gradients(workload: Workload) -> float:
+    """Returns the bytes of the gradients of both tables at the end of a microbatch, before they are
+    scattered over `fsdp`.
+
+    XLA scatters that of the head together with that of the embedding: it waits in compute
+    precision, and both are then whole in float32.
+    """
+    model, mesh = workload.model, workload.mesh
+    if model.tied or mesh.fsdp * workload.dense_ways == 1 or workload.trained.share < 1:
+        return 0.0
+    table = shape.vocab(model) * model.embed / mesh.tensor
+    return (2 * FLOAT32 + workload.compute_bytes) * table
 
 
 def _pipelined_memory(
@@ -695,6 +713,27 @@ def _workspace_bytes(workload: Workload) -> float:
     mlp_columns = shape.mean_of_mlps(model, lambda layer: shape.up_width(layer) + layer.ffn)
     mlp_gradients = workload.tokens * mlp_columns / tensor * workload.compute_bytes
     return max(scores + qkv_gradients, mlp_gradients)
+
+
+def _recurrence_bytes(workload: Workload) -> float:
+    """Returns the bytes of what the recurrences of a turn of the loop write, backward.
+
+    XLA makes these arrays at the start of the turn, those of all its layers: outputs, each time
+    that they are computed again, and gradients of inputs, also by the maps of pieces of a sequence.
+    """
+    model = workload.model
+    recomputed = 2 if workload.remat == "full" else 1
+    in_pieces = workload.mesh.context > 1 and workload.context_method != "ulysses"
+
+    def of_mixer(alike: TransformerConfig) -> float:
+        sizes = shape.linear_mixer(alike)
+        if sizes is None or not sizes.map_bytes:
+            return 0.0
+        return recomputed * sizes.width + (2 if in_pieces else 1) * sizes.mixed
+
+    layers = shape.layers_of_loop(model) if workload.scans_layers else 1
+    columns = layers * shape.mean_of_mixers(model, of_mixer)
+    return workload.compute_bytes * workload.tokens * columns / workload.mesh.tensor
 
 
 def _round_bytes(workload: Workload) -> float:

@@ -61,6 +61,11 @@ class MeshShape:
         return Group(self.sizes[axis], self.stride(axis))
 
 
+def pieces_of(context_method: str, ways: int) -> int:
+    """Returns the contiguous pieces of a sequence on `ways` devices: a ring gives each two."""
+    return ways * (2 if context_method == "ring" else 1)
+
+
 class SecondModel(NamedTuple):
     """A frozen model that a step runs forward, on the tokens of the run's own and on its mesh."""
 
