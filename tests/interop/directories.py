@@ -664,6 +664,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "exaone_moe in any order": CONFIGS["exaone_moe"]
     | {"mlp_layer_types": ["sparse", "dense", "dense", "sparse", "dense"]},
+    # Of a share that is not the one of the class.
+    **{
+        f"{family} with yarn, by rope_parameters": CONFIGS[family]
+        | {
+            "partial_rotary_factor": None,
+            "rope_theta": None,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 500.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "partial_rotary_factor": share,
+            },
+        }
+        for family, share in (("glm4_moe", 0.25), ("qwen3_5_text", 0.5))
+    },
     **gemma4_files.VARIANTS,
 }
 

@@ -2,6 +2,8 @@
 training as what no family computes.
 """
 
+from pathlib import Path
+
 import directories
 import drawn_models
 import jax
@@ -9,8 +11,13 @@ import pytest
 
 from spmdtrain.config import load
 from spmdtrain.config.errors import ConfigError
-from spmdtrain.config.published.read_config import read_published
-from spmdtrain.config.published.write_config import remarks_on_export, write_config
+from spmdtrain.config.published.read_config import as_published, read_published
+from spmdtrain.config.published.write_config import (
+    as_model,
+    function_of,
+    remarks_on_export,
+    write_config,
+)
 from spmdtrain.running.published.import_model import import_model
 from spmdtrain.running.start.init_from import weights_of
 from spmdtrain.train.shard import shard
@@ -49,6 +56,41 @@ def test_a_refusal_names_what_was_written_and_nothing_else(name, scaling, tmp_pa
         assert scaling in NO_CLASS[name]
     else:
         assert lines == [] and scaling not in NO_CLASS.get(name, ())
+
+
+NEW_FORM = ("rope_parameters",)
+OLD_FORM = ("rope_theta", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq")
+
+
+@pytest.mark.parametrize("scaling", ["linear", "yarn with a scale", "llama3", "longrope"])
+@pytest.mark.parametrize("name", drawn_models.TURNING)
+def test_both_forms_say_the_same_where_the_import_had_the_newer_one(name, scaling):
+    """transformers 5 takes the older one if both are there, and then nothing of the newer one."""
+    model = drawn_models.scaled_by_hand(name, scaling)
+    try:
+        _, keys = write_config(model, None, dtype="float32", tokens={}, run=Path())
+    except ConfigError:
+        assert scaling in NO_CLASS[name]
+        return
+    newer = without(OLD_FORM, keys)
+    if function_in(newer) != function_of(model):
+        return  # its class has no newer form
+    base = as_published(Path(), newer)
+    _, keys = write_config(model, base, dtype="float32", tokens={}, run=Path())
+    for form in (OLD_FORM, NEW_FORM) if keys.get("rope_scaling") else (OLD_FORM,):
+        assert function_in(without(form, keys)) == function_of(model)
+
+
+def without(names, keys):
+    return {key: value for key, value in keys.items() if key not in names}
+
+
+def function_in(keys):
+    """What the model of a config.json computes; None if it is none."""
+    try:
+        return function_of(as_model(as_published(Path(), keys).settings))
+    except ConfigError:
+        return None
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from spmdtrain.config.published.families.all_families import FAMILIES
 from spmdtrain.config.published.families.family import Family
 from spmdtrain.config.published.families.further_layers import OF_QWEN, OWN_TABLES
 from spmdtrain.config.published.read_config import Published, as_published
-from spmdtrain.config.published.rope_keys import write_rope
+from spmdtrain.config.published.rope_keys import ORIGINAL, SHARE, WINDOW_THETA, write_rope
 from spmdtrain.config.schema import (
     GPT,
     DeltaConfig,
@@ -28,7 +28,12 @@ from spmdtrain.config.schema import (
 # Keys of an imported file that name its origin, code that came with it, or layers left out.
 DROPPED = ("quantization_config", "auto_map", "_name_or_path")
 ANNOUNCING = (OF_QWEN, OWN_TABLES)  # of blocks that a model may have left out
-OF_ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq")
+# Keys of rotary positions in both forms: transformers 5 reads nothing of the newer one if the older
+# one is there.
+OF_ROPE = (
+    *("rope_theta", "rope_scaling", WINDOW_THETA, SHARE, ORIGINAL),
+    "rope_parameters",
+)
 
 
 def write_config(
