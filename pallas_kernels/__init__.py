@@ -1,11 +1,12 @@
-"""Fused attention, norms, grouped matmuls, linear + cross-entropy and the chunk scan of linear-time
-mixers for JAX. Imports only jax.
+"""Fused attention, norms, grouped matmuls, linear + cross-entropy, and for linear-time mixers the
+scan over chunks and the inverse of unit triangles, for JAX. Imports only jax.
 
     from pallas_kernels.attention import attention
     from pallas_kernels.norm import layernorm, rmsnorm
     from pallas_kernels.grouped import grouped_matmul
     from pallas_kernels.loss import linear_cross_entropy
     from pallas_kernels.recurrence import Chunks, scan_chunks
+    from pallas_kernels.inverse import unit_inverse
 
 Each of these rooms has the same files: api.py (what users call; start there), reference.py (the
 definition that every implementation must equal), one file or folder per implementation, and

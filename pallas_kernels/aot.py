@@ -1,7 +1,7 @@
 """Compiles every case for absent NVIDIA GPUs, through ptxas; nothing runs.
 
     python -m pallas_kernels.aot [--gpus a100-80 h200 b200]
-                                 [--ops attention norm grouped recurrence]
+                                 [--ops attention norm grouped recurrence inverse]
                                  [--implementations mosaic triton cudnn]
                                  [--only TEXT] [--first N] [--jobs N]
 
@@ -89,6 +89,11 @@ def programs(op: str) -> Iterator[tuple[str, Callable, dict]]:
 
         for case in dict.fromkeys([*cases.CI, *cases.timed(), *cases.SLOW]):
             yield case.name, recurrence_program, case.abstract()
+    if op == "inverse":
+        from pallas_kernels.inverse import cases
+
+        for case in dict.fromkeys([*cases.CI, *cases.timed(), *cases.SLOW]):
+            yield case.name, inverse_program, case.abstract()
 
 
 def attention_program(options):
@@ -149,6 +154,15 @@ def recurrence_program(implementation, do, dlast, **arrays):
 
     results, pull = jax.vjp(forward, present)
     return results, pull((do, dlast))
+
+
+def inverse_program(implementation, lower, dy):
+    import jax
+
+    from pallas_kernels.inverse import unit_inverse
+
+    y, pull = jax.vjp(lambda lower: unit_inverse(lower, implementation=implementation), lower)
+    return y, pull(dy)
 
 
 def mosaic_faults(folder: Path) -> str:
@@ -256,10 +270,17 @@ def combinations(
     """Returns work for every GPU, op and implementation; None: all implementations but XLA's."""
     from pallas_kernels.attention import api as attention
     from pallas_kernels.grouped import api as grouped
+    from pallas_kernels.inverse import api as inverse
     from pallas_kernels.norm import api as norm
     from pallas_kernels.recurrence import api as recurrence
 
-    apis = {"attention": attention, "norm": norm, "grouped": grouped, "recurrence": recurrence}
+    apis = {
+        "attention": attention,
+        "norm": norm,
+        "grouped": grouped,
+        "recurrence": recurrence,
+        "inverse": inverse,
+    }
     if implementations is None:
         every = dict.fromkeys(name for api in apis.values() for name in api.IMPLEMENTATIONS)
         implementations = [name for name in every if name != "xla"]
@@ -307,7 +328,7 @@ def report(work: Work) -> Counter:
 
 def main() -> None:
     described = [name for name, gpu in gpus.GPUS.items() if gpu.xla is not None]
-    ops = ("attention", "norm", "grouped", "recurrence")
+    ops = ("attention", "norm", "grouped", "recurrence", "inverse")
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--gpus", nargs="+", default=COMPILED_FOR, choices=described)
     parser.add_argument("--ops", nargs="+", default=ops, choices=ops)

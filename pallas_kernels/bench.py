@@ -1,7 +1,7 @@
 """Times every implementation that does not refuse, on every case, next to measured ceilings.
 
-    python -m pallas_kernels.bench --json FILE [--ops attention norm grouped loss recurrence]
-                                   [--first N] [--brief] [--dry]
+    python -m pallas_kernels.bench --json FILE [--ops attention norm grouped loss recurrence
+                                   inverse] [--first N] [--brief] [--dry]
 
 Prints a table, and writes it as JSON after each row. Times are of the forward pass, and of the
 backward pass: of both together, less the forward pass. Within a case implementations take turns,
@@ -37,6 +37,9 @@ from pallas_kernels.choose import INTERPRET, Refused
 from pallas_kernels.grouped import api as grouped_api
 from pallas_kernels.grouped import cases as grouped_cases
 from pallas_kernels.grouped import grouped_matmul
+from pallas_kernels.inverse import api as inverse_api
+from pallas_kernels.inverse import cases as inverse_cases
+from pallas_kernels.inverse import unit_inverse
 from pallas_kernels.loss import cases as loss_cases
 from pallas_kernels.loss import linear_cross_entropy, reference
 from pallas_kernels.norm import api as norm_api
@@ -53,6 +56,7 @@ IMPLEMENTATIONS = {
     "grouped": tuple(grouped_api.IMPLEMENTATIONS),
     "loss": ("chunked", "whole"),
     "recurrence": tuple(recurrence_api.IMPLEMENTATIONS),
+    "inverse": tuple(inverse_api.IMPLEMENTATIONS),
 }
 UNITS = {"TFLOP/s": 1e12, "GB/s": 1e9}
 
@@ -82,6 +86,7 @@ def timed_cases(op: str, size: str) -> Iterator[TimedCase]:
         "grouped": (_grouped_case, grouped_cases.CI[:1], grouped_cases.timed),
         "loss": (_loss_case, loss_cases.CI[:1], loss_cases.timed),
         "recurrence": (_recurrence_case, recurrence_cases.CI[:1], recurrence_cases.timed),
+        "inverse": (_inverse_case, inverse_cases.CI[:1], inverse_cases.timed),
     }[op]
     for case in ci if size == "dry" else timed():
         if size != "brief" or _is_telling(op, case):
@@ -168,6 +173,16 @@ def _recurrence_case(case: recurrence_cases.Case) -> TimedCase:
 
     flops = scan_flops(call_of(recurrence_cases.chunks_in(drawn)))
     return TimedCase(case.name, forward, arrays, flops, 2 * flops, "TFLOP/s")
+
+
+def _inverse_case(case: inverse_cases.Case) -> TimedCase:
+    arrays = {"lower": case.draw()["lower"]}
+
+    def forward(implementation, lower):
+        return unit_inverse(lower, implementation=implementation)
+
+    size = arrays["lower"].nbytes
+    return TimedCase(case.name, forward, arrays, 2 * size, 3 * size, "GB/s")
 
 
 def run_both(forward: Callable, arrays: dict[str, Any]) -> Callable:

@@ -142,7 +142,21 @@ class ChunksCall:
         return " ".join([*parts, *(name for name, is_set in flags.items() if is_set)])
 
 
-Call = AttentionCall | NormCall | GroupedCall | LossCall | ChunksCall
+@dataclass(frozen=True, kw_only=True)
+class InverseCall:
+    """A call of `unit_inverse` on one device."""
+
+    matrices: int
+    size: int  # rows of a matrix
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        """The class."""
+        return f"unit_inverse {self.dtype} {self.matrices}x{self.size}"
+
+
+Call = AttentionCall | NormCall | GroupedCall | LossCall | ChunksCall | InverseCall
 
 
 def to_json(call: Call) -> dict[str, Any]:
@@ -152,6 +166,8 @@ def to_json(call: Call) -> dict[str, Any]:
 
 def from_json(values: dict[str, Any]) -> Call:
     """Returns the call that `to_json` wrote. Raises TypeError if it is not one."""
+    if "matrices" in values:
+        return InverseCall(**values)
     if "chunks" in values:
         return ChunksCall(**values)
     if "experts" in values:

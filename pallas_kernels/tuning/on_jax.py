@@ -12,10 +12,20 @@ import numpy as np
 from pallas_kernels import norm
 from pallas_kernels.attention import api as attention_api
 from pallas_kernels.attention import attention
-from pallas_kernels.calls import AttentionCall, Call, ChunksCall, GroupedCall, LossCall, NormCall
+from pallas_kernels.calls import (
+    AttentionCall,
+    Call,
+    ChunksCall,
+    GroupedCall,
+    InverseCall,
+    LossCall,
+    NormCall,
+)
 from pallas_kernels.choose import INTERPRET, VARIANT, Refused
 from pallas_kernels.grouped import api as grouped_api
 from pallas_kernels.grouped import grouped_matmul
+from pallas_kernels.inverse import api as inverse_api
+from pallas_kernels.inverse import unit_inverse
 from pallas_kernels.loss import api as loss_api
 from pallas_kernels.loss import linear_cross_entropy
 from pallas_kernels.norm import api as norm_api
@@ -34,6 +44,7 @@ APIS = {
     GroupedCall: grouped_api,
     LossCall: loss_api,
     ChunksCall: chunks_api,
+    InverseCall: inverse_api,
 }
 
 
@@ -58,7 +69,8 @@ class OnJax:
         order = [*api.order(call), *api.candidates()]
         if self.interpreted:
             variant = "double" if isinstance(call, LossCall) else "narrow"
-            order += ["triton" + INTERPRET, f"triton{VARIANT}{variant}{INTERPRET}"]
+            kernels = ("triton", f"triton{VARIANT}{variant}")
+            order += [name + INTERPRET for name in kernels if name in api.candidates()]
         names = []
         refused = {}
         for name in dict.fromkeys(order):
@@ -111,6 +123,8 @@ def _draw(call: Call) -> dict[str, jax.Array]:
         return _draw_loss(call)
     if isinstance(call, ChunksCall):
         return _draw_chunks(call)
+    if isinstance(call, InverseCall):
+        return _draw_inverse(call)
     return _draw_grouped(call) if isinstance(call, GroupedCall) else _draw_norm(call)
 
 
@@ -221,6 +235,17 @@ def _draw_chunks(call: ChunksCall) -> dict[str, jax.Array]:
     return drawn | ({"erase": rows(call.key_dim, 0.25)} if call.corrects else {})
 
 
+def _draw_inverse(call: InverseCall) -> dict[str, jax.Array]:
+    """Draws matrices whose inverses are no larger than they are."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    shape = (call.matrices, call.size, call.size)
+    lower = jax.random.normal(keys[0], shape, jnp.float32) * call.size**-0.5
+    return {
+        "lower": jnp.tril(lower, -1),
+        "dout": jax.random.normal(keys[1], shape, jnp.float32),
+    }
+
+
 def _run(call: Call, name: str, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Returns results, and gradients under the names of their arrays with a "d" in front."""
     cotangents = {key: x for key, x in arrays.items() if key in COTANGENTS}
@@ -234,6 +259,8 @@ def _run(call: Call, name: str, arrays: dict[str, jax.Array]) -> dict[str, jax.A
         forward = partial(_multiply, name, whole)
     elif isinstance(call, ChunksCall):
         forward = partial(_scan, name)
+    elif isinstance(call, InverseCall):
+        forward = partial(_invert, name)
     else:
         forward = partial(_normalise, call, name)
     out: dict[str, Any]
@@ -274,6 +301,10 @@ def _multiply(name, whole, floating) -> dict[str, Any]:
 def _scan(name, floating) -> dict[str, Any]:
     o, state = scan_chunks(chunks_in(floating), floating["state"], implementation=name)
     return {"out": o, "last": state}
+
+
+def _invert(name, floating) -> dict[str, Any]:
+    return {"out": unit_inverse(floating["lower"], implementation=name)}
 
 
 def _compute_loss(call, name, whole, floating) -> dict[str, Any]:

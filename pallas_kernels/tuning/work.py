@@ -1,6 +1,6 @@
 """Compares the work of a call, forward and backward, with its GPU's data sheet."""
 
-from pallas_kernels.calls import AttentionCall, Call, ChunksCall, LossCall, NormCall
+from pallas_kernels.calls import AttentionCall, Call, ChunksCall, InverseCall, LossCall, NormCall
 from pallas_kernels.counting import seen_pairs
 from pallas_kernels.gpus import find
 
@@ -13,12 +13,15 @@ def share_of_sheet(gpu: str, call: Call, seconds: float) -> float | None:
 
     For attention it counts the FLOPs of the visible pairs of query and key, as papers do: two
     matmuls forward, five backward; for a grouped matmul and for a loss one and two; for a scan over
-    chunks those of its results forward, and twice as many backward. For a norm it
+    chunks those of its results forward, and twice as many backward. For a norm and an inverse it
     counts the bytes that must be read and written.
     """
     listed = find(gpu)
     if listed is None or not seconds:
         return None
+    if isinstance(call, InverseCall):
+        moved = 5 * BYTES[call.dtype] * call.matrices * call.size**2
+        return moved / seconds / listed.memory_bandwidth
     if not isinstance(call, NormCall):
         narrow = call.dtype in ("bfloat16", "float16")
         peak = listed.bfloat16 if narrow else listed.float32

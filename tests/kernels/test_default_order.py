@@ -13,8 +13,9 @@ import pytest
 
 from pallas_kernels.attention import api as attention_api
 from pallas_kernels.attention.problem import Inputs, Problem, call_of
-from pallas_kernels.calls import AttentionCall, ChunksCall, GroupedCall, NormCall
+from pallas_kernels.calls import AttentionCall, ChunksCall, GroupedCall, InverseCall, NormCall
 from pallas_kernels.grouped import api as grouped_api
+from pallas_kernels.inverse import api as inverse_api
 from pallas_kernels.norm import api as norm_api
 from pallas_kernels.recurrence import api as chunks_api
 
@@ -43,6 +44,8 @@ CHUNKS = ChunksCall(
     by_channel=False,
 )
 
+INVERSE = InverseCall(matrices=768, size=64, dtype="float32")
+
 
 @pytest.mark.parametrize(
     ("kind", "order"),
@@ -60,11 +63,13 @@ def test_cudnn_then_the_kernels_of_the_generation_then_xla(kind, order, monkeypa
     monkeypatch.setattr(norm_api, "device_kind", lambda: kind)
     monkeypatch.setattr(grouped_api, "device_kind", lambda: kind)
     monkeypatch.setattr(chunks_api, "device_kind", lambda: kind)
+    monkeypatch.setattr(inverse_api, "device_kind", lambda: kind)
     assert attention_api.order(call(128)) == order
     assert attention_api.order(call(1)) == ("cudnn", "xla"), "generation: a query at a time"
     assert grouped_api.order(GROUPED) == order[1:], "the same, but no cuDNN"
     without_mosaic = ("triton", "xla") if "triton" in order else ("xla",)
     assert norm_api.order(NORM) == chunks_api.order(CHUNKS) == without_mosaic
+    assert inverse_api.order(INVERSE) == without_mosaic
 
 
 COMPILED = """

@@ -7,6 +7,7 @@ import test_attention as of_attention
 import test_bias as of_bias
 import test_chunk_scan as of_chunk_scan
 import test_grouped as of_grouped
+import test_inverse as of_inverse
 import test_joined_attention as of_joined
 import test_linear_cross_entropy as of_loss
 import test_norms as of_norms
@@ -15,6 +16,7 @@ from pallas_kernels.attention import cases as attention_cases
 from pallas_kernels.attention.api import IMPLEMENTATIONS, attention
 from pallas_kernels.choose import Refused
 from pallas_kernels.grouped import cases as grouped_cases
+from pallas_kernels.inverse import cases as inverse_cases
 from pallas_kernels.loss import cases as loss_cases
 from pallas_kernels.norm import cases as norm_cases
 from pallas_kernels.recurrence import cases as recurrence_cases
@@ -84,6 +86,12 @@ def test_grouped(implementation, case):
 @pytest.mark.parametrize("case", of(recurrence_cases))
 def test_chunk_scan(implementation, case):
     unless_refused(of_chunk_scan.compare, case, implementation)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize("case", of(inverse_cases))
+def test_inverse(implementation, case):
+    unless_refused(of_inverse.compare, case, implementation)
 
 
 @pytest.mark.core

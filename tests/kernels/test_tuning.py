@@ -18,6 +18,7 @@ from pallas_kernels.calls import (
     AttentionCall,
     ChunksCall,
     GroupedCall,
+    InverseCall,
     LossCall,
     NormCall,
     from_json,
@@ -341,6 +342,25 @@ def test_a_scan_over_chunks_is_drawn_run_and_compared():
     listed = share_of_sheet("NVIDIA H100 80GB HBM3", replace(CHUNKS, dtype="bfloat16"), 1e-6)
     flops = 3 * 2 * 2 * 2 * 16 * 24 * (3 * 16 + 16)
     assert listed == pytest.approx(flops / 1e-6 / gpus.GPUS["h100"].bfloat16)
+
+
+@pytest.mark.seconds
+def test_an_inverse_is_drawn_run_and_compared():
+    call = InverseCall(matrices=2, size=16, dtype="float32")
+    machine = OnJax(interpreted=True)
+    names, refused = machine.candidates(call)
+    assert names == ["xla", "triton:interpret"] and set(refused) == {"triton"}
+    wanted = machine.wanted(call)
+    assert set(wanted) == {"out", "dlower"}
+    for name in names:
+        values = machine.values(call, machine.prepare(call, name))
+        assert complaint(values, wanted, call.dtype) == ""
+        wrong = values | {"dlower": values["dlower"] * 1.01}
+        assert complaint(wrong, wanted, call.dtype).startswith("dlower is wrong by")
+    assert from_json(json.loads(json.dumps(to_json(call)))) == call
+    listed = share_of_sheet("NVIDIA H100 80GB HBM3", call, 1e-6)
+    moved = 5 * 4 * 2 * 16 * 16
+    assert listed == pytest.approx(moved / 1e-6 / gpus.GPUS["h100"].memory_bandwidth)
 
 
 @pytest.mark.seconds

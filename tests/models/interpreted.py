@@ -1,14 +1,16 @@
-"""Runs the scan over chunks by its Triton kernel, interpreted, wherever a model calls it."""
+"""Runs the kernels of linear-time mixers, interpreted, wherever a model calls them."""
 
 from pallas_kernels.chosen import using
-from pallas_kernels.recurrence.api import OP
+from pallas_kernels.inverse import api as inverse
+from pallas_kernels.recurrence import api as recurrence
 
 
-class _EveryScan(dict):
+class _Kernels(dict):
     def get(self, name, default=None):
-        return "triton:interpret" if name.startswith(OP) else default
+        is_of_mixers = name.startswith((inverse.OP, recurrence.OP))
+        return "triton:interpret" if is_of_mixers else default
 
 
 def by_kernel():
     """The decisions, whose `taken` says what ran."""
-    return using(_EveryScan())
+    return using(_Kernels())

@@ -12,10 +12,10 @@ import pytest
 from interpreted import by_kernel
 from mixer_oracle import Drawn, convolution, drawn_tokens, error, recurrence
 
+from pallas_kernels.inverse import unit_inverse
 from spmdtrain.models.layers.mixers import recurrence as recurrence_by_chunks
 from spmdtrain.models.layers.mixers.recurrence import Tokens, chunks_of, recur
 from spmdtrain.models.layers.mixers.short_convolution import short_convolution
-from spmdtrain.models.layers.mixers.unit_inverse import unit_inverse
 
 T = 150  # 19 chunks of 8: two blocks
 STATE = (2, 2, 2, 5, 6)  # b, h, r, k, v

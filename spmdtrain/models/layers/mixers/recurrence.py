@@ -29,10 +29,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.inverse import unit_inverse
 from pallas_kernels.recurrence import Chunks, scan_chunks
 from pallas_kernels.recurrence.products import product
 from spmdtrain.models.layers.mixers.decayed_products import decayed_products, masked_exp
-from spmdtrain.models.layers.mixers.unit_inverse import unit_inverse
 
 CHUNK = 64  # tokens of a chunk, a power of 2
 BLOCK = 16  # chunks of a block

@@ -1,17 +1,28 @@
-"""Inverts I + L for strictly lower triangular L, by blocks."""
+"""Implements the inverse in plain JAX, by blocks."""
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.calls import InverseCall
+from pallas_kernels.choose import not_interpretable
 
-@jax.custom_vjp
-def unit_inverse(lower: jax.Array) -> jax.Array:
-    """Returns (I + L)^-1 of L [..., n, n], which is strictly lower triangular; n is a power of 2.
+
+def refusal(call: InverseCall, interpreted: bool) -> str:  # noqa: ARG001
+    return not_interpretable(interpreted)
+
+
+def unit_inverse(lower: jax.Array, name: str) -> jax.Array:  # noqa: ARG001
+    """Returns (I + L)^-1 of L [..., n, n].
 
     For blocks [[A, 0], [C, B]] it is [[A', 0], [-B' C A', B']], and A' and B' are found together.
     Unlike a series of powers of L, it forms no number larger than the inverse has, and unlike
     substitution it consists of matmuls: 2/3 n^3 FLOPs.
     """
+    return _unit_inverse(lower)
+
+
+@jax.custom_vjp
+def _unit_inverse(lower: jax.Array) -> jax.Array:
     return _inverse(lower)
 
 
@@ -37,7 +48,7 @@ def _backward(inverse: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
     return (-jnp.tril(_product(transposed, _product(gradient, transposed)), -1),)
 
 
-unit_inverse.defvjp(_forward, _backward)
+_unit_inverse.defvjp(_forward, _backward)
 
 
 def _product(left: jax.Array, right: jax.Array) -> jax.Array:
