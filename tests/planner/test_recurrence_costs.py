@@ -12,7 +12,7 @@ from spmdtrain.models.layers.mixers.in_front import map_of
 from spmdtrain.models.layers.mixers.recurrence import CHUNK, Tokens
 from spmdtrain.models.mixer_sizes import mixer_sizes
 from spmdtrain.planner.cost.hardware import DEVICES
-from spmdtrain.planner.cost.layer_time import CHUNK_KERNELS, layer_time
+from spmdtrain.planner.cost.layer_time import CHUNK_KERNELS, Work, add_work, layer_time
 from spmdtrain.planner.cost.software import LAUNCH_SECONDS, software
 from spmdtrain.planner.cost.workload import workload_of
 from spmdtrain.planner.traffic import needed_traffic
@@ -58,11 +58,12 @@ def test_a_map_has_the_flops_of_its_program(name):
     assert sizes.map_flops(CHUNK) == pytest.approx(counted, rel=0.02)
 
 
-def seconds(*settings: str, length: int = 4096):
-    """The recurrence of one layer."""
+def seconds(*settings: str, length: int = 4096) -> Work:
+    """The recurrence of one layer, and what it waits for."""
     config = tiny(*settings, f"train.sequence_length={length}", f"model.max_length={length}")
     workload = workload_of(config, dict(config.mesh.sizes))
-    return layer_time(workload, DEVICES["h100"], software("spmdtrain", "h100"))["attention"]
+    layer = layer_time(workload, DEVICES["h100"], software("spmdtrain", "h100"))
+    return add_work(layer["attention"], layer["launches"])
 
 
 @pytest.mark.parametrize("name", ["delta", "ssd"])
@@ -72,7 +73,9 @@ def test_kernels_of_narrow_chunks_take_as_long_as_their_launch(name):
     chunks = 4096 / CHUNK
     one = seconds(*MIXERS[name], "train.microbatch=1")
     assert one == pytest.approx((chunks * forward, chunks * backward, 0.0))
-    assert seconds(*MIXERS[name], "train.microbatch=2") == one
+    assert seconds(*MIXERS[name], "train.microbatch=2") == pytest.approx(one)
+    again = seconds(*MIXERS[name], "train.microbatch=1", "train.remat=full")
+    assert again.backward == pytest.approx(one.backward + one.forward, rel=0.01)
     of_gather = seconds(*MIXERS[name], *OF_SEQUENCE, "model.context_attention=gather")
     assert of_gather.forward == pytest.approx(2 * chunks / 4 * forward)
     of_ring = seconds(*MIXERS[name], *OF_SEQUENCE, "model.context_attention=ring")

@@ -99,6 +99,11 @@ class LayerSizes:
         return pieces_of(self.context_method, self.context.size)
 
     @property
+    def finds_maps(self) -> bool:
+        """True if devices have pieces of a sequence, and each finds what its own do to a state."""
+        return self.context.size > 1 and self.context_method != "ulysses"
+
+    @property
     def activation_bytes(self) -> int:
         return self.tokens * self.model.embed * bytes_of(self.dtype)
 
@@ -138,7 +143,8 @@ def _layer_time(sizes: LayerSizes, hardware: Hardware, software: Software) -> Ma
     attention = _half_time("attention", sizes, hardware, software)
     mlp = _half_time("mlp", sizes, hardware, software)
     layer = {term: add_work(attention[term], mlp[term]) for term in attention}
-    return layer | {"launches": _launch_wait(sizes, layer, software)}
+    waits = add_work(_launch_wait(sizes, layer, software), _chunk_wait(sizes, hardware, software))
+    return layer | {"launches": waits}
 
 
 def _launch_wait(sizes: LayerSizes, layer: Mapping[str, Work], software: Software) -> Work:
@@ -333,17 +339,15 @@ def _attention_half(sizes: LayerSizes, hardware: Hardware, software: Software) -
 def _recurrence_work(
     sizes: LayerSizes, mixer: MixerSizes, hardware: Hardware, software: Software
 ) -> Work:
-    """Returns the seconds of a recurrence in chunks, as XLA runs it: those of its work, or those of
-    launching its kernels, which XLA starts one by one, chunk after chunk.
+    """Returns the seconds of a recurrence in chunks, as XLA runs it.
 
     Its products are small, and what lies between them goes through memory: about six times the
     width of its inputs and outputs, in float32. The backward computes the forward again. Where
     devices have pieces of a sequence, each first finds what its own does to the state. Nothing of
     this was measured on a GPU.
     """
-    in_pieces = sizes.context.size > 1 and sizes.context_method != "ulysses"
     chunk = chunk_of(sizes.sequence_length)
-    of_token = mixer.flops(chunk) + (mixer.map_flops(chunk) if in_pieces else 0.0)
+    of_token = mixer.flops(chunk) + (mixer.map_flops(chunk) if sizes.finds_maps else 0.0)
     if not of_token:
         return NO_WORK
     flops = sizes.tokens * of_token / sizes.tensor
@@ -356,16 +360,37 @@ def _recurrence_work(
         dtype=sizes.dtype,
         count=max(1, round(flops / (2 * chunk * TILE**2))),
     )
-    passes = 2 if in_pieces else 1
+    passes = 2 if sizes.finds_maps else 1
     moved = 6 * FLOAT32 * (mixer.mixed + mixer.width) / sizes.tensor * sizes.tokens
-    work = products + memory_seconds(passes * moved, hardware)
-    of_piece = sizes.sequence_length / (sizes.pieces if in_pieces else 1)
-    launches = passes * LAUNCH_SECONDS * of_piece / chunk
-    return Work(
-        forward=max(work, CHUNK_KERNELS[0] * launches),
-        backward=max(3 * work, CHUNK_KERNELS[1] * launches),
-        weight=0.0,
+    forward = products + memory_seconds(passes * moved, hardware)
+    return Work(forward=forward, backward=3 * forward, weight=0.0)
+
+
+def _chunk_wait(sizes: LayerSizes, hardware: Hardware, software: Software) -> Work:
+    """Returns the seconds for which a device waits for the kernels of recurrences, the mean over
+    the layers: XLA starts them one by one, chunk after chunk, however small they are.
+    """
+    shares = shape.mixer_shares(sizes.model)
+    waits = [
+        scale_work(share, _wait_of_recurrence(replace(sizes, model=alike), hardware, software))
+        for share, alike in shares
+    ]
+    return add_work(NO_WORK, *waits)
+
+
+def _wait_of_recurrence(sizes: LayerSizes, hardware: Hardware, software: Software) -> Work:
+    mixer = shape.linear_mixer(sizes.model)
+    if mixer is None or not mixer.map_bytes:
+        return NO_WORK
+    work = _recurrence_work(sizes, mixer, hardware, software)
+    of_piece = sizes.sequence_length / (sizes.pieces if sizes.finds_maps else 1)
+    chunks = (2 if sizes.finds_maps else 1) * of_piece / chunk_of(sizes.sequence_length)
+    forward, backward = (
+        max(0.0, chunks * kernels * LAUNCH_SECONDS - seconds)
+        for kernels, seconds in zip(CHUNK_KERNELS, work, strict=False)
     )
+    again = forward if sizes.remat == "full" else 0.0
+    return Work(forward=forward, backward=backward + again, weight=0.0)
 
 
 def _state_collectives(
