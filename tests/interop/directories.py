@@ -656,12 +656,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3_moe in steps": CONFIGS["qwen3_moe"] | {"num_hidden_layers": 4, "decoder_sparse_step": 2},
     "qwen3_next with an mlp": CONFIGS["qwen3_next"] | {"mlp_only_layers": [1, 3]},
     "ernie4_5_moe from a first layer to a last": CONFIGS["ernie4_5_moe"]
-    | {
-        "num_hidden_layers": 6,
-        "moe_layer_start_index": 1,
-        "moe_layer_end_index": 4,
-        "moe_layer_interval": 2,
-    },
+    | {"num_hidden_layers": 6, "moe_layer_start_index": 2, "moe_layer_end_index": 4},
     "exaone_moe in any order": CONFIGS["exaone_moe"]
     | {"mlp_layer_types": ["sparse", "dense", "dense", "sparse", "dense"]},
     # Of a share that is not the one of the class.

@@ -183,6 +183,14 @@ def test_a_class_that_never_ties_its_head_does_not_whatever_the_key_says(family)
         assert settings(family, tie_word_embeddings=tied)["tied"] is False
 
 
+def test_a_refusal_of_a_value_names_its_family_and_its_key():
+    wrong = {"mlp_layer_types": [DENSE], "num_attention_heads": "6", "rms_norm_eps": -1}
+    for family in ("glm4_moe_lite", "exaone_moe"):
+        for key, value in wrong.items():
+            with pytest.raises(ConfigError, match=rf"{key}=.* must be .*model_type='{family}'"):
+                settings(family, **{key: value})
+
+
 def test_gates_are_normalised_where_the_class_does_so_by_itself():
     for family, normalised in {"qwen3_next": True, "qwen3_moe": False, "qwen2_moe": False}.items():
         assert as_model(settings(family, norm_topk_prob=...)).experts.normalise is normalised

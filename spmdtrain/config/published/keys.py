@@ -178,16 +178,22 @@ class Keys:
 
     def unknown(self, name: str, value: Any) -> ConfigError:
         """Returns the error for an unknown key that may change the model."""
-        family = self.values.get("model_type")
         return ConfigError(
             f"{self.where}: {name}={value!r:.80} has no setting here",
-            found=f"model_type={family!r:.40}" if family else "",
+            found=self._family,
             fix="another model, or an issue that names it",
         )
 
     def refused(self, name: str, value: Any, wanted: str) -> ConfigError:
-        """Returns the error for a value of the wrong type."""
-        return ConfigError(f"{self.where}: {name}={value!r:.80} must be {wanted}")
+        """Returns the error for a value of the wrong type, or that does not fit the others."""
+        what = f"{self.where}: {name}={value!r:.80} must be {wanted}"
+        return ConfigError(what, found=self._family)
+
+    @property
+    def _family(self) -> str:
+        """The family as an error says it; empty for a table inside of a config.json."""
+        family = self.values.get("model_type")
+        return f"model_type={family!r:.40}" if family else ""
 
 
 def is_harmless(name: str) -> bool:
