@@ -2,6 +2,7 @@
 
     python benchmarks/absent_gpus.py [--only TEXT]
     python benchmarks/absent_gpus.py step [--only TEXT]
+    python benchmarks/absent_gpus.py recurrence [--only TEXT]
 
 Of each program: temporary bytes on a device and on the host, the bytes that a device sends over
 each axis, and over groups of a part of it, and how many matmuls multiply 8-bit floats. `--only`
@@ -10,6 +11,9 @@ takes the programs whose names contain TEXT.
 `step` takes the step of GPT-2 124M with 32 x 1024 tokens on an H200 in its forms, with the kernels
 that were measured there and cuBLAS's matmuls. It prints the bytes that kernels read and write, how
 many are launched, and temporary bytes, and ends with code 1 if one is above its bound.
+
+`recurrence` takes the recurrence of layers in linear time, by XLA and by our kernels, and prints
+and bounds the same figures: recurrence_text.py.
 
 Needs what `make cuda-compiler` installs, jax 0.11 or later. Half a minute a program on two cores.
 """
@@ -23,6 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
+import recurrence_text
 from step_text import Bounds, StepText, step_text
 
 import spmdtrain as st
@@ -190,7 +195,19 @@ def print_documents(only: str) -> bool:
     return True
 
 
-WHAT = {"documents": print_documents, "step": print_steps}
+def print_recurrences(only: str) -> bool:
+    """Prints the figures of recurrences; returns False if kernels need more than their bound."""
+    broken = []
+    for title, by in recurrence_text.figures(only):
+        for implementation, program in by.items():
+            for line in program.lines():
+                print(f"recurrence, {title}, {implementation}, {line}", flush=True)
+        broken += [f"recurrence, {title}, {line}" for line in recurrence_text.broken(by)]
+    print(*broken, sep="\n", file=sys.stderr, end="\n" if broken else "")
+    return not broken
+
+
+WHAT = {"documents": print_documents, "step": print_steps, "recurrence": print_recurrences}
 
 
 def main() -> int:
@@ -200,7 +217,7 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="TEXT")
     chosen = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")  # or the plugin would look for a GPU
-    if chosen.what == "step":
+    if chosen.what != "documents":
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {CUBLAS}"
     xla_flags.set_xla_flags(deviceless=True)
     return 0 if WHAT[chosen.what](chosen.only) else 1

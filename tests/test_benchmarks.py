@@ -175,3 +175,17 @@ def test_costs_of_linear_layers_are_of_the_layer_and_of_both_recurrences(monkeyp
     chunks, single = (jax.jit(partial(way, corrects=True))(tokens, state) for way in both)
     for found, expected in zip(chunks, single, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_kernels_of_a_recurrence_that_need_more_than_their_share_are_named(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    recurrence_text = importlib.import_module("recurrence_text")
+    figures, bound = recurrence_text.Figures, recurrence_text.BOUND
+    by = {"xla": figures(10.0, 1000, 1.0), "triton": figures(5.9, 199, 1.05)}
+    assert recurrence_text.broken(by) == []
+    by["triton"] = figures(6.1, 201, 1.2)
+    assert recurrence_text.broken(by) == [
+        f"moved: 6.1 is above {bound.moved} of XLA's",
+        f"launches: 201 is above {bound.launches} of XLA's",
+        f"temporaries: 1.2 is above {bound.temporaries} of XLA's",
+    ]

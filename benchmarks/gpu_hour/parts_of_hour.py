@@ -45,12 +45,12 @@ PARTS = (
     Part(
         "turns",
         "a step of GPT-2 124M and of four layers of Llama 8B in variants, beside compiled PyTorch: "
-        "milliseconds, memory, kernels by time; its matmuls and its loss alone",
+        "milliseconds, memory, kernels by time; its matmuls, its loss and recurrences alone",
         (PYTHON, "benchmarks/turns", "FOLDER/turns"),
         least=4.5,
         most=8,
         rehearsal=(PYTHON, "benchmarks/turns", "FOLDER/turns", "--dry", "--only")
-        + ("default", "narrow", "loop", "apart", "matmuls", "loss", "biases")
+        + ("default", "narrow", "loop", "apart", "matmuls", "loss", "biases", "recurrence")
         + ("llama_float8", "again"),
     ),
     Part(

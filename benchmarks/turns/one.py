@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "beside")]
+sys.path[:0] = [str(HERE), str(HERE.parent / "beside"), str(HERE.parent)]
 
 from variants import VARIANTS, Variant  # noqa: E402
 
@@ -358,6 +358,13 @@ def biases(_: Variant, dry: bool, __: Path) -> Callable[[], dict[str, Any]]:
     return run
 
 
+def recurrences(_: Variant, dry: bool, __: Path) -> Callable[[], dict[str, Any]]:
+    """Milliseconds of the recurrences of linear-time layers, and how far they are off."""
+    import recurrence_turn
+
+    return recurrence_turn.prepared(dry, timed)
+
+
 def _compiled(lowered):
     try:
         return lowered.compile()
@@ -371,6 +378,7 @@ KINDS = {
     "matmuls": matmuls,
     "losses": losses,
     "biases": biases,
+    "recurrences": recurrences,
 }
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ VARIANTS = {
     "matmuls": Variant(what="matmuls"),
     "loss": Variant(what="losses"),
     "biases": Variant(what="biases"),
+    "recurrence": Variant(what="recurrences"),
     "llama": Variant(shape=LLAMA),
     "torch_llama": Variant(what=TORCH, shape=LLAMA),
     "llama_narrow": Variant(shape=LLAMA, settings=NARROW),
