@@ -58,6 +58,7 @@ def experts_row(model: TransformerConfig) -> dict[str, Any] | None:
         "shared": model.experts.shared,
         "shared_ffn": model.experts.shared_width,
         "shared_gate": model.experts.shared_gate,
+        "own_norms": model.experts.own_norms,
         "ffn": model.experts.ffn,
     }
 
@@ -73,6 +74,7 @@ def describe_experts(model: TransformerConfig) -> str:
         if row["shared_ffn"] != row["shared"] * row["ffn"]:
             shared += f" of width {row['shared_ffn']:,}"
         shared += " with a gate" if row["shared_gate"] else ""
+        shared += ", both with norms of their own" if row["own_norms"] else ""
     return (
         f"layers {_ranges(row['layers'])} have {row['count']} experts of width {row['ffn']}, "
         f"{row['chosen']} for a token{shared}"
@@ -98,6 +100,8 @@ def _line(row: dict[str, Any], model: TransformerConfig) -> str:
         parts.append("no rotary positions" if theta is None else f"theta {theta:,.10g}")
     if model.full and not row["window"]:
         parts.append(_heads(model))
+    if row["shares_keys"]:
+        parts.append("keys and values of an earlier layer")
     if row["is_scaled"] and model.rope_scaling is not None:
         parts.append(f"{model.rope_scaling.kind} x {model.rope_scaling.factor:g}")
     return ", ".join(parts)

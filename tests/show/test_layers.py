@@ -27,6 +27,8 @@ def test_experts_are_a_line_with_the_numbers_of_their_layers():
         "layers 2, 4 have 8 experts of width 24, 2 for a token, 1 more for all tokens"
     )
     assert describe_experts(GEMMA) == ""
+    line = describe_experts(Llama(layers=5, experts=experts | {"own_norms": True}))
+    assert line.endswith("1 more for all tokens, both with norms of their own")
 
 
 def test_layers_of_other_mixers_and_of_one_part_are_named():
@@ -45,6 +47,14 @@ def test_heads_of_their_own_are_said_of_the_layers_that_have_them():
     lines = describe_layers(Llama(layers=2, windows=(512, 0), full=full)).splitlines()
     assert "heads" not in lines[0]
     assert lines[1].endswith("heads of 512, 1 of keys, which are values")
+
+
+def test_layers_that_share_keys_are_named():
+    lines = describe_layers(Llama(layers=4, windows=(512, 0), shared_keys=2)).splitlines()
+    assert [line.endswith("keys and values of an earlier layer") for line in lines] == [
+        *(False, False),
+        *(True, True),
+    ]
 
 
 def test_a_layer_without_rotary_positions_is_named_and_layers_alike_are_not():
