@@ -195,7 +195,7 @@ def write_table(begin: str, end: str, head: Sequence[str], rows: Sequence[str]) 
     former = table.strip().splitlines()
     kept = former[len(head) :] if former[: len(head)] == head else []
     by_family = {row.split(" | ")[0]: row for row in (*kept, *rows)}
-    order = [f"| {family}" for family in directories.CONFIGS]
+    order = [f"| {family}" for family in FAMILIES]
     in_order = sorted(by_family, key=lambda family: order.index(family))
     lines = "\n".join([*head, *(by_family[family] for family in in_order)])
     PAGE.write_text(f"{before}{begin}\n{lines}\n{end}{after}", encoding="utf-8")
