@@ -430,6 +430,16 @@ def qkv_bias(sizes: Sizes, shape: Shape) -> Mapped:
     return _qkv_bias(sizes, shape, fused=False)
 
 
+def queries_bias(sizes: Sizes, shape: Shape) -> Mapped:
+    """Takes one bias [H d] as [K G d]."""
+    return _qkv_bias(sizes, shape, fused=False, alone=0)
+
+
+def queries_and_keys_bias(sizes: Sizes, shape: Shape) -> Mapped:
+    """Takes two biases [H d] and [K d] as [K (G + 1) d]: that of keys is also that of values."""
+    return _qkv_bias(sizes, shape, fused=False, alone=1)
+
+
 def qkv_bias_fused(sizes: Sizes, shape: Shape) -> Mapped:
     """Takes one bias [(H + 2 K) d] as [K (G + 2) d]."""
     return _qkv_bias(sizes, shape, fused=True)
@@ -479,13 +489,13 @@ def _qkv(sizes: Sizes, shape: Shape, *, fused: bool, transposed: bool, alone: in
     return Mapped(shape, shape, tuple(shapes), tuple(pieces))
 
 
-def _qkv_bias(sizes: Sizes, shape: Shape, *, fused: bool) -> Mapped:
+def _qkv_bias(sizes: Sizes, shape: Shape, *, fused: bool, alone: int = 2) -> Mapped:
     heads, dim = sizes.kv_heads, sizes.head_dim
     slots = math.prod(shape) // (heads * dim)
     view = (heads, slots, dim)
     pieces = []
     shapes = []
-    for number, (count, places, rows) in enumerate(_slots(sizes, slots)):
+    for number, (count, places, rows) in enumerate(_slots(sizes, slots, alone)):
         at = rows if fused else slice(0, heads * count * dim)
         pieces.append(
             Piece(0 if fused else number, 0, at, (heads, count, dim), (0, 1, 2), 1, places)

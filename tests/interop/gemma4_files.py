@@ -98,6 +98,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 2,
         "use_double_wide_mlp": True,
     },
+    "gemma4_text with biases": DENSE
+    | {
+        "num_hidden_layers": 4,
+        "layer_types": [WINDOW, FULL, WINDOW, FULL],
+        "num_kv_shared_layers": 1,
+        "attention_bias": True,
+    },
     "gemma4_text, one width": DENSE | {"per_layer_config": {}, "attention_k_eq_v": False},
 }
 

@@ -531,7 +531,7 @@ RICH = {
         *("model.rope_theta_window=100", "model.rope_scaling.kind=proportional"),
         *("model.rope_scaling.factor=2", "model.rope_scaling.share=0.5", "model.score_scale=0.3"),
         *("model.query_norm=head", "model.norm_places=both", "model.embed_scale=sqrt"),
-        *("model.token_layers.dim=6", "model.norm_epsilon=1e-3"),
+        *("model.token_layers.dim=6", "model.norm_epsilon=1e-3", "model.qkv_bias=true"),
     ),
     "sharing": (
         *("model.layers=3", "model.windows=5,0", "model.shared_keys=1", "model.shared_ffn=64"),

@@ -252,15 +252,16 @@ def grouped(model: Any, p: Params, x: np.ndarray, number: int, window: int) -> t
     group = heads // kv_heads
     if "attention.q_eknd" in p:
         q = np.einsum("bte,eknd->btknd", x, p["attention.q_eknd"])
-        if "attention.qkv_bias" in p:
-            q = q + p["attention.qkv_bias"].reshape(q.shape[2:])
+        if "attention.q_bias" in p:
+            q = q + p["attention.q_bias"].reshape(q.shape[2:])
         q = q.reshape(*q.shape[:2], heads, dim)
         q = query_normed(model, q, p["attention.query_key_norm.query_scale"])
         return turned(model, q, window), *p["kept"][bool(window)]
     name = "qk_eknd" if are_keys else "qkv_eknd"
     qkv = np.einsum("bte,eknd->btknd", x, p[f"attention.{name}"])
-    if "attention.qkv_bias" in p:
-        qkv = qkv + p["attention.qkv_bias"].reshape(qkv.shape[2:])
+    bias = name.replace("_eknd", "_bias")
+    if f"attention.{bias}" in p:
+        qkv = qkv + p[f"attention.{bias}"].reshape(qkv.shape[2:])
     q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
     if are_keys:
         q, k = qkv[..., :-1, :], v

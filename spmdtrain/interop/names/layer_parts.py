@@ -91,6 +91,9 @@ KEYS_AS_VALUES = {
     "attention.qk_eknd": entry(
         pieces.queries_and_keys, "self_attn.q_proj.weight", "self_attn.k_proj.weight"
     ),
+    "attention.qk_bias": entry(
+        pieces.queries_and_keys_bias, "self_attn.q_proj.bias", "self_attn.k_proj.bias"
+    ),
 }
 # What each layer has of its own embeddings, and what all layers share of them.
 TOKEN_PART = {
@@ -106,6 +109,7 @@ TOKEN_LAYERS = {
 # If keys and values are those of an earlier layer.
 QUERIES_ALONE = {
     "attention.q_eknd": entry(pieces.queries, "self_attn.q_proj.weight"),
+    "attention.q_bias": entry(pieces.queries_bias, "self_attn.q_proj.bias"),
     "attention.idle.key_ef": entry(pieces.transpose, "self_attn.k_proj.weight"),
     "attention.idle.value_ef": entry(pieces.transpose, "self_attn.v_proj.weight"),
     "attention.idle.key_bias_f": entry(pieces.copy, "self_attn.k_proj.bias"),

@@ -444,10 +444,6 @@ class TransformerConfig(Settings):
             raise ValueError(
                 f"model.full.head_dim={full.head_dim}: rope rotates pairs, so it must be even"
             )
-        if full.keys_are_values and self.qkv_bias:
-            raise ValueError(
-                "model.full.keys_are_values has no biases of keys; set model.qkv_bias=false"
-            )
         if not self.full_layers:
             raise ValueError(
                 "[model.full] is read by no layer: all have a window; set model.windows with a 0"

@@ -76,7 +76,8 @@ class Attention(nnx.Module):
         out_axes = ("kv_heads", None, "head_dim", "embed")
         self.out_kgde = matmul_weight(rngs, out_shape, out_axes, out_std)
         qkv_width = self.heads * slots * config.head_dim
-        self.qkv_bias = bias(qkv_width, "kv_heads") if config.qkv_bias else None
+        self.biases = f"{projects}_bias"
+        setattr(self, self.biases, bias(qkv_width, "kv_heads") if config.qkv_bias else None)
         self.out_bias = bias(config.embed, "norm") if config.out_bias else None
         has_weights = config.query_norm in ("head", "all")
         self.query_key_norm = QueryKeyNorm(config) if has_weights else None
@@ -95,10 +96,8 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, Cache | None]:
         products = self._project(x_bte, ctx)
         if cache is None and self._reads_in_place(ctx):
-            bias_knd = None
-            if self.qkv_bias is not None:
-                bias_knd = self.qkv_bias[...].reshape(products.shape[2:])
-            return self._out(self.attend.joined(products, bias_knd, ctx), None, ctx), None
+            joined = self.attend.joined(products, self._bias(products), ctx)
+            return self._out(joined, None, ctx), None
         q, k, v, gate = self._heads(products, ctx)
         if self.gate_ekg is not None:
             gate_btkg = ctx.column_parallel(x_bte, self.gate_ekg, OF_GATES)
@@ -153,6 +152,13 @@ class Attention(nnx.Module):
         takes_more = self.sinks is not None or self.gate_ekg is not None
         return self._stays(ctx) and not takes_more and self.attend.may_read_in_place(ctx)
 
+    def _bias(self, slots_btknd: jax.Array) -> jax.Array | None:
+        """Returns the biases of the slots of a key-value head [k, n, d]; None: there are none."""
+        of_slots = getattr(self, self.biases)
+        if of_slots is None:
+            return None
+        return of_slots[...].reshape(self.heads, -1, slots_btknd.shape[-1])
+
     def _heads(self, qkv_btknd: jax.Array, ctx: ForwardContext) -> Heads:
         """Returns queries and keys, normed and rotated, values, and gates if there are any.
 
@@ -160,8 +166,8 @@ class Attention(nnx.Module):
         to the whole and added.
         """
         position = self._position(ctx)
-        if self.qkv_bias is not None:
-            bias_knd = self.qkv_bias[...].reshape(qkv_btknd.shape[2:])
+        bias_knd = self._bias(qkv_btknd)
+        if bias_knd is not None:
             if self._stays(ctx):
                 of_keys = ("batch", "time", "kv_heads", "head_dim")
                 names = ("batch", "time", *OF_HEADS), OF_HEADS

@@ -38,6 +38,13 @@ class OwnValues(Attention):
             return slots_btknd
         return jnp.concatenate((slots_btknd, slots_btknd[..., -1:, :]), -2)
 
+    def _bias(self, slots_btknd: jax.Array) -> jax.Array | None:
+        """Returns what `Attention` does; the bias of keys is also that of values."""
+        bias_knd = super()._bias(slots_btknd)
+        if bias_knd is None or not self.are_keys:
+            return bias_knd
+        return jnp.concatenate((bias_knd, bias_knd[:, -1:]), 1)
+
     def _heads(self, qkv_btknd: jax.Array, ctx: ForwardContext) -> Heads:
         """Returns what `Attention` does, with normed values."""
         q, k, v, gate = super()._heads(qkv_btknd, ctx)

@@ -62,8 +62,8 @@ class SharingKeys(Attention):
         """Returns what attention adds to the stream."""
         keys: SharedKeys = ctx.read[SHARED]
         q = self._project(x_bte, ctx)
-        if self.qkv_bias is not None:
-            q = q + self.qkv_bias[...].reshape(q.shape[2:])
+        if (bias_knd := self._bias(q)) is not None:
+            q = q + bias_knd
         q = ctx.constrain(q, "batch", "time", *OF_HEADS)
         if self.query_key_norm is not None:
             q = self.query_key_norm(q, ctx)
