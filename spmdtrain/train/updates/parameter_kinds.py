@@ -58,9 +58,11 @@ def kind_of(path: str, parameter: Parameter) -> Kind:
             "grow with the width",
             fix='e.g. out_sharding=("embed", "ffn"); or model.mup_base=none',
         )
-    if axes[0] and axes[-1]:
+    # The stream is one side of a matrix, first or last, and all other dims are the other side.
+    rows = len(axes) - 1 if axes[-1] == "embed" else 1
+    if any(axes[:rows]) and any(axes[rows:]):
         return "hidden"
-    return "readout" if axes[0] else "input"
+    return "readout" if any(axes[:rows]) else "input"
 
 
 def width_rate(config: OptimizerConfig, path: str, parameter: Parameter, factor: float) -> float:
