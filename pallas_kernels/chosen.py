@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 
 from pallas_kernels.calls import Call
 
+APART = "apart"
+
 
 @dataclass
 class Decisions:
@@ -43,6 +45,17 @@ def using(chosen: Mapping[str, str]) -> Iterator[Decisions]:
         yield decisions
     finally:
         _in_force.remove(decisions)
+
+
+def is_apart(call: Call, what: str) -> bool:
+    """Returns True if a decision in force says that a call takes `what` apart from the rest."""
+    decisions = in_force()
+    return decisions is not None and decisions.chosen.get(apart_name(call, what)) == APART
+
+
+def apart_name(call: Call, what: str) -> str:
+    """Returns the name for which APART may be chosen."""
+    return f"{call.name} {what}"
 
 
 def in_force() -> Decisions | None:

@@ -28,6 +28,8 @@ MOST_OF_A_TURN = 120  # seconds
 RULES = (
     ("default", "loop", 4.0, "write no layers out"),
     ("default", "apart", 0.3, "take queries, keys and values apart: docs/kernels.md"),
+    ("default", "norm_apart", 0.1, "let XLA add the gradient of the stream: docs/kernels.md"),
+    ("default", "norm_many", 0.0, "ship the norm in more programs"),
     ("default", "loss_by_xla", 1.0, "leave the loss to XLA"),
     ("default", "triton_gemm", 0.0, "drop the flag"),
     ("default", "cudnn", 0.0, "take cuDNN's attention"),

@@ -10,6 +10,7 @@ LOSSES = (
     "linear_cross_entropy bfloat16 2x4096x4096x128256 weight bfloat16",
 )
 GPT2_ATTENTION = "attention bfloat16 32x1024x12x64 causal"
+GPT2_NORM = "layernorm bfloat16 32768x768 scale float32 bias float32"
 NARROW = ("precision.logits=bfloat16",)
 FLOAT8 = ("precision.matmul=float8",)
 # With CUDA graphs a trace does not tell which instruction a kernel belongs to.
@@ -40,6 +41,8 @@ VARIANTS = {
     "narrow": Variant(settings=NARROW),
     "loop": Variant(settings=("train.scan_layers=true",)),
     "apart": Variant(kernels={f"{GPT2_ATTENTION} joined": "apart"}),
+    "norm_apart": Variant(kernels={f"{GPT2_NORM} with x": "apart"}),
+    "norm_many": Variant(kernels={GPT2_NORM: "triton/many"}),
     "loss_by_xla": Variant(kernels=loss_by("xla/fourfold")),
     "cudnn": Variant(kernels={GPT2_ATTENTION: "cudnn"}),
     "triton_gemm": Variant(flags=("--xla_gpu_enable_triton_gemm=true",)),

@@ -195,7 +195,7 @@ def norms_of(work: Assembly) -> dict[str, Streamed]:
     rows, width = block_of(ROWS, work.size, work.implementation)
     grids = {
         "norm_forward": ROWS / rows,
-        "norm_backward": programs_of(ROWS // rows, gpu.device_kinds[0]),
+        "norm_backward": programs_of(ROWS // rows, gpu.device_kinds[0], "triton"),
     }
     # Forward reads x and the residual, and writes y and the sum; backward reads the sum and both
     # gradients, and writes one.

@@ -20,12 +20,12 @@ from pallas_kernels.backends import mosaic
 from pallas_kernels.bias import add_vector, biased_heads, heads_apart
 from pallas_kernels.calls import AttentionCall
 from pallas_kernels.choose import INTERPRET, VARIANT
-from pallas_kernels.chosen import in_force
+from pallas_kernels.chosen import is_apart
 from pallas_kernels.counting import is_counted
 from pallas_kernels.partition import refuse_checked_vma
 
 READERS = ("mosaic",)  # implementations that read the parts of an array in place
-APART = "apart"  # chosen for the name of a call: its queries, keys and values are taken apart
+JOINED = "joined"  # what may be chosen to be apart
 
 
 def joined_attention(  # noqa: PLR0913 - the question has as many parts
@@ -92,15 +92,8 @@ def may_read_in_place() -> bool:
 
 
 def _reads_in_place(name: str, call: AttentionCall) -> bool:
-    decisions = in_force()
-    if decisions is not None and decisions.chosen.get(joined_name(call)) == APART:
-        return False
-    return name.removesuffix(INTERPRET).partition(VARIANT)[0] in READERS
-
-
-def joined_name(call: AttentionCall) -> str:
-    """Returns the name under which APART may be chosen for this call."""
-    return f"{call.name} joined"
+    plain = name.removesuffix(INTERPRET).partition(VARIANT)[0]
+    return plain in READERS and not is_apart(call, JOINED)
 
 
 def _parts(joined_btknd: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -2,19 +2,22 @@
 
 import math
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.arguments import as_number, check_arrays, check_floating
+from pallas_kernels.arguments import as_number, check_arrays, check_flag, check_floating
 from pallas_kernels.calls import NormCall
 from pallas_kernels.choose import INTERPRET, VARIANT, choose, device_kind
+from pallas_kernels.chosen import is_apart
 from pallas_kernels.gpus import generation
 from pallas_kernels.norm import triton, xla
 from pallas_kernels.partition import refuse_checked_vma
 
 IMPLEMENTATIONS = {"xla": xla, "triton": triton}
 # The default order is reasoned, not measured: one kernel reads and writes each array once.
+WITH_X = "with x"  # what may be chosen to be apart: the gradient of what `returns_x` returns
 OURS = {"ampere": ("triton",), "hopper": ("triton",), "blackwell": ("triton",)}
 
 
@@ -24,6 +27,7 @@ def layernorm(
     bias: jax.Array | None = None,
     *,
     residual: jax.Array | None = None,
+    returns_x: bool = False,
     eps: float = 1e-5,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -37,17 +41,19 @@ def layernorm(
       scale, bias: [width], floating.
       residual: of x's shape, in any floating dtype. With it x + residual is normalised, rounded to
         the residual's dtype.
+      returns_x: also return x, for what else reads it. Read from here, its gradient is added to the
+        norm's own by the kernel that makes that, in float32.
       implementation: a name of IMPLEMENTATIONS, which never falls back; None takes the first that
         does not refuse: our kernels for the GPU's generation, XLA.
 
     Returns:
-      y, of x's shape; with a residual (y, x + residual).
+      y, of x's shape; with a residual (y, x + residual); with `returns_x` (y, x).
 
     Raises:
       ValueError: the arguments do not fit together.
       Refused: the named implementation cannot run this call.
     """
-    return _norm("layernorm", x, scale, bias, residual, eps, implementation)
+    return _norm("layernorm", x, scale, bias, residual, returns_x, eps, implementation)
 
 
 def rmsnorm(
@@ -56,6 +62,7 @@ def rmsnorm(
     bias: jax.Array | None = None,
     *,
     residual: jax.Array | None = None,
+    returns_x: bool = False,
     eps: float = 1e-6,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -63,7 +70,7 @@ def rmsnorm(
 
     x / sqrt(mean(x^2) + eps) * scale + bias. Everything else is as in `layernorm`.
     """
-    return _norm("rmsnorm", x, scale, bias, residual, eps, implementation)
+    return _norm("rmsnorm", x, scale, bias, residual, returns_x, eps, implementation)
 
 
 def candidates() -> tuple[str, ...]:
@@ -76,13 +83,16 @@ def order(_: NormCall) -> tuple[str, ...]:
     return (*OURS.get(generation(device_kind()), ()), "xla")
 
 
-def _norm(op, x, scale, bias, residual, eps, implementation):
+def _norm(op, x, scale, bias, residual, returns_x, eps, implementation):  # noqa: PLR0913
+    check_flag(op, "returns_x", returns_x)
     check_arrays(op, x=x, scale=scale, bias=bias, residual=residual)
     if x is None or scale is None:
         raise ValueError(f"{op}: x and scale are arrays, not None")
     eps = as_number(op, "eps", eps, 0)
     refuse_checked_vma(op, x, scale, bias, residual)
     _check(op, x, scale, bias, residual)
+    if returns_x and residual is not None:
+        raise ValueError(f"{op}: with a residual it returns the sum; returns_x=False")
     rows = (math.prod(x.shape[:-1]), x.shape[-1])
     if 0 in rows:
         raise ValueError(f"{op}: x {x.shape} has no elements")
@@ -99,10 +109,12 @@ def _norm(op, x, scale, bias, residual, eps, implementation):
     name = choose(op, refusals, order(call), implementation, call)
     x_nd = x.reshape(rows)
     residual_nd = None if residual is None else residual.reshape(rows)
-    centred = op == "layernorm"
-    y, total = _normalise_compiled(eps, centred, name, x_nd, scale, bias, residual_nd)
+    if returns_x and is_apart(call, WITH_X):
+        return _norm(op, x, scale, bias, None, False, eps, implementation), x
+    how = _How(eps, op == "layernorm", returns_x or residual is not None, name)
+    y, total = _normalise_compiled(how, x_nd, scale, bias, residual_nd)
     y = y.reshape(x.shape)
-    return y if residual is None else (y, total.reshape(x.shape))
+    return (y, total.reshape(x.shape)) if how.returns_total else y
 
 
 def _check(op, x, scale, bias, residual) -> None:
@@ -121,28 +133,37 @@ def _check(op, x, scale, bias, residual) -> None:
         )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _normalise(eps, centred, name, x, scale, bias, residual):
-    return _forward(eps, centred, name, x, scale, bias, residual)[0]
+class _How(NamedTuple):
+    """The static part of a call."""
+
+    eps: float
+    centred: bool
+    returns_total: bool  # x, plus the residual if there is one
+    name: str
 
 
-def _forward(eps, centred, name, x, scale, bias, residual):
-    module = _implementation(name)
-    y, total, mean, rstd = module.forward(x, scale, bias, residual, eps, centred, name)
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _normalise(how: _How, x, scale, bias, residual):
+    return _forward(how, x, scale, bias, residual)[0]
+
+
+def _forward(how, x, scale, bias, residual):
+    module = _implementation(how.name)
+    y, total, mean, rstd = module.forward(x, scale, bias, residual, how.eps, how.centred, how.name)
     # The backward pass needs their dtypes, and whether they exist: an empty array carries both.
     like = [
         None if array is None else jnp.zeros((0,), array.dtype) for array in (x, bias, residual)
     ]
     saved = (total, scale, mean, rstd, like)
-    return (y, total if residual is not None else None), saved
+    return (y, total if how.returns_total else None), saved
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2), inline=True)  # jax 0.10 calls it outside any jit
-def _backward(_eps, _centred, name, saved, gradients):
+@partial(jax.jit, static_argnums=(0,), inline=True)  # jax 0.10 calls it outside any jit
+def _backward(how, saved, gradients):
     total, scale, mean, rstd, (x, bias, residual) = saved
     dy, dtotal = gradients
-    module = _implementation(name)
-    dsum, dscale, dbias = module.backward(total, scale, mean, rstd, dy, dtotal, name)
+    module = _implementation(how.name)
+    dsum, dscale, dbias = module.backward(total, scale, mean, rstd, dy, dtotal, how.name)
     return (
         dsum.astype(x.dtype),
         dscale.astype(scale.dtype),
@@ -157,4 +178,4 @@ def _implementation(name):
 
 _normalise.defvjp(_forward, _backward)
 # Compiled once, also outside any jit.
-_normalise_compiled = jax.jit(_normalise, static_argnums=(0, 1, 2), inline=True)
+_normalise_compiled = jax.jit(_normalise, static_argnums=(0,), inline=True)

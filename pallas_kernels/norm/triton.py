@@ -20,10 +20,18 @@ from pallas_kernels.choose import INTERPRET, VARIANT, device_kind, no_64_bits, n
 from pallas_kernels.gpus import find
 
 WIDEST = 16384  # a row is held in registers
-ELEMENTS = 4096  # of a block, unless one row is more
-# Other blocks, which are tried when kernels are measured: "triton/narrow".
-VARIANTS = {"narrow": ELEMENTS // 2, "wide": 2 * ELEMENTS}
-PROGRAMS_OF_A_CORE = 2  # of the backward pass: as many as it has registers for
+
+
+class Blocks(NamedTuple):
+    """The cut of the work."""
+
+    elements: int  # of a block, unless one row is more
+    programs: int  # of the backward pass on a core: as many as it has registers for
+
+
+BLOCKS = Blocks(4096, 2)
+# Others, which are tried when kernels are measured: "triton/narrow".
+VARIANTS = {"narrow": Blocks(2048, 2), "wide": Blocks(8192, 2), "many": Blocks(2048, 6)}
 CORES = 132  # of a GPU that is not listed: an H100's
 
 
@@ -109,7 +117,7 @@ def backward(total, scale, mean, rstd, dy, dtotal, name: str):
     block = block_of(n, d, name)
     block_rows, block_width = block
     blocks = pl.cdiv(n, block_rows)
-    programs = programs_of(blocks, device_kind())
+    programs = programs_of(blocks, device_kind(), name)
     whole = pl.BlockSpec((n, block_width), lambda _: (0, 0))
     whole_vector = pl.BlockSpec((block_width,), lambda _: (0,))
     statistic = pl.BlockSpec((n,), lambda _: (0,))
@@ -189,22 +197,25 @@ def _backward_kernel(shape, block, turns, *refs):
     store_masked(refs.dbias, dbias, columns)
 
 
-def programs_of(blocks: int, kind: str) -> int:
+def programs_of(blocks: int, kind: str, name: str) -> int:
     """Returns how many programs share the blocks of the backward pass on this GPU, by jax's name.
 
     With one program on a core, the memory would idle while it computes.
     """
     listed = find(kind)
     cores = CORES if listed is None else listed.cores
-    return min(PROGRAMS_OF_A_CORE * cores, blocks)
+    return min(_blocks(name).programs * cores, blocks)
 
 
 def block_of(n: int, d: int, name: str) -> tuple[int, int]:
     """Returns the (rows, padded width) that a program holds at a time."""
     width = next_power_of_two(d)
-    variant = name.removesuffix(INTERPRET).partition(VARIANT)[2]
-    rows = max(VARIANTS.get(variant, ELEMENTS) // width, 1)
+    rows = max(_blocks(name).elements // width, 1)
     return min(rows, next_power_of_two(n, 1)), width
+
+
+def _blocks(name: str) -> Blocks:
+    return VARIANTS.get(name.removesuffix(INTERPRET).partition(VARIANT)[2], BLOCKS)
 
 
 def _warps(width: int) -> int:

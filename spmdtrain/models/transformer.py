@@ -23,7 +23,7 @@ from spmdtrain.models.layers import (
     weight,
 )
 from spmdtrain.models.layers.cache import ModelCache, StackCache
-from spmdtrain.models.layers.norm import MakeNorm, normed
+from spmdtrain.models.layers.norm import MakeNorm, normed, normed_with_stream
 from spmdtrain.models.layers.weights import INIT_STD
 from spmdtrain.models.logits import logits_of
 from spmdtrain.models.stack import MakeBlock, Round, SideLosses, Stack, sum_losses, with_losses
@@ -90,12 +90,14 @@ class Block(nnx.Module):
             ctx = replace(ctx, layer=ctx.layer + self.first)
         of_attention, of_mlp = {}, {}
         if self.attention is not None:
-            y, cache = self.attention(normed(self.attention_norm, x_bte, ctx), ctx, cache)
+            y, x_bte = normed_with_stream(self.attention_norm, x_bte, ctx)
+            y, cache = self.attention(y, ctx, cache)
             y, of_attention = with_losses(y, self.attention)
             y = normed(self.attention_out_norm, y, ctx)
             x_bte = self._added(x_bte, y, ctx, ATTENTION_SITE)
         if self.mlp is not None:
-            y, of_mlp = with_losses(self.mlp(normed(self.mlp_norm, x_bte, ctx), ctx), self.mlp)
+            y, x_bte = normed_with_stream(self.mlp_norm, x_bte, ctx)
+            y, of_mlp = with_losses(self.mlp(y, ctx), self.mlp)
             x_bte = self._added(x_bte, normed(self.mlp_out_norm, y, ctx), ctx, MLP_SITE)
         if self.token_part is not None:
             x_bte = ctx.constrain(self.token_part(x_bte, ctx), *STREAM)

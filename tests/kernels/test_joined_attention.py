@@ -12,17 +12,17 @@ from test_mosaic import OLD, run
 
 from pallas_kernels.attention import attention, joined, reference
 from pallas_kernels.attention.cases import Case
-from pallas_kernels.attention.joined import APART, joined_attention, joined_name
+from pallas_kernels.attention.joined import JOINED, joined_attention
 from pallas_kernels.attention.problem import prepare
 from pallas_kernels.bias import biased_heads, heads_apart
-from pallas_kernels.calls import AttentionCall
 from pallas_kernels.choose import Refused
-from pallas_kernels.chosen import using
+from pallas_kernels.chosen import APART, apart_name, using
 
 MOSAIC = "mosaic:interpret"
-# Two queries to a key, a length and a head dim that are padded, documents.
-INTERPRETED = (Case(t=130, d=96, heads=(2, 1), causal=True, segments="three"),)
+# Two queries to a key; a length and a head dim that are padded, in the segment of padding.
+INTERPRETED = (Case(t=130, d=96, heads=(2, 1), segments="one"),)
 SLOW = (
+    Case(t=130, d=96, heads=(2, 1), causal=True, segments="three"),
     Case(b=2, t=256, heads=(2, 2), causal=True),
     Case(t=200, d=128, heads=(4, 2), causal=True, window=(40, 0)),
     Case(t=70, heads=(3, 1), softcap=15.0),
@@ -87,35 +87,37 @@ def with_gradients(call):
     return both
 
 
-def compare_bits(case, implementation):
-    """In place gives the bits that it gives apart, but for the sum for the bias."""
-    got, same = (
-        jax.jit(with_gradients(form(case, implementation)))(*arrays(case))
-        for form in (in_place, apart)
-    )
-    for name, ours, theirs in zip(("out", "gradient"), got, same, strict=False):
-        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs), err_msg=name)
+def results(form, case, implementation):
+    return jax.jit(with_gradients(form(case, implementation)))(*arrays(case))
 
 
 def compare(case, implementation):
-    """In place gives what float64 gives, up to rounding."""
+    """In place gives what float64 gives, up to rounding. Returns it."""
     drawn = arrays(case)
-    got = jax.jit(with_gradients(in_place(case, implementation)))(*drawn)
+    got = results(in_place, case, implementation)
     exact = oracle.in_float64(with_gradients(definition(case)), *drawn)
     plain = jax.jit(with_gradients(definition(case)))(*drawn)
     factor = 3.0 if case.softcap else 2.0
     names = "out", "gradient", "bias"
     for name, ours, rounded, true in zip(names, got, plain, exact, strict=True):
         oracle.check(name, ours, rounded, true, case.dtype, oracle.GRADIENT, factor)
+    return got
+
+
+def compare_both(case, implementation):
+    """And the bits that the parts give, but for the sum for the bias."""
+    got = compare(case, implementation)
+    same = results(apart, case, implementation)
+    for name, ours, theirs in zip(("out", "gradient"), got, same, strict=False):
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs), err_msg=name)
 
 
 CHILD = """
 import sys
-from test_joined_attention import CASES, MOSAIC, compare, compare_bits
+from test_joined_attention import CASES, MOSAIC, compare_both
 for case in CASES:
     if case.name in sys.argv[1:]:
-        compare(case, MOSAIC)
-        compare_bits(case, MOSAIC)
+        compare_both(case, MOSAIC)
 """
 
 
@@ -170,8 +172,7 @@ def test_a_call_may_be_chosen_to_be_taken_apart(monkeypatch):
     with using({}) as decisions:
         attention(*flat(heads_apart(products)))
     [call] = decisions.calls.values()
-    assert isinstance(call, AttentionCall)
-    with using({joined_name(call): APART}):
+    with using({apart_name(call, JOINED): APART}):
         joined_attention(products, bias, implementation="xla")
     assert taken == ["xla"]
 

@@ -1,6 +1,6 @@
 """Every implementation of the norms against their definition in float64: values, gradients."""
 
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,9 @@ import oracle
 import pytest
 
 from pallas_kernels import norm
+from pallas_kernels.chosen import APART, apart_name, using
 from pallas_kernels.norm import cases, reference, triton
+from pallas_kernels.norm.api import WITH_X
 
 NAMES = ("x", "scale", "bias", "residual", "dy", "dtotal")
 # Relative L2 of y and dx; rounding to bfloat16 alone is 1.7e-3.
@@ -92,10 +94,68 @@ def test_interpreted_triton(case, tiles):
     compare(case, "triton:interpret")
 
 
+def test_other_blocks_and_more_programs_give_the_same(tiles):
+    tiles.setattr(triton, "CORES", 1)
+    for variant in triton.VARIANTS:
+        compare(cases.CI[3], f"triton/{variant}:interpret")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", cases.SLOW, ids=lambda case: case.name)
 def test_xla_on_the_grid(case):
     compare(case, "xla")
+
+
+def beside(function, **options):
+    """y, and the gradients of x and the scale where x is read beside the norm."""
+
+    def run(x, scale, dy, dx):
+        def both(x, scale):
+            out = function(x, scale, **options)
+            return out if isinstance(out, tuple) else (out, x)
+
+        (y, _), pull = jax.vjp(both, x, scale)
+        return y, *pull((dy, dx))
+
+    return run
+
+
+@pytest.mark.parametrize("op", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("implementation", ["xla", "triton:interpret"])
+def test_the_gradient_of_what_else_reads_x_is_added(implementation, op):
+    case = cases.Case(rows=37, width=48, op=op, dtype="bfloat16")
+    x, dy = (jnp.asarray(case.draw()[name]) for name in ("x", "dy"))
+    arrays = x, jnp.linspace(0.5, 2, 48), dy.astype(x.dtype), dy[::-1].astype(x.dtype)
+    options = {"returns_x": True, "implementation": implementation}
+    got = jax.jit(beside(getattr(norm, op), **options))(*arrays)
+
+    def definition(x, scale):
+        epsilon = 1e-5 if op == "layernorm" else 1e-6
+        centred = op == "layernorm"
+        return reference.normalise(x, scale, None, None, epsilon=epsilon, centred=centred)[0]
+
+    exact = oracle.in_float64(beside(definition), *arrays)
+    plain = jax.device_get(jax.jit(beside(definition))(*arrays))
+    for name, ours, rounded, true in zip(("y", "dx", "dscale"), got, plain, exact, strict=True):
+        limits = OF_WEIGHTS if name == "dscale" else FLOOR
+        oracle.check(name, ours, rounded, true, str(ours.dtype), limits)
+    # One rounding, not two: no further from the truth than the sum of rounded gradients.
+    apart = jax.device_get(
+        jax.jit(beside(getattr(norm, op), implementation=implementation))(*arrays)
+    )
+    distances = [np.abs(np.asarray(dx, np.float64) - exact[1]).mean() for dx in (got[1], apart[1])]
+    assert distances[0] < distances[1]
+
+
+def test_what_else_reads_x_may_be_chosen_to_be_added_apart():
+    x = jnp.ones((4, 8))
+    call = partial(norm.rmsnorm, scale=jnp.ones(8), returns_x=True)
+    with using({}) as decisions:
+        _, same = call(x)
+    assert same is not x
+    [norm_call] = decisions.calls.values()
+    with using({apart_name(norm_call, WITH_X): APART}):
+        assert call(x)[1] is x
 
 
 def test_equal_numbers_far_from_zero_have_a_norm():
@@ -114,5 +174,7 @@ def test_a_norm_takes_any_leading_dims_and_refuses_what_does_not_fit():
         norm.layernorm(x, jnp.ones(3))
     with pytest.raises(ValueError, match="shape of x"):
         norm.layernorm(x, jnp.ones(4), residual=x[0])
+    with pytest.raises(ValueError, match="returns_x=False"):
+        norm.rmsnorm(x, jnp.ones(4), residual=x, returns_x=True)
     with pytest.raises(ValueError, match="x is int32, not floating"):
         norm.rmsnorm(jnp.arange(8).reshape(2, 4), jnp.ones(4))

@@ -64,6 +64,21 @@ def test_gelu_is_computed_by_its_matmul_and_again_in_the_backward_pass():
     assert 3 * LAYERS * wide < moved < 4 * LAYERS * wide
 
 
+def test_the_gradient_of_the_stream_is_added_by_the_norms():
+    """They read it beside their own, and nothing else adds it."""
+    stream = 2 * SEQUENCES * TIME * EMBED  # bytes
+    moved = sum(each.moved for each in beside_matmuls("norm"))
+    # Of each of two norms: x and y forward; x, dy, the stream's gradient and dx backward.
+    assert 12 * LAYERS * stream < moved < 14 * LAYERS * stream
+    added = [
+        each
+        for part in ("attention", "mlp")
+        for each in beside_matmuls(part)
+        if "add" in each.name and each.moved > stream
+    ]
+    assert added == []
+
+
 def test_attention_reads_queries_keys_and_values_where_their_matmul_puts_them():
     """And writes their gradients there, and the sums for their bias."""
     of_attention = beside_matmuls("attention")

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels.choose import no_gpu
 from pallas_kernels.norm import layernorm, rmsnorm
 from spmdtrain.compiled.step_parts import part
 from spmdtrain.config.schema import TransformerConfig
@@ -34,6 +35,19 @@ class Norm(nnx.Module):
 
     @part("norm")
     def __call__(self, x_bte: jax.Array, ctx: ForwardContext) -> jax.Array:
+        return self._run(x_bte, ctx)
+
+    @part("norm")
+    def with_stream(self, x_bte: jax.Array, ctx: ForwardContext) -> tuple[jax.Array, jax.Array]:
+        """Returns the norm of x, and x for what else reads it.
+
+        Where a kernel of ours makes the norm's gradient, it adds to it that of what it returns.
+        """
+        if no_gpu(False):
+            return self._run(x_bte, ctx), x_bte
+        return self._run(x_bte, ctx, returns_x=True)
+
+    def _run(self, x_bte: jax.Array, ctx: ForwardContext, *, returns_x: bool = False) -> Any:
         norm = layernorm if self.centred else rmsnorm
         # In float32, because their gradients are summed over the devices that share them.
         scale_e = self.scale_e[...].astype(jnp.float32)
@@ -44,14 +58,25 @@ class Norm(nnx.Module):
             bias_e = self.bias_e[...].astype(jnp.float32)
         of_x = ("batch", "stream_time", None)
         of_vector = (None,)
-        kernel = partial(norm, eps=self.epsilon)
-        return ctx.local_map(kernel, (x_bte, scale_e, bias_e), (of_x, of_vector, of_vector), of_x)
+        kernel = partial(norm, eps=self.epsilon, returns_x=returns_x)
+        names = (of_x, of_vector, of_vector)
+        out = (of_x, of_x) if returns_x else of_x
+        return ctx.local_map(kernel, (x_bte, scale_e, bias_e), names, out)
 
 
 def normed(norm: nnx.Module | None, x_bte: jax.Array, ctx: ForwardContext) -> jax.Array:
     """Returns what a norm makes of x; x itself without a norm."""
     call: Any = norm
     return x_bte if norm is None else call(x_bte, ctx)
+
+
+def normed_with_stream(
+    norm: nnx.Module | None, x_bte: jax.Array, ctx: ForwardContext
+) -> tuple[jax.Array, jax.Array]:
+    """Returns what `normed` does, and x for what else reads it."""
+    if isinstance(norm, Norm):
+        return norm.with_stream(x_bte, ctx)
+    return normed(norm, x_bte, ctx), x_bte
 
 
 def norm_scale(config: TransformerConfig, size: int, axis: str) -> nnx.Param:
