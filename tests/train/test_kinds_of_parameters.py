@@ -76,12 +76,10 @@ def test_a_kind_is_by_the_sides_that_grow_with_the_width(name):
         before, after = (parameters[path].shape[parameter.apart :] for parameters in (narrow, wide))
         # The stream is first or last.
         rows = len(before) - 1 if path.endswith("e") and before[-1] == WIDE["embed"] else 1
-        sides = [
-            math.prod(after[side]) > math.prod(before[side])
-            for side in (slice(rows), slice(rows, None))
-        ]
+        grows_in = math.prod(after[:rows]) > math.prod(before[:rows])
+        grows_out = math.prod(after[rows:]) > math.prod(before[rows:])
         expected = {(True, True): "hidden", (True, False): "readout", (False, True): "input"}
-        assert kind_of(path, parameter) == expected[tuple(sides)], path
+        assert kind_of(path, parameter) == expected[grows_in, grows_out], path
     for path, parameter in narrow.items():
         if path.rsplit(".", 1)[-1].startswith(("taps", "decay", "skip", "time", "norm", "scale")):
             assert kind_of(path, parameter) == "vector", path
