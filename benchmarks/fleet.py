@@ -179,6 +179,7 @@ LAYOUTS = (
         "train.sequence_length=262144 train.global_batch=16",
     ),
     Layout("gemma4_31b", "h100", 32),
+    Layout("nemotron3_nano_30b_a3b", "h100", 16),
     Layout("deepseek_v3", "h100", 1024),
     Layout("deepseek_v3", "h100", 2048, "data=2 fsdp=16 expert=64", "train.global_batch=16384"),
 )

@@ -79,6 +79,7 @@ def test_every_layout_is_there_once_and_every_flagship_is_compiled_as_configured
         "qwen3_30b_a3b",
         "deepseek_v3",
         "gemma4_31b",
+        "nemotron3_nano_30b_a3b",
     }
 
 
