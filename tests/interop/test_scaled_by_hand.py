@@ -81,6 +81,28 @@ def test_both_forms_say_the_same_where_the_import_had_the_newer_one(name, scalin
         assert function_in(without(form, keys)) == function_of(model)
 
 
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({}, "rope_theta=1000000.0"),
+        ({"rope_theta": 1e6, "rope_parameters": {"rope_theta": 1e6}}, "rope_type='default'"),
+        ({"rope_theta": 1e6, "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.25"),
+    ],
+)
+def test_two_tables_that_differ_are_refused(more, named):
+    """transformers 5 would read the older one, and nothing of the other."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    newer = scaling | {"rope_theta": 1e6, "partial_rotary_factor": 0.25}
+    keys = directories.CONFIGS["qwen3_5_text"] | {"rope_theta": None, "rope_scaling": scaling}
+    with pytest.raises(
+        ConfigError, match=f"rope_scaling=.* must be of {named}, as rope_parameters"
+    ):
+        as_published(Path(), keys | {"rope_parameters": newer} | more)
+    same = {"rope_theta": 1e6, "partial_rotary_factor": 0.25}
+    read = as_published(Path(), keys | same | {"rope_parameters": newer})
+    assert read.settings["rope_share"] == 0.25
+
+
 def without(names, keys):
     return {key: value for key, value in keys.items() if key not in names}
 

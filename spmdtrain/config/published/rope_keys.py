@@ -41,6 +41,8 @@ def read_rope(keys: Keys, name: str, family: Family) -> dict[str, Any]:
         if FULL in new or family.rope_in_tables:
             window |= tables.table(WINDOW) or {}
             new = tables.table(FULL) or {}
+        elif old is not None:
+            _check_agree(keys, full, new)
         full = full | dict(new)
     if original is not None:
         full.setdefault(ORIGINAL, original)
@@ -71,6 +73,19 @@ def read_rope(keys: Keys, name: str, family: Family) -> dict[str, Any]:
     inner.pass_over(*family.rope_keys)
     inner.check_all_taken()
     return settings
+
+
+def _check_agree(keys: Keys, older: Table, newer: Table) -> None:
+    """Raises ConfigError if the two forms differ: transformers 5 takes the older one alone, with
+    the theta and the share of its class where these are not beside it.
+    """
+    older, newer = (dict(table) | {"rope_type": _kind(table)} for table in (older, newer))
+    usual = {"rope_theta": 10_000.0, SHARE: 1.0}
+    for name in ("rope_type", "rope_theta", SHARE, "factor"):
+        value, counting = newer.get(name), older.get(name) or usual.get(name)
+        if None not in (value, counting) and value != counting:
+            wanted = f"of {name}={value!r:.40}, as rope_parameters say"
+            raise keys.refused("rope_scaling", older, wanted)
 
 
 def _check_share(name: str, family: Family, share: Any, where: str) -> None:
