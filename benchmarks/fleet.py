@@ -266,10 +266,10 @@ Each row is the whole training step, compiled by XLA for absent GPUs. Nothing ra
 of a step are predicted. Written by
 """
 COLUMNS = """\
-*Memory*: of the fullest device. *Hidden*: share of the bytes that a device sends with a
-matmul or a loop of layers between start and end. *Step*: predicted, and as published
-where the same work was. *Compiled*: when, and with which jax. A layout that was not compiled
-again keeps its row.
+*s*: of compiling, for some on a busy machine. *Memory*: of the fullest device. *Hidden*:
+share of the bytes that a device sends with a matmul or a loop of layers between start and
+end. *Step*: predicted, and as published where the same work was. *Compiled*: when, and with
+which jax. A layout that was not compiled again keeps its row.
 """
 PER_HOST = 8  # devices, of all clusters above
 BYTES = """\
