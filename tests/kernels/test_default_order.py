@@ -62,14 +62,12 @@ def test_cudnn_then_the_kernels_of_the_generation_then_xla(kind, order, monkeypa
     monkeypatch.setattr(attention_api, "device_kind", lambda: kind)
     monkeypatch.setattr(norm_api, "device_kind", lambda: kind)
     monkeypatch.setattr(grouped_api, "device_kind", lambda: kind)
-    monkeypatch.setattr(chunks_api, "device_kind", lambda: kind)
-    monkeypatch.setattr(inverse_api, "device_kind", lambda: kind)
     assert attention_api.order(call(128)) == order
     assert attention_api.order(call(1)) == ("cudnn", "xla"), "generation: a query at a time"
     assert grouped_api.order(GROUPED) == order[1:], "the same, but no cuDNN"
     without_mosaic = ("triton", "xla") if "triton" in order else ("xla",)
-    assert norm_api.order(NORM) == chunks_api.order(CHUNKS) == without_mosaic
-    assert inverse_api.order(INVERSE) == without_mosaic
+    assert norm_api.order(NORM) == without_mosaic
+    assert chunks_api.order(CHUNKS) == inverse_api.order(INVERSE) == ("xla",), "not yet measured"
 
 
 COMPILED = """
