@@ -171,6 +171,7 @@ LAYOUTS = (
     Layout("mixtral_8x7b", "h200", 16, "fsdp=2 expert=8"),
     Layout("mixtral_8x7b", "h100", 64),
     Layout("qwen3_30b_a3b", "h100", 16),
+    Layout("qwen3_5_27b", "h200", 8),
     Layout(
         "qwen3_5_27b",
         "h200",

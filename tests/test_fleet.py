@@ -78,6 +78,7 @@ def test_every_layout_is_there_once_and_every_flagship_is_compiled_as_configured
         "mixtral_8x7b",
         "qwen3_30b_a3b",
         "deepseek_v3",
+        "qwen3_5_27b",
         "gemma4_31b",
         "nemotron3_nano_30b_a3b",
     }
