@@ -12,6 +12,7 @@ from helpers import assert_gradients_of_one_device, gradients, initial_weights, 
 from spmdtrain.config.errors import ConfigError, UserError
 from spmdtrain.config.schema.model.layer_kinds import LayerParts, shortest_round
 from spmdtrain.config.schema.model.segments import shortest_segments
+from spmdtrain.inference.sample import Choice, make_generate
 from spmdtrain.models.abstract import build_model
 from spmdtrain.models.choose import choose_model
 from spmdtrain.models.context import ForwardContext
@@ -237,6 +238,22 @@ def test_token_by_token_with_a_cache_gives_the_logits_of_the_whole(name):
     for at in range(5, 12):
         logits, cache = extend(tokens_bt[:, at : at + 1], cache)
     np.testing.assert_allclose(logits, whole, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["state spaces and convolutions", "rounds with experts"])
+def test_prompts_of_three_lengths_in_a_batch_are_continued_as_each_alone(name):
+    setup = prepared(*SMALL, *MODELS[name])
+    params = jax.tree.map(jnp.asarray, initial_weights(*SMALL, *MODELS[name]))
+    random = np.random.default_rng(0)
+    prompts = [random.integers(0, setup.config.vocab, length) for length in (2, 4, 7)]
+    # One program for each number of prompts.
+    generate = make_generate(setup, 4, Choice(0), shapes=lambda *_: (2, 11))
+    in_a_batch = generate(params, prompts, KEY)
+    for prompt, ids in zip(prompts, in_a_batch, strict=True):
+        (alone,) = generate(params, [prompt], KEY)
+        assert np.array_equal(ids[: len(prompt)], prompt)
+        assert np.array_equal(ids, alone)
 
 
 @pytest.mark.seconds

@@ -21,7 +21,7 @@ PACKED = ("data.packing=documents", "train.sequence_length=16", "train.global_ba
 ULYSSES = "model.context_attention=ulysses"
 STREAM = "rules.activations.stream_time=context,tensor"
 MESHES = [
-    (PACKED, ("mesh.context=2", "mesh.fsdp=2", "mesh.data=2", "train.remat=dots")),
+    (PACKED, ("mesh.context=4", "mesh.fsdp=2", "train.remat=dots")),
     (PACKED, ("mesh.context=2", ULYSSES, "train.remat=full")),
     (PACKED, ("mesh.context=2", "mesh.tensor=2", STREAM)),
     ((), ("mesh.context=4", "model.context_attention=gather", "train.scan_layers=false")),
