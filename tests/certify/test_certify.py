@@ -21,7 +21,12 @@ from spmdtrain.lab.certify.shrink import Shrunk, shrink
 from spmdtrain.lab.certify.stepper import Own, Stepper
 from spmdtrain.lab.certify.witnesses.mixing import APART, samples_apart
 from spmdtrain.lab.certify.witnesses.real_size import judge
-from spmdtrain.lab.certify.witnesses.witness import Witness, slope_witness, witnesses
+from spmdtrain.lab.certify.witnesses.witness import (
+    Witness,
+    slope_witness,
+    update_witness,
+    witnesses,
+)
 from spmdtrain.models.layers.mlp import Mlp
 from spmdtrain.models.transformer import Transformer
 
@@ -95,18 +100,35 @@ def test_witnesses_hold_and_one_that_is_broken_does_not(monkeypatch):
     assert "weights move as the optimizer says, from these gradients" in failing
 
 
+DELTA = ("key_heads=1", "value_heads=2", "key_dim=4", "value_dim=6", "taps=2")
+SSD = ("heads=2", "head_dim=4", "state=3")
+# Each has parameters of its own: losses of further tokens, loads of experts, decays of mixers.
+PARTS = {
+    "further tokens": ("model.multi_token.depth=1",),
+    "experts and mixers": (
+        *("model.layers=4", "model.mixers=['delta', 'ssd', 'conv', 'attention']"),
+        *(f"model.delta.{size}" for size in DELTA),
+        *(f"model.ssd.{size}" for size in SSD),
+        *("model.conv.taps=2", "model.experts.count=4", "model.experts.chosen=4"),
+    ),
+}
+
+
 @pytest.mark.long
-def test_the_slope_is_that_of_all_losses_together():
-    """The losses of further tokens and the loss of the next one are minimised together."""
-    config = shrink(load(BASE, (*TINY, "model.multi_token.depth=1")), as_is=True).config
+@pytest.mark.parametrize("name", PARTS)
+def test_the_slope_is_that_of_all_losses_and_weights_move_by_it(name):
+    """Whatever a step minimises, together, and whatever parameters a model has."""
+    config = shrink(load(BASE, (*TINY, *PARTS[name])), as_is=True).config
     stepper = Stepper(config, jax.devices()[:1], Own())
-    state = stepper.begin()
+    states, figures = [stepper.begin()], []
     with stepper.batches() as ahead:
-        batch = next(ahead)
-    _, figures = stepper.take(state, batch)
-    alone = Reference(stepper, 1, [batch] * 2, [state] * 2, [figures] * 2, [], [], [])
-    witness = slope_witness(alone)
-    assert witness.holds, witness.details
+        batches = [next(ahead), next(ahead)]
+    for batch in batches:
+        after, of_step = stepper.take(states[-1], batch)
+        states, figures = [*states, after], [*figures, of_step]
+    alone = Reference(stepper, 1, batches, states, figures, [], [], [])
+    for witness in (slope_witness(alone), update_witness(alone, Own())):
+        assert witness.holds, witness.details
 
 
 class Centred(Mlp):

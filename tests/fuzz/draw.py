@@ -19,6 +19,7 @@ from fuzz.settings import (
     BASE_FILE,
     DEFAULT,
     NOT_DRAWN,
+    OF_MIXERS,
     TABLES,
     Values,
     class_of,
@@ -43,6 +44,7 @@ SET = 0.4  # how often a setting is not left at its default
 OF_SHARED = tuple(f"model.experts.{name}" for name in ("shared_ffn", "shared_gate", "own_norms"))
 ALWAYS = ("train.steps", "eval.every")
 TABLE = 0.15  # how often a run has one of the tables
+MIXED = 0.2  # how often layers have other mixers than attention
 UNCHECKED = 0.04  # share of draws that may well be refused: the refusal is what is tested
 TRIES = 200
 PROFILED = 0.06  # a trace takes seconds
@@ -123,7 +125,9 @@ def draw(seed: int) -> Draw:
 
 
 def numbers_of(group: int) -> Values:
-    return draw_numbers(random.Random(f"numbers {group}"))
+    numbers = draw_numbers(random.Random(f"numbers {group}"))
+    mixed = _with_mixers(random.Random(f"mixers {group}"), numbers)
+    return mixed if config_of(mixed) else numbers
 
 
 def layout_of(group: int, at: int, numbers: Values) -> Values:
@@ -169,6 +173,22 @@ def _table(random: random.Random, table: str) -> Values:
     }
 
 
+def _with_mixers(random: random.Random, numbers: Values) -> Values:
+    """Sometimes with a pattern of mixers, and the tables that it asks for."""
+    if random.random() > MIXED:
+        return numbers
+    mixers = random.choice(values_of("model.mixers"))
+    layers = random.choice((1, 1, 2)) * len(mixers)
+    drawn: Values = {"model.mixers": mixers, "model.layers": layers}
+    if random.random() < SET:
+        drawn["model.mlps"] = random.choice(values_of("model.mlps"))
+    needed = [*mixers, "ssd"] if "both" in mixers else mixers
+    for mixer in dict.fromkeys(needed):
+        if mixer in OF_MIXERS:
+            drawn |= _table(random, OF_MIXERS[mixer])
+    return numbers | drawn
+
+
 def number_keys(model: str, optimizer: str) -> Iterator[str]:
     """Dotted names of what decides numbers, for these classes of the two sections that have
     several.
@@ -178,7 +198,8 @@ def number_keys(model: str, optimizer: str) -> Iterator[str]:
         fields = (class_of(section, chosen) if chosen else type(kind.default)).model_fields
         for name in fields:
             key = f"{section}.{name}"
-            if not is_layout(key) and key not in NOT_DRAWN and key not in TABLES:
+            of_mixers = key in ("model.mixers", "model.mlps", *OF_MIXERS.values())
+            if not (is_layout(key) or of_mixers or key in NOT_DRAWN or key in TABLES):
                 yield key
 
 

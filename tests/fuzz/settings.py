@@ -86,6 +86,33 @@ VALUES: dict[str, Sequence[Any]] = {
     "model.latent.rope_dim": (2, 4, 6),
     "model.latent.value_dim": (3, 4, 8),
     "model.latent.epsilon": (None, None, 1e-6, 1e-3),
+    "model.mixers": (
+        *(("delta",), ("delta", "attention"), ("attention", "conv"), ("ssd", "conv")),
+        *(("both",), ("ssd", "both"), ("delta", "delta", "attention")),
+    ),
+    "model.mlps": (("mlp", "none"), ("none", "mlp")),
+    "model.delta.key_heads": (1, 2, 2),
+    "model.delta.value_heads": (2, 4, 4),
+    "model.delta.key_dim": (3, 4, 8),
+    "model.delta.value_dim": (2, 4, 6),
+    "model.delta.taps": (1, 2, 3, 4),
+    "model.delta.decay_rank": (None, None, 2),
+    "model.delta.gate_rank": (None, 2, 4),
+    "model.delta.epsilon": (None, 1e-3, 0.1),
+    "model.ssd.heads": (2, 4, 4),
+    "model.ssd.head_dim": (2, 4, 5),
+    "model.ssd.groups": (1, 2, 2),
+    "model.ssd.state": (2, 3, 8),
+    "model.ssd.taps": (1, 2, 3, 4),
+    "model.ssd.epsilon": (None, 1e-3, 0.1),
+    "model.ssd.smallest_step": (0.0, 0.1, 0.5),
+    "model.ssd.largest_step": (None, 0.6, 1.0),
+    "model.ssd.factors": ((1.0,) * 5, (0.7, 1.3, 0.8, 1.2, 0.9), (2.0, 0.5, 1.0, 1.0, 1.5)),
+    "model.ssd.in_factor": (1.0, 0.5, 1.3),
+    "model.ssd.out_factor": (1.0, 0.5, 1.3),
+    "model.conv.taps": (1, 2, 3, 4),
+    "model.both.in_factor": (1.0, 0.5, 1.3),
+    "model.both.out_factor": (1.0, 0.5, 1.3),
     "model.temperature.weight": (0.1, 1.0),
     "model.temperature.length": (1, 3, 7),
     "model.multi_token.depth": (1, 1, 2),
@@ -156,14 +183,11 @@ NOT_DRAWN = {
         ("model.shared_keys", "model.shared_ffn", "model.idle_keys"),
         "tests/models/test_shared_keys.py has them",
     ),
-    "model.mixers": "asks for a table; tests/models/test_layers_of_kinds.py has it",
     **dict.fromkeys(
         ("model.mlp_gate_factor", "model.mlp_out_factor", "model.experts.width"),
         "is of one family; tests/models/test_families.py has it",
     ),
-    "model.mlps": "asks for mixers or experts; tests/models/test_layers_of_kinds.py has it",
     "model.indexer": "is kept and not run; tests/interop/test_indexers.py has it",
-    **dict.fromkeys(("model.delta", "model.ssd", "model.conv", "model.both"), "is of model.mixers"),
     "model.rope_scaling": "a table; tests/models/test_families.py has it",
     "model.experts.balance_over": "depends on the accumulation; tests/models/test_router.py has it",
     "data.mix": "a table of sources; tests/data has it",
@@ -294,9 +318,11 @@ TABLES: dict[str, Values] = {
     },
     "model.multi_token": {},
     "model.temperature": {},
-    "model.full": {"model.windows": (3, 0)},
+    "model.full": {"model.windows": (3, 0), "model.heads": 4},
     "model.token_layers": {"model.mlp": "swiglu", "mesh.pipeline": 1},
 }
+# Tables that model.mixers asks for, drawn with it: by mixer. "both" asks for that of "ssd" too.
+OF_MIXERS = {name: f"model.{name}" for name in ("delta", "ssd", "conv", "both")}
 # Decide where and in which order numbers are computed, not which.
 LAYOUT = {
     "model.attention",
@@ -318,7 +344,8 @@ def settings() -> dict[str, FieldInfo]:
         for choice in classes(of_section.annotation):
             for name, field in choice.model_fields.items():
                 key = f"{section}.{name}"
-                fields |= of_table(key) if key in TABLES else {key: field}
+                is_table = key in TABLES or key in OF_MIXERS.values()
+                fields |= of_table(key) if is_table else {key: field}
     return fields
 
 

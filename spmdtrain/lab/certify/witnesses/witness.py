@@ -34,6 +34,7 @@ AVERAGE = 1e-6
 RATE = 2e-6  # float32 compared with Python's float
 OTHER_SEED = 7  # added to the run's own
 EMA = "ema"
+WITHOUT_DECAY = ("bias", "taps")  # in names of parameters; nor have vectors any
 MASKED = "masked tokens add no loss and no gradient"
 
 
@@ -58,7 +59,7 @@ def witnesses(reference: Reference, own: Own) -> list[Witness]:
         _masked(reference),
         slope_witness(reference),
         _rate(reference, own),
-        _update(reference, own),
+        update_witness(reference, own),
         _average(reference),
     ]
 
@@ -180,6 +181,13 @@ def _gradients(figures: Figures) -> dict[Leaf, np.ndarray]:
     return {leaf: x for leaf, x in figures.arrays.items() if leaf.kind == GRADIENT}
 
 
+def _gradients_of_loss(setup: Setup, figures: Figures) -> dict[Leaf, np.ndarray]:
+    """Returns the gradients but for those of the biases that choose experts, which hold loads."""
+    parameters = setup.model.parameters
+    gradients = _gradients(figures)
+    return {leaf: x for leaf, x in gradients.items() if not parameters[leaf.path].is_load_bias}
+
+
 # The gradient, and what follows from it
 
 
@@ -195,7 +203,11 @@ def slope_witness(reference: Reference) -> Witness:
     share = optimizer.beta1 if isinstance(optimizer, ScheduleFreeAdamW) else 1.0
     if stepper.setup.config.precision.compute != "float32":
         return Witness(name, None, "in float32 alone")
-    gradients = {leaf.path: x for leaf, x in _gradients(reference.figures[1]).items()}
+    experts = stepper.setup.config.model.experts
+    if experts is not None and experts.chosen < experts.count:
+        return Witness(name, None, "a router chooses other experts as weights move: the loss jumps")
+    of_loss = _gradients_of_loss(stepper.setup, reference.figures[1])
+    gradients = {leaf.path: x for leaf, x in of_loss.items()}
     random = np.random.default_rng(0)
     worst = 0.0
     losses = _losses(stepper.setup)
@@ -291,7 +303,7 @@ def rate_of(optimizer: OptimizerConfig, steps: int, step: int) -> float:
     return last + (peak - last) * height
 
 
-def _update(reference: Reference, own: Own) -> Witness:
+def update_witness(reference: Reference, own: Own) -> Witness:
     """Compares how weights move with the optimizer in float64, fed the recorded gradients."""
     name = "weights move as the optimizer says, from these gradients"
     setup = reference.stepper.setup
@@ -306,14 +318,15 @@ def _update(reference: Reference, own: Own) -> Witness:
     # After the last step the rate of the first one follows, so that a rate that rose also falls.
     steps = [*zip(reference.states, reference.figures, strict=False), _at_step(reference, 0)]
     for at, (before, figures) in enumerate(steps):
-        clipped, sound = _clipped(setup.config, figures)
+        clipped, sound = _clipped(setup, figures)
         if not sound:
             return Witness(name, False, f"step {at + 1}: grad_norm is not that of the gradients")
         for leaf, gradient in clipped.items():
             weight = before[Leaf(WEIGHT, leaf.path)].astype(np.float64)
             own_rate = setup.update_rules[leaf.path].rate  # 1 without model.mup_base
-            dims = weight.ndim - setup.model.in_stack(leaf.path)  # of a layer
-            decays = dims >= 2 and "bias" not in leaf.path.rpartition(".")[2]
+            dims = weight.ndim - setup.model.parameters[leaf.path].apart  # of a layer
+            last_name = leaf.path.rpartition(".")[2]
+            decays = dims >= 2 and not any(word in last_name for word in WITHOUT_DECAY)
             if leaf not in followed:
                 decay = optimizer.weight_decay / own_rate
                 of_weight = optimizer.model_copy(update={"weight_decay": decay})
@@ -327,12 +340,12 @@ def _update(reference: Reference, own: Own) -> Witness:
     return Witness(name, worst < UPDATE, f"off by {worst:.0e} {where}".rstrip())
 
 
-def _clipped(config: RunConfig, figures: Figures) -> tuple[dict[Leaf, np.ndarray], bool]:
+def _clipped(setup: Setup, figures: Figures) -> tuple[dict[Leaf, np.ndarray], bool]:
     """Returns clipped gradients, and True if the reported norm is that before clipping."""
-    gradients = _gradients(figures)
+    gradients = _gradients_of_loss(setup, figures)
     whole = math.sqrt(sum(norm(x) ** 2 for x in gradients.values()))
     sound = abs(whole - figures.numbers["grad_norm"]) <= 1e-5 * whole
-    limit = config.train.clip
+    limit = setup.config.train.clip
     scale = 1.0 if limit is None else min(1.0, limit / max(whole, 1e-30))
     return {leaf: x * scale for leaf, x in gradients.items()}, sound
 
