@@ -172,6 +172,7 @@ LAYOUTS = (
     Layout("mixtral_8x7b", "h100", 64),
     Layout("qwen3_30b_a3b", "h100", 16),
     Layout("qwen3_5_27b", "h200", 8),
+    Layout("qwen3_5_27b", "h100", 64, "fsdp=16 tensor=4"),
     Layout(
         "qwen3_5_27b",
         "h200",
