@@ -196,6 +196,20 @@ def test_gates_are_normalised_where_the_class_does_so_by_itself():
         assert as_model(settings(family, norm_topk_prob=...)).experts.normalise is normalised
 
 
+CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_k")
+ROUTED = [name for name, keys in directories.CONFIGS.items() if any(key in keys for key in CHOSEN)]
+
+
+@pytest.mark.parametrize("family", ROUTED)
+def test_a_token_may_go_to_one_expert_also_where_its_gate_is_always_1(family):
+    (key,) = (key for key in CHOSEN if key in directories.CONFIGS[family])
+    model = as_model(settings(family, **{key: 1}))
+    assert model.experts.chosen == 1
+    _, written = write_config(model, None, dtype="float32", tokens={}, run=Path())
+    again = as_model(as_published(Path(), written).settings)
+    assert function_of(again) == function_of(model)
+
+
 def test_sections_of_pictures_change_nothing_of_text():
     plain = settings("qwen3_5_text")
     rope = {"rope_type": "default", "rope_theta": 500.0}

@@ -119,6 +119,8 @@ def as_published(folder: Path, values: dict[str, Any]) -> Published:
     keys.check_numbers()
     settings = _read_gpt2(family, keys) if family.is_gpt2 else _read_llama(name, keys)
     keys.check_all_taken()
+    if experts := settings.get("experts"):
+        experts.setdefault("normalise", True)  # meant, also of the only expert of a token
     if indexer := settings.get("indexer"):
         remarks.append(
             f"{folder}: attention is dense up to {indexer['kept']:,} tokens, which is all that is "

@@ -142,10 +142,11 @@ class ExpertsConfig(Settings):
             raise ValueError(
                 f"model.experts.chosen={self.chosen} is more than model.experts.count={self.count}"
             )
-        if self.normalise and self.chosen == 1:
+        if self.normalise and self.chosen == 1 and not self.is_given("normalise"):
             raise ValueError(
-                "model.experts.normalise=true makes the only gate of a token 1, so a router would "
-                "never learn; set model.experts.normalise=false for model.experts.chosen=1"
+                "model.experts.normalise, true by default, makes the only gate of a token 1, so that "
+                "its loss teaches the router nothing; set model.experts.normalise=false for "
+                "model.experts.chosen=1, or true if that is meant"
             )
         for name in ("shared_ffn", "shared_gate", "own_norms"):
             if getattr(self, name) and not self.shared:
