@@ -23,7 +23,8 @@ import math
 import os
 import sys
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import jax
@@ -31,7 +32,7 @@ import recurrence_text
 from step_text import Bounds, StepText, step_text
 
 import spmdtrain as st
-from pallas_kernels.chosen import using
+from pallas_kernels.chosen import IN_PLACE, using
 from pallas_kernels.gpus import GPUS
 from pallas_kernels.tuning import Table
 from spmdtrain.compiled import hlo
@@ -53,6 +54,7 @@ class Program:
     mesh: str = ""
     settings: str = ""
     hardware: str = "h100"
+    kernels: Mapping[str, str] = field(default_factory=dict)  # chosen beside the measured ones
 
     def compiled(self):
         """Returns (the compiled step, its mesh)."""
@@ -114,11 +116,14 @@ PROGRAMS = (
 CUBLAS = "--xla_gpu_enable_triton_gemm=false"
 STEP = GPT2.format(32, 32, "none")
 LOOP = Program("loop", "gpt2_124m", "", f"{STEP} {AS_LOOP}", "h200")
+ATTENTION = "attention bfloat16 32x1024x12x64 causal"
 # 170.0 GB and 1,683 launches were those of 2026-11-27. Memory: no more than the loop takes.
-BOUND = Bounds(moved=98, launches=720, hidden=0.8)
+BOUND = Bounds(moved=105, launches=740, hidden=0.8)
+MOVED_IN_PLACE = 98
 STEPS = (
     Program("as it is", "gpt2_124m", "", STEP, "h200"),
     Program("bfloat16 logits", "gpt2_124m", "", f"{STEP} precision.logits=bfloat16", "h200"),
+    Program(IN_PLACE, "gpt2_124m", "", STEP, "h200", {f"{ATTENTION} joined": IN_PLACE}),
     Program("data 8", "gpt2_124m", "data=8", GPT2.format(256, 32, "none"), "h200"),
 )
 
@@ -161,7 +166,7 @@ def figures(program: Program) -> dict[str, str]:
 
 def measured(program: Program) -> StepText:
     """Returns the figures of a step with the kernels that were measured on its GPU."""
-    with using(Table().chosen(GPUS[program.hardware].device_kinds[0])):
+    with using(Table().chosen(GPUS[program.hardware].device_kinds[0]) | program.kernels):
         return step_text(*program.compiled())
 
 
@@ -169,6 +174,7 @@ def print_steps(only: str) -> bool:
     """Prints the figures of the steps; returns False if one is above its bound."""
     loop = measured(LOOP)
     bounds = replace(BOUND, temporaries=loop.temporaries)
+    in_place = replace(bounds, moved=MOVED_IN_PLACE)
     steps = {LOOP.name: loop}
     for program in STEPS:
         if only in program.name:
@@ -180,7 +186,7 @@ def print_steps(only: str) -> bool:
         f"step, {name}, {line}"
         for name, step in steps.items()
         if name != LOOP.name
-        for line in bounds.broken_by(step)
+        for line in (in_place if name == IN_PLACE else bounds).broken_by(step)
     ]
     print(*broken, sep="\n", file=sys.stderr, end="\n" if broken else "")
     return not broken

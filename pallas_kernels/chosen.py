@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from pallas_kernels.calls import Call
 
-APART = "apart"
+APART, IN_PLACE = "apart", "in place"  # forms of a call, apart from what implements it
 
 
 @dataclass
@@ -47,14 +47,14 @@ def using(chosen: Mapping[str, str]) -> Iterator[Decisions]:
         _in_force.remove(decisions)
 
 
-def is_apart(call: Call, what: str) -> bool:
-    """Returns True if a decision in force says that a call takes `what` apart from the rest."""
+def chosen_form(call: Call, what: str) -> str | None:
+    """Returns APART or IN_PLACE if a decision in force says how a call takes `what`."""
     decisions = in_force()
-    return decisions is not None and decisions.chosen.get(apart_name(call, what)) == APART
+    return None if decisions is None else decisions.chosen.get(form_name(call, what))
 
 
-def apart_name(call: Call, what: str) -> str:
-    """Returns the name for which APART may be chosen."""
+def form_name(call: Call, what: str) -> str:
+    """Returns the name for which APART or IN_PLACE may be chosen."""
     return f"{call.name} {what}"
 
 

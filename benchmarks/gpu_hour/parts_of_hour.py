@@ -50,7 +50,7 @@ PARTS = (
         least=4.5,
         most=8,
         rehearsal=(PYTHON, "benchmarks/turns", "FOLDER/turns", "--dry", "--only")
-        + ("default", "narrow", "loop", "apart", "norm_apart", "matmuls", "loss", "biases")
+        + ("default", "narrow", "loop", "in_place", "norm_apart", "matmuls", "loss", "biases")
         + ("recurrence", "llama_float8", "again"),
     ),
     Part(

@@ -27,7 +27,7 @@ MOST_OF_A_TURN = 120  # seconds
 # (variant, the one beside it, milliseconds that it should be faster, what follows if it is not).
 RULES = (
     ("default", "loop", 4.0, "write no layers out"),
-    ("default", "apart", 0.3, "take queries, keys and values apart: docs/kernels.md"),
+    ("in_place", "default", 0.3, "take queries, keys and values apart: docs/kernels.md"),
     ("default", "norm_apart", 0.1, "let XLA add the gradient of the stream: docs/kernels.md"),
     ("default", "norm_many", 0.0, "ship the norm in more programs"),
     ("default", "loss_by_xla", 1.0, "leave the loss to XLA"),

@@ -40,7 +40,7 @@ VARIANTS = {
     "torch": Variant(what=TORCH),
     "narrow": Variant(settings=NARROW),
     "loop": Variant(settings=("train.scan_layers=true",)),
-    "apart": Variant(kernels={f"{GPT2_ATTENTION} joined": "apart"}),
+    "in_place": Variant(kernels={f"{GPT2_ATTENTION} joined": "in place"}),
     "norm_apart": Variant(kernels={f"{GPT2_NORM} with x": "apart"}),
     "norm_many": Variant(kernels={GPT2_NORM: "triton/many"}),
     "loss_by_xla": Variant(kernels=loss_by("xla/fourfold")),

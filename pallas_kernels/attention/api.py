@@ -22,6 +22,7 @@ IMPLEMENTATIONS = ("xla", "mosaic", "triton", "cudnn")
 # an H100 (arXiv:2407.08608, head dims 64 and 128). What it refuses goes to our kernels, those of
 # the GPU's generation first: XLA writes its scores to memory.
 OURS = {"ampere": ("triton",), "hopper": ("mosaic", "triton"), "blackwell": ("triton",)}
+READERS = ("mosaic",)  # which can read queries, keys and values as parts of one array: joined.py
 FEWEST_QUERIES = 64  # with fewer, as in generation, our tiles are mostly padding
 SAVED = "attention"  # the checkpoint_name that `saveable` keeps
 
@@ -116,6 +117,11 @@ def candidates() -> tuple[str, ...]:
     tilings = [f"triton{VARIANT}{name}" for name in tiling.VARIANTS]
     tilings += [f"mosaic{VARIANT}{name}" for name in tiling.HOPPER_VARIANTS]
     return (*IMPLEMENTATIONS, *tilings)
+
+
+def may_read_in_place() -> bool:
+    """Returns True if an implementation for this GPU reads the parts of one array in place."""
+    return any(reader in OURS.get(generation(device_kind()), ()) for reader in READERS)
 
 
 def order(call: AttentionCall) -> tuple[str, ...]:

@@ -14,18 +14,16 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.arguments import check_arrays
-from pallas_kernels.attention.api import SAVED, attention, choose_for, implementation_of
+from pallas_kernels.attention.api import READERS, SAVED, attention, choose_for, implementation_of
 from pallas_kernels.attention.problem import Inputs, Problem, call_of, prepare
-from pallas_kernels.backends import mosaic
 from pallas_kernels.bias import add_vector, biased_heads, heads_apart
 from pallas_kernels.calls import AttentionCall
 from pallas_kernels.choose import INTERPRET, VARIANT
-from pallas_kernels.chosen import is_apart
+from pallas_kernels.chosen import IN_PLACE, chosen_form
 from pallas_kernels.counting import is_counted
 from pallas_kernels.partition import refuse_checked_vma
 
-READERS = ("mosaic",)  # implementations that read the parts of an array in place
-JOINED = "joined"  # what may be chosen to be apart
+JOINED = "joined"  # what may be chosen to be in place
 
 
 def joined_attention(  # noqa: PLR0913 - the question has as many parts
@@ -46,7 +44,9 @@ def joined_attention(  # noqa: PLR0913 - the question has as many parts
         last is its value, the one before its key, the others its queries.
       bias_knd: [key-value heads, slots, head dim]. Its gradient is summed in float32.
       segment_ids: integers [batch, time], for queries and keys.
-      causal, window, softcap, scale, implementation: as in `attention`.
+      causal, window, softcap, scale: as in `attention`.
+      implementation: as in `attention`. A named one that can read in place does; without a name it
+        takes IN_PLACE among the decisions of chosen.py.
 
     Returns:
       [batch, time, query heads, head dim].
@@ -74,7 +74,8 @@ def joined_attention(  # noqa: PLR0913 - the question has as many parts
     if not is_counted():
         problem, inputs = prepare(*_parts(products_btknd), bias=None, positions=None, **options)
         name = choose_for(problem, inputs, False, implementation)
-        if _reads_in_place(name, call_of(problem, inputs, False)):
+        is_named = implementation is not None
+        if _reads_in_place(name, call_of(problem, inputs, False), is_named=is_named):
             return _attend(problem, name, products_btknd, bias_knd, inputs.q_segment_ids)
     if bias_knd is None:
         parts = heads_apart(products_btknd)
@@ -86,14 +87,10 @@ def joined_attention(  # noqa: PLR0913 - the question has as many parts
     return out
 
 
-def may_read_in_place() -> bool:
-    """Returns True if there is an implementation here that reads the parts of an array in place."""
-    return not mosaic.refusal(False)
-
-
-def _reads_in_place(name: str, call: AttentionCall) -> bool:
+def _reads_in_place(name: str, call: AttentionCall, *, is_named: bool) -> bool:
+    """Returns True if the implementation can, and somebody asked for it: no GPU has done it yet."""
     plain = name.removesuffix(INTERPRET).partition(VARIANT)[0]
-    return plain in READERS and not is_apart(call, JOINED)
+    return plain in READERS and (is_named or chosen_form(call, JOINED) == IN_PLACE)
 
 
 def _parts(joined_btknd: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from pallas_kernels.arguments import as_number, check_arrays, check_flag, check_floating
 from pallas_kernels.calls import NormCall
 from pallas_kernels.choose import INTERPRET, VARIANT, choose, device_kind
-from pallas_kernels.chosen import is_apart
+from pallas_kernels.chosen import APART, chosen_form
 from pallas_kernels.gpus import generation
 from pallas_kernels.norm import triton, xla
 from pallas_kernels.partition import refuse_checked_vma
 
 IMPLEMENTATIONS = {"xla": xla, "triton": triton}
-# The default order is reasoned, not measured: one kernel reads and writes each array once.
 WITH_X = "with x"  # what may be chosen to be apart: the gradient of what `returns_x` returns
+# The default order is reasoned, not measured: one kernel reads and writes each array once.
 OURS = {"ampere": ("triton",), "hopper": ("triton",), "blackwell": ("triton",)}
 
 
@@ -109,7 +109,7 @@ def _norm(op, x, scale, bias, residual, returns_x, eps, implementation):  # noqa
     name = choose(op, refusals, order(call), implementation, call)
     x_nd = x.reshape(rows)
     residual_nd = None if residual is None else residual.reshape(rows)
-    if returns_x and is_apart(call, WITH_X):
+    if returns_x and chosen_form(call, WITH_X) == APART:
         return _norm(op, x, scale, bias, None, False, eps, implementation), x
     how = _How(eps, op == "layernorm", returns_x or residual is not None, name)
     y, total = _normalise_compiled(how, x_nd, scale, bias, residual_nd)

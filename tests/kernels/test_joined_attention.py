@@ -15,8 +15,9 @@ from pallas_kernels.attention.cases import Case
 from pallas_kernels.attention.joined import JOINED, joined_attention
 from pallas_kernels.attention.problem import prepare
 from pallas_kernels.bias import biased_heads, heads_apart
+from pallas_kernels.calls import AttentionCall
 from pallas_kernels.choose import Refused
-from pallas_kernels.chosen import APART, apart_name, using
+from pallas_kernels.chosen import IN_PLACE, form_name, using
 
 MOSAIC = "mosaic:interpret"
 # Two queries to a key; a length and a head dim that are padded, in the segment of padding.
@@ -156,7 +157,7 @@ def test_what_cannot_read_it_gets_the_parts(has_bias):
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_a_call_may_be_chosen_to_be_taken_apart(monkeypatch):
+def test_a_call_reads_in_place_where_a_kernel_is_named_or_that_is_chosen(monkeypatch):
     case = Case(t=8, d=8, dtype="float32")
     products, bias, _ = arrays(case)
     taken = []
@@ -170,11 +171,12 @@ def test_a_call_may_be_chosen_to_be_taken_apart(monkeypatch):
     joined_attention(products, bias, implementation="xla")
     assert taken == ["xla"]
     with using({}) as decisions:
-        attention(*flat(heads_apart(products)))
-    [call] = decisions.calls.values()
-    with using({apart_name(call, JOINED): APART}):
-        joined_attention(products, bias, implementation="xla")
-    assert taken == ["xla"]
+        joined_attention(products, bias)
+    assert taken == ["xla"], "it was not asked for"
+    [call] = (each for each in decisions.calls.values() if isinstance(each, AttentionCall))
+    with using({form_name(call, JOINED): IN_PLACE}):
+        joined_attention(products, bias)
+    assert taken == ["xla", "xla"]
 
 
 def test_what_does_not_fit_is_refused():

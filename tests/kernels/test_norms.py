@@ -9,7 +9,7 @@ import oracle
 import pytest
 
 from pallas_kernels import norm
-from pallas_kernels.chosen import APART, apart_name, using
+from pallas_kernels.chosen import APART, form_name, using
 from pallas_kernels.norm import cases, reference, triton
 from pallas_kernels.norm.api import WITH_X
 
@@ -154,7 +154,7 @@ def test_what_else_reads_x_may_be_chosen_to_be_added_apart():
         _, same = call(x)
     assert same is not x
     [norm_call] = decisions.calls.values()
-    with using({apart_name(norm_call, WITH_X): APART}):
+    with using({form_name(norm_call, WITH_X): APART}):
         assert call(x)[1] is x
 
 

@@ -47,6 +47,7 @@ def shapes(monkeypatch):
     module = SimpleNamespace(forward=counted, joined_backward=joined_backward)
     monkeypatch.setattr(attend, "may_read_in_place", lambda: True)
     monkeypatch.setattr(joined, "READERS", ("xla",))
+    monkeypatch.setattr(joined, "chosen_form", lambda *_: joined.IN_PLACE)
     monkeypatch.setattr(joined, "implementation_of", lambda _: (module, {}))
     return shapes
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention import attention
-from pallas_kernels.attention.joined import joined_attention, may_read_in_place
+from pallas_kernels.attention.api import may_read_in_place
 from pallas_kernels.choose import Refused
 from pallas_kernels.counting import share_counted
 from spmdtrain.config.errors import ConfigError
@@ -111,6 +111,8 @@ class Attend:
         self, products_btknd: jax.Array, bias_knd: jax.Array | None, ctx: ForwardContext
     ) -> jax.Array:
         """Returns what a call with the parts of products + bias does: see `joined_attention`."""
+        from pallas_kernels.attention.joined import joined_attention
+
         layer = self._traced_layer(ctx)
 
         def local(products, bias, segments, layer):
