@@ -166,7 +166,7 @@ def figures(program: Program) -> dict[str, str]:
 
 def measured(program: Program) -> StepText:
     """Returns the figures of a step with the kernels that were measured on its GPU."""
-    with using(Table().chosen(GPUS[program.hardware].device_kinds[0]) | program.kernels):
+    with using(Table().chosen(GPUS[program.hardware].device_kinds[0]) | dict(program.kernels)):
         return step_text(*program.compiled())
 
 

@@ -83,7 +83,9 @@ def order(_: NormCall) -> tuple[str, ...]:
     return (*OURS.get(generation(device_kind()), ()), "xla")
 
 
-def _norm(op, x, scale, bias, residual, returns_x, eps, implementation):  # noqa: PLR0913
+def _norm(  # noqa: PLR0913 - those of the public functions
+    op, x, scale, bias, residual, returns_x, eps, implementation
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     check_flag(op, "returns_x", returns_x)
     check_arrays(op, x=x, scale=scale, bias=bias, residual=residual)
     if x is None or scale is None:
@@ -110,7 +112,9 @@ def _norm(op, x, scale, bias, residual, returns_x, eps, implementation):  # noqa
     x_nd = x.reshape(rows)
     residual_nd = None if residual is None else residual.reshape(rows)
     if returns_x and chosen_form(call, WITH_X) == APART:
-        return _norm(op, x, scale, bias, None, False, eps, implementation), x
+        y = _norm(op, x, scale, bias, None, False, eps, implementation)
+        assert isinstance(y, jax.Array)
+        return y, x
     how = _How(eps, op == "layernorm", returns_x or residual is not None, name)
     y, total = _normalise_compiled(how, x_nd, scale, bias, residual_nd)
     y = y.reshape(x.shape)

@@ -235,7 +235,10 @@ def test_a_run_learns_pairs_from_its_reference(here, capsys):
     assert evaluated["eval_pairs"] == evaluated["eval_split_pairs"] == 3
     capsys.readouterr()
     assert main(["eval", "dpo"]) == 0
-    assert capsys.readouterr().out == f"loss {evaluated['eval_loss']:.4f}  (3 of 3 pairs, step 2)\n"
+    assert (
+        capsys.readouterr().out
+        == f"loss {evaluated['eval_loss']:.4f}  (3 of 3 pairs of pairs.bin, step 2)\n"
+    )
     assert st.evaluate("dpo", ["chats.bin"])["tokens"] > 100
     assert isinstance(st.generate("dpo", "<user>q", 2), str)
 

@@ -23,6 +23,7 @@ from spmdtrain.cli import main
 from spmdtrain.cli.published import check
 from spmdtrain.config import load
 from spmdtrain.config.errors import CheckpointError, ConfigError, StorageError
+from spmdtrain.config.published.families.all_families import FAMILIES as KNOWN_FAMILIES
 from spmdtrain.config.published.read_config import as_published, read_published
 from spmdtrain.config.published.toml import model_toml
 from spmdtrain.config.published.write_config import as_model, function_of, write_config
@@ -381,6 +382,14 @@ def test_config_json_says_the_same_when_it_is_written_anew(family):
     _, keys = write_config(model, None, dtype="bfloat16", tokens={}, run=None)
     assert function_of(as_model(as_published(Path(), keys).settings)) == function_of(model)
     assert keys["dtype"] == keys["torch_dtype"] == "bfloat16"
+
+
+def test_no_family_fails_to_write_a_model_of_another():
+    """An export without an import asks one after another which of them computes the model."""
+    for keys in (*directories.CONFIGS.values(), *directories.VARIANTS.values()):
+        model = as_model(as_published(Path(), dict(keys)).settings)
+        for family in KNOWN_FAMILIES.values():
+            family.write(model)
 
 
 NEW_SHAPE = directories.VARIANTS["llama, tied, by rope_parameters"]

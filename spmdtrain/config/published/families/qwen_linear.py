@@ -67,7 +67,7 @@ def _write_qwen3_5(model: TransformerConfig) -> dict[str, Any]:
     theirs = {ours: kind for kind, ours in MIXERS.items()}
     if model.ssd or model.conv:
         return {}
-    kinds = [theirs[mixer] for mixer in model.layer_mixers]
+    kinds = [theirs.get(mixer) for mixer in model.layer_mixers]
     sizes = {}
     if model.delta:
         sizes = {theirs: getattr(model.delta, ours) for ours, theirs in SIZES.items()}

@@ -144,8 +144,8 @@ class ExpertsConfig(Settings):
             )
         if self.normalise and self.chosen == 1 and not self.is_given("normalise"):
             raise ValueError(
-                "model.experts.normalise, true by default, makes the only gate of a token 1, so "
-                "that the loss teaches the router nothing; set model.experts.normalise=false for "
+                "model.experts.normalise, true by default, makes the only gate of a token 1, so a "
+                "router would never learn; set model.experts.normalise=false for "
                 "model.experts.chosen=1, or true if that is meant"
             )
         for name in ("shared_ffn", "shared_gate", "own_norms"):

@@ -591,6 +591,11 @@ class TransformerConfig(Settings):
         return tuple(heads[mixer] for mixer in self.single_mixers) + of_full
 
     @property
+    def has_jumps(self) -> bool:
+        """True if a router leaves experts out: where it chooses others, the loss jumps."""
+        return self.experts is not None and self.experts.chosen < self.experts.count
+
+    @property
     def expert_width(self) -> int:
         """The width of what experts read and return: by default that of the stream."""
         return (self.experts.width if self.experts else None) or self.embed

@@ -182,7 +182,7 @@ def _gradients(figures: Figures) -> dict[Leaf, np.ndarray]:
 
 
 def _gradients_of_loss(setup: Setup, figures: Figures) -> dict[Leaf, np.ndarray]:
-    """Returns the gradients but for those of the biases that choose experts, which hold loads."""
+    """Returns the gradients but those of the biases that routers choose by, which hold loads."""
     parameters = setup.model.parameters
     gradients = _gradients(figures)
     return {leaf: x for leaf, x in gradients.items() if not parameters[leaf.path].is_load_bias}
@@ -203,9 +203,8 @@ def slope_witness(reference: Reference) -> Witness:
     share = optimizer.beta1 if isinstance(optimizer, ScheduleFreeAdamW) else 1.0
     if stepper.setup.config.precision.compute != "float32":
         return Witness(name, None, "in float32 alone")
-    experts = stepper.setup.config.model.experts
-    if experts is not None and experts.chosen < experts.count:
-        return Witness(name, None, "a router chooses other experts as weights move: the loss jumps")
+    if stepper.setup.config.model.has_jumps:
+        return Witness(name, None, "a router chooses otherwise as weights move: the loss jumps")
     of_loss = _gradients_of_loss(stepper.setup, reference.figures[1])
     gradients = {leaf.path: x for leaf, x in of_loss.items()}
     random = np.random.default_rng(0)
