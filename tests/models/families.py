@@ -582,7 +582,7 @@ RICH = {
         *("model.experts.score=sigmoid", "model.experts.shared=1", "model.experts.shared_ffn=20"),
     ),
     "side by side": (
-        *("model.layers=3", "model.mixers=both", "model.ssd.heads=8", "model.ssd.head_dim=6"),
+        *("model.layers=2", "model.mixers=both", "model.ssd.heads=8", "model.ssd.head_dim=6"),
         *("model.ssd.state=5", "model.ssd.factors=0.7,1.3,0.8,1.2,0.9", "model.ssd.in_factor=1.3"),
         *("model.both.in_factor=1.2", "model.both.out_factor=0.8", "model.mlp_gate_factor=1.4"),
         *("model.mlp_out_factor=0.6", "model.score_scale=0.3", "model.ssd.norm=none"),
