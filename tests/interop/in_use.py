@@ -158,7 +158,7 @@ def three_steps(model: Path, folder: Path) -> float:
     in_torch.save_pretrained(folder / "in_torch")
     ours, in_torch = open_tensors(folder / "out"), open_tensors(folder / "in_torch")
     began = open_tensors(model)
-    assert ours.keys() == in_torch.keys()
+    assert ours.keys() == in_torch.keys(), sorted(ours.keys() ^ in_torch.keys())[:4]
     errors = []
     for name, tensor in in_torch.items():
         moved = np.abs(tensor.map() - began[name].map()).max()
