@@ -294,7 +294,7 @@ TOGETHER = "Of all bytes of the "  # the start of the sentence about all layouts
 
 
 class Rows(NamedTuple):
-    """What the page says of one layout."""
+    """The texts of the page about one layout."""
 
     overview: str
     traffic: list[str]  # the first of them has its title

@@ -84,7 +84,7 @@ WHOLE = ("own", "beside, sharing", "chunked")
 @pytest.mark.long
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_narrow_gradient_of_a_whole_family_is_that_of_float32(name):
-    """Of models that a certificate does not shrink with all of their parts."""
+    """A certificate drops parts of these models when it shrinks them, so they are compared here."""
     wide, narrow = (tiny(*rich(name), f"precision.compute={x}") for x in ("float32", "bfloat16"))
     found = narrow_gradients(wide, narrow, Layout((), "one device"), Own(), tokens=4096)
     assert found.holds, found.details

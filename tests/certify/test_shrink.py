@@ -91,7 +91,7 @@ def test_a_hundred_drawn_runs_keep_their_features():
         assert_kept(shrink(real).config, real)
 
 
-# What only some families have, each a section or a setting of [model].
+# Sections and settings of [model] that only some families have.
 MECHANISMS = ("delta", "ssd", "conv", "both", "latent", "experts", "full", "token_layers")
 MECHANISMS += ("shared_keys", "chunks", "temperature", "value_norm", "layer_scale", "indexer")
 STAGES = Layout(("mesh.pipeline=2", "train.microbatch=2"), "given")

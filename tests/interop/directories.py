@@ -659,7 +659,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"num_hidden_layers": 6, "moe_layer_start_index": 2, "moe_layer_end_index": 4},
     "exaone_moe in any order": CONFIGS["exaone_moe"]
     | {"mlp_layer_types": ["sparse", "dense", "dense", "sparse", "dense"]},
-    # Of a share that is not the one of the class.
+    # The share of channels that turn differs from the default of the class.
     **{
         f"{family} with yarn, by rope_parameters": CONFIGS[family]
         | {
@@ -757,7 +757,7 @@ def _first_dense(config: dict[str, Any]) -> int:
 
 
 def _is_sparse(config: dict[str, Any], layer: int) -> bool:
-    """Whether a layer has experts, by a list, a step or an interval, or behind the first ones."""
+    """True if a layer has experts: by a list, a step, an interval, or the number of dense ones."""
     if kinds := config.get("mlp_layer_types"):
         return kinds[layer] == "sparse"
     if layer in (config.get("mlp_only_layers") or ()):

@@ -521,6 +521,6 @@ def _in_memory(tensors: Tensors) -> dict[str, np.ndarray]:
 DECAY = ("A_log", "dt_bias", "f_a_proj", "f_b_proj")
 # What transformers 5.24 makes of published tensors where it writes others, and the way back.
 SAVED_BY_5_24 = {"olmo_hybrid": _olmo_by_5_24, "kimi_linear": _kimi_by_5_24}
-# What it writes with `save_original_format=False`.
+# The tensors that transformers 5.24 writes with `save_original_format=False`.
 IN_MEMORY = dict.fromkeys(SAVED_BY_5_24, _in_memory)
 AS_PUBLISHED = {"olmo_hybrid": _olmo_as_published, "kimi_linear": _kimi_as_published}

@@ -108,7 +108,7 @@ def beside(model: Any, layer: Params, x: np.ndarray, y: np.ndarray, found: np.nd
 
 
 def routers_input(model: Any, layer: Params, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """What a router reads: y, the normed stream, or by a norm of its own x, the stream itself."""
+    """The input of a router: y, the normed stream, or x, the stream, under a norm of its own."""
     if not model.experts.own_norms:
         return y
     x = x / np.sqrt((x * x).mean(-1, keepdims=True) + model.norm_epsilon)
@@ -407,7 +407,7 @@ def gates(model: Any, p: Params, x: np.ndarray) -> tuple[np.ndarray, np.ndarray,
 
 
 def expert_scale(p: Params) -> np.ndarray | float:
-    """What the gates of each expert are multiplied by, [x]."""
+    """The factor of the gates of each expert, [x]."""
     return p.get("mlp.router.scale_x", 1.0)
 
 

@@ -19,7 +19,7 @@ from spmdtrain.models.logits import logit_shape, logits_of
 NAME = "gemma4 with tokens"
 TOLERANCE = 2e-6
 TOKENS = np.random.default_rng(6).integers(0, VOCAB, (1, T))
-# What stands in front of a norm: the projection of the embedding, or all that a layer reads.
+# The weights in front of a norm: of the embedding's projection, or of all that a layer reads.
 SMALL = {
     "the projection": ("beside.project_ef",),
     "what layers read": ("beside.table_vf", "beside.scale_p"),

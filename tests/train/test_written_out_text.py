@@ -68,7 +68,7 @@ def test_the_gradient_of_the_stream_is_added_by_the_norms():
     """They read it beside their own, and nothing else adds it."""
     stream = 2 * SEQUENCES * TIME * EMBED  # bytes
     moved = sum(each.moved for each in beside_matmuls("norm"))
-    # Of each of two norms: x and y forward; x, dy, the stream's gradient and dx backward.
+    # Each of two norms moves x and y forward; x, dy, the stream's gradient and dx backward.
     assert 12 * LAYERS * stream < moved < 14 * LAYERS * stream
     added = [
         each
