@@ -14,12 +14,14 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from fuzz import schedule_files
+from fuzz.kinds_of_models import draw_model, with_model
 from fuzz.settings import (
     BASE,
     BASE_FILE,
     DEFAULT,
     NOT_DRAWN,
     OF_MIXERS,
+    OF_WHOLE_MODELS,
     TABLES,
     Values,
     class_of,
@@ -44,6 +46,7 @@ SET = 0.4  # how often a setting is not left at its default
 OF_SHARED = tuple(f"model.experts.{name}" for name in ("shared_ffn", "shared_gate", "own_norms"))
 ALWAYS = ("train.steps", "eval.every")
 TABLE = 0.15  # how often a run has one of the tables
+OF_A_FAMILY = 0.25  # how often [model] is one of kinds_of_models.py
 MIXED = 0.2  # how often layers have other mixers than attention
 UNCHECKED = 0.04  # share of draws that may well be refused: the refusal is what is tested
 TRIES = 200
@@ -126,6 +129,10 @@ def draw(seed: int) -> Draw:
 
 def numbers_of(group: int) -> Values:
     numbers = draw_numbers(random.Random(f"numbers {group}"))
+    of_family = random.Random(f"family {group}")
+    if of_family.random() < OF_A_FAMILY:
+        whole = with_model(numbers, draw_model(of_family))
+        return whole if config_of(whole) else numbers
     mixed = _with_mixers(random.Random(f"mixers {group}"), numbers)
     return mixed if config_of(mixed) else numbers
 
@@ -168,7 +175,7 @@ def _table(random: random.Random, table: str) -> Values:
     return {
         key: random.choice(values_of(key))
         for key in of_table(table)
-        if key not in NOT_DRAWN and not is_layout(key)
+        if key not in (*NOT_DRAWN, *OF_WHOLE_MODELS) and not is_layout(key)
         if key in always or random.random() < SET
     }
 
@@ -198,8 +205,8 @@ def number_keys(model: str, optimizer: str) -> Iterator[str]:
         fields = (class_of(section, chosen) if chosen else type(kind.default)).model_fields
         for name in fields:
             key = f"{section}.{name}"
-            of_mixers = key in ("model.mixers", "model.mlps", *OF_MIXERS.values())
-            if not (is_layout(key) or of_mixers or key in NOT_DRAWN or key in TABLES):
+            others = ("model.mixers", "model.mlps", *OF_MIXERS.values(), *OF_WHOLE_MODELS)
+            if not (is_layout(key) or key in (*others, *NOT_DRAWN, *TABLES)):
                 yield key
 
 

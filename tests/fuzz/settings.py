@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from fuzz.kinds_of_models import values_in_kinds
 from spmdtrain.config.schema import RunConfig, Settings
 from spmdtrain.config.schema.own import PARTS
 
@@ -180,15 +181,6 @@ NOT_DRAWN = {
     ),
     "model.extra": "is typed by such a model",
     "model.mup_base": "asks for some optimizers; tests/certify/test_widths.py has it",
-    **dict.fromkeys(
-        ("model.shared_keys", "model.shared_ffn", "model.idle_keys"),
-        "tests/models/test_shared_keys.py has them",
-    ),
-    **dict.fromkeys(
-        ("model.mlp_gate_factor", "model.mlp_out_factor", "model.experts.width"),
-        "is of one family; tests/models/test_families.py has it",
-    ),
-    "model.indexer": "is kept and not run; tests/interop/test_indexers.py has it",
     "model.rope_scaling": "a table; tests/models/test_families.py has it",
     "model.experts.balance_over": "depends on the accumulation; tests/models/test_router.py has it",
     "data.mix": "a table of sources; tests/data has it",
@@ -324,6 +316,12 @@ TABLES: dict[str, Values] = {
 }
 # Tables that model.mixers asks for, drawn with it: by mixer. "both" asks for that of "ssd" too.
 OF_MIXERS = {name: f"model.{name}" for name in ("delta", "ssd", "conv", "both")}
+# Drawn with a whole [model] alone (kinds_of_models.py): what they need is seldom drawn beside them.
+INDEXER = "model.indexer"
+OF_WHOLE_MODELS = (
+    *("model.shared_keys", "model.shared_ffn", "model.idle_keys", "model.experts.width"),
+    *("model.mlp_gate_factor", "model.mlp_out_factor", INDEXER),
+)
 # Decide where and in which order numbers are computed, not which.
 LAYOUT = {
     "model.attention",
@@ -345,7 +343,7 @@ def settings() -> dict[str, FieldInfo]:
         for choice in classes(of_section.annotation):
             for name, field in choice.model_fields.items():
                 key = f"{section}.{name}"
-                is_table = key in TABLES or key in OF_MIXERS.values()
+                is_table = key in TABLES or key in (*OF_MIXERS.values(), INDEXER)
                 fields |= of_table(key) if is_table else {key: field}
     return fields
 
@@ -389,6 +387,8 @@ def values_of(key: str) -> Sequence[Any]:
     """
     if key in VALUES:
         return VALUES[key]
+    if of_kinds := values_in_kinds(key) if key.startswith(OF_WHOLE_MODELS) else ():
+        return of_kinds
     if examples := settings()[key].examples:
         return examples
     if key.endswith(".name"):
