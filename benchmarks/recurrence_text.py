@@ -3,7 +3,7 @@
 It is that of one layer and 8,192 tokens, alone: without projections, convolution and norm.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.aot import described_devices
+from pallas_kernels.choose import INTERPRET
 from pallas_kernels.chosen import using
+from pallas_kernels.recurrence.api import OP
 from spmdtrain.compiled.kernel_launches import kernels
 from spmdtrain.models.layers.mixers.recurrence import Tokens, recur
 
@@ -58,6 +60,7 @@ class Figures:
         ]
 
 
+KERNELS = ("triton", "mosaic")  # implementations of the scan
 # The most that the kernels may need, of what XLA needs.
 BOUND = Figures(moved=0.6, launches=0.2, temporaries=1.1)
 
@@ -68,15 +71,16 @@ def figures(only: str) -> Iterator[tuple[str, dict[str, Figures]]]:
         for direction, program in {"forward": forward, "with gradients": with_gradients}.items():
             title = f"{name}, {direction}"
             if only in title:
-                yield title, {by: compiled(program, layer, by) for by in ("xla", "triton")}
+                yield title, {by: compiled(program, layer, by) for by in ("xla", *KERNELS)}
 
 
 def broken(by: Mapping[str, Figures]) -> list[str]:
     """Returns one line for each bound that the kernels do not keep."""
     return [
-        f"{name}: {getattr(by['triton'], name):,.6g} is above {share} of XLA's"
+        f"{kernels}, {name}: {getattr(by[kernels], name):,.6g} is above {share} of XLA's"
+        for kernels in KERNELS
         for name, share in vars(BOUND).items()
-        if getattr(by["triton"], name) > share * getattr(by["xla"], name)
+        if getattr(by[kernels], name) > share * getattr(by["xla"], name)
     ]
 
 
@@ -111,8 +115,17 @@ def shapes(layer: Layer, tokens: int) -> tuple:
     return ((keys, keys, values, decays, rates), state, starts, values, state)
 
 
+def chosen_for(calls: Iterable[str], implementation: str) -> dict[str, str]:
+    """Returns the implementation of each call: of the scan this one, and of the inverse, which has
+    no tilings and no kernel for Hopper, XLA's or Triton's.
+    """
+    other = "xla" if implementation == "xla" else "triton"
+    other += INTERPRET * implementation.endswith(INTERPRET)
+    return {call: implementation if call.startswith(OP) else other for call in calls}
+
+
 def compiled(program: Callable, layer: Layer, implementation: str) -> Figures:
-    """Returns the figures of a program of one sequence, with every call by an implementation."""
+    """Returns the figures of a program of one sequence, with the scan by an implementation."""
     mesh = Mesh(np.array(described_devices(GPU)), ("all",))
     placed = NamedSharding(mesh, P())
     arrays = jax.tree.map(
@@ -122,11 +135,12 @@ def compiled(program: Callable, layer: Layer, implementation: str) -> Figures:
     def lowered(chosen: Mapping[str, str]):
         with using(chosen) as decisions:
             low = jax.jit(lambda *arrays: program(layer, *arrays)).lower(*arrays)
+        assert not decisions.missed, decisions.missed
         return low, decisions.calls
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         calls = lowered({})[1]
-        made = lowered(dict.fromkeys(calls, implementation))[0].compile()
+        made = lowered(chosen_for(calls, implementation))[0].compile()
     launched = kernels(made.as_text())
     return Figures(
         moved=sum(kernel.moved for kernel in launched) / 1e9,

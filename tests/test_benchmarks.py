@@ -181,11 +181,14 @@ def test_kernels_of_a_recurrence_that_need_more_than_their_share_are_named(monke
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     recurrence_text = importlib.import_module("recurrence_text")
     figures, bound = recurrence_text.Figures, recurrence_text.BOUND
-    by = {"xla": figures(10.0, 1000, 1.0), "triton": figures(5.9, 199, 1.05)}
+    kept = figures(5.9, 199, 1.05)
+    by = {"xla": figures(10.0, 1000, 1.0), "triton": kept, "mosaic": kept}
     assert recurrence_text.broken(by) == []
     by["triton"] = figures(6.1, 201, 1.2)
+    by["mosaic"] = figures(5.9, 202, 1.0)
     assert recurrence_text.broken(by) == [
-        f"moved: 6.1 is above {bound.moved} of XLA's",
-        f"launches: 201 is above {bound.launches} of XLA's",
-        f"temporaries: 1.2 is above {bound.temporaries} of XLA's",
+        f"triton, moved: 6.1 is above {bound.moved} of XLA's",
+        f"triton, launches: 201 is above {bound.launches} of XLA's",
+        f"triton, temporaries: 1.2 is above {bound.temporaries} of XLA's",
+        f"mosaic, launches: 202 is above {bound.launches} of XLA's",
     ]

@@ -1,6 +1,7 @@
 """Times the recurrences of linear-time layers, forward and with gradients, by implementation.
 
-How far each is off is the relative distance of its outputs and gradients from those in float32.
+How far each is off is the relative distance of its outputs and gradients from those in float32. In
+place of an implementation that refuses the GPU stands the reason.
 """
 
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from recurrence_text import LAYERS, Layer, forward, shapes, with_gradients
+from recurrence_text import KERNELS, LAYERS, Layer, chosen_for, forward, shapes, with_gradients
 
 from pallas_kernels.chosen import using
 
@@ -23,27 +24,32 @@ TILINGS = ("triton/narrow", "triton/wide")  # whose forward passes are not timed
 def prepared(dry: bool, timed: Callable[..., float]) -> Callable[[], dict[str, Any]]:
     """Compiles everything, several programs at a time; returns what runs it."""
     layers = {"small": SMALL} if dry else {name: LAYERS[name] for name in TIMED}
-    kernel = "triton:interpret" if dry else "triton"
+    kernels = ("triton:interpret",) if dry else (*KERNELS, *TILINGS)
     lowered: dict[str, Any] = {}
+    refused: dict[str, str] = {}
     given: dict[str, tuple] = {}
     for title, layer in layers.items():
         arrays = drawn(layer, 64 if dry else TOKENS)
         wide = jax.tree.map(lambda x: x if x.dtype == bool else x.astype(jnp.float32), arrays)
         with jax.default_matmul_precision("highest"):
-            lowered[f"{title}, float32"] = _lowered(with_gradients, layer, "xla", wide)
+            lowered[f"{title}, float32"], _ = _lowered(with_gradients, layer, "xla", wide)
         given[f"{title}, float32"] = wide
-        for name in ("xla", kernel, *(() if dry else TILINGS)):
+        for name in ("xla", *kernels):
             directions = {"": with_gradients} if name in TILINGS else BOTH
             for direction, program in directions.items():
                 what = f"{title}, {name}{direction}"
-                lowered[what] = _lowered(program, layer, name, arrays)
+                low, reason = _lowered(program, layer, name, arrays)
+                if reason:
+                    refused[what] = reason
+                    continue
+                lowered[what] = low
                 given[what] = arrays
     with ThreadPoolExecutor(4) as pool:
         compiled = pool.map(lambda low: low.compile(), lowered.values())
         programs = dict(zip(lowered, compiled, strict=True))
 
     def run() -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        found: dict[str, Any] = dict(refused)
         for title in layers:
             reference = f"{title}, float32"
             exact = jax.tree.leaves(programs[reference](*given[reference]))
@@ -84,21 +90,15 @@ def drawn(layer: Layer, tokens: int) -> tuple:
     return floats, normal(state), is_start, normal(do).astype(do.dtype), normal(dlast)
 
 
-def _lowered(program: Callable, layer: Layer, implementation: str, arrays: tuple) -> Any:
-    """Returns the program with every call by an implementation.
-
-    A call that has no such variant, as the inverse has none, takes the plain kernel.
-    """
+def _lowered(
+    program: Callable, layer: Layer, implementation: str, arrays: tuple
+) -> tuple[Any, str]:
+    """Returns the program with the scan by an implementation, and why that does not run here."""
     with using({}) as decisions:
         jax.eval_shape(lambda *arrays: program(layer, *arrays), *arrays)
-    plain = "triton" if implementation.startswith("triton/") else implementation
-    chosen = {
-        call: implementation if call.startswith("chunk_scan") else plain for call in decisions.calls
-    }
-    with using(chosen) as decisions:
+    with using(chosen_for(decisions.calls, implementation)) as decisions:
         lowered = jax.jit(lambda *arrays: program(layer, *arrays)).lower(*arrays)
-    assert not decisions.missed, decisions.missed
-    return lowered
+    return lowered, "; ".join(decisions.missed.values())
 
 
 def _distance(x: jax.Array, exact: jax.Array) -> float:

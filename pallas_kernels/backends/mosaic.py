@@ -120,19 +120,19 @@ def call(
 # Scratch
 
 
-def shared_memory(shape: tuple[int, ...], dtype) -> Any:
+def shared_memory(shape: tuple[int, ...], dtype, *, swizzle_floats: bool = False) -> Any:
     """Returns an array in shared memory, tiled and swizzled for copies and wgmma if possible.
 
-    That needs 16-bit elements and a last dim that is a multiple of SWIZZLE_ELEMENTS.
+    That needs 16-bit elements and a last dim that is a multiple of SWIZZLE_ELEMENTS, or with
+    `swizzle_floats` 32-bit ones and half of that.
     """
     plgpu = _plgpu()
     dtype = jnp.dtype(dtype)
+    elements = SWIZZLE_BYTES // dtype.itemsize
+    has_tiles = dtype.itemsize == 2 or (dtype.itemsize == 4 and swizzle_floats)
     transforms = ()
-    if dtype.itemsize == 2 and len(shape) > 1 and shape[-1] % SWIZZLE_ELEMENTS == 0:
-        transforms = (
-            plgpu.TilingTransform((8, SWIZZLE_ELEMENTS)),
-            plgpu.SwizzleTransform(SWIZZLE_BYTES),
-        )
+    if has_tiles and len(shape) > 1 and shape[-1] % elements == 0:
+        transforms = (plgpu.TilingTransform((8, elements)), plgpu.SwizzleTransform(SWIZZLE_BYTES))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
@@ -228,6 +228,17 @@ def load_global_vector(ref, dim: int) -> jax.Array:
 def load_shared_vector(ref, dim: int) -> jax.Array:
     """Loads a vector from shared memory, to belong to `dim`."""
     return _plgpu().load(ref, layout=_plgpu().Layout.WGMMA.reduce(1 - dim))
+
+
+def load_transposed(ref, *, optimized: bool = True) -> jax.Array:
+    """Loads the transpose of a matrix [n, 64]: shared memory is read as fast as untransposed."""
+    x = _plgpu().load(ref.T, layout=_plgpu().Layout.WGMMA_TRANSPOSED, optimized=optimized)
+    return _plgpu().layout_cast(x, _plgpu().Layout.WGMMA)
+
+
+def store_transposed(ref, x: jax.Array) -> None:
+    """Stores the transpose of x [64, n]."""
+    ref.T[...] = _plgpu().layout_cast(x, _plgpu().Layout.WGMMA_TRANSPOSED)
 
 
 def tanh(x: jax.Array) -> jax.Array:

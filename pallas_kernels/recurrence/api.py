@@ -11,11 +11,11 @@ from pallas_kernels.calls import ChunksCall
 from pallas_kernels.choose import INTERPRET, VARIANT, choose
 from pallas_kernels.counting import is_counted
 from pallas_kernels.partition import refuse_checked_vma
-from pallas_kernels.recurrence import triton, xla
+from pallas_kernels.recurrence import mosaic, triton, xla
 from pallas_kernels.recurrence.chunks import Chunks, call_of
 
 OP = "chunk_scan"
-IMPLEMENTATIONS = {"xla": xla, "triton": triton}
+IMPLEMENTATIONS = {"xla": xla, "mosaic": mosaic, "triton": triton}
 
 
 def scan_chunks(

@@ -2,15 +2,13 @@
 
 A program owns a block of value channels of one head, whose state stays in its registers from the
 first chunk to the last; backward, the gradient of the state does, from the last to the first. What
-sums over value channels, so over programs, is left to matmuls of XLA over all chunks at once, for
-which the backward kernel writes the gradient of the state behind each chunk. So there are no
-atomics, and every sum has a fixed order.
+sums over value channels, so over programs, is left to XLA (carried.py). So there are no atomics,
+and every sum has a fixed order.
 
 Forward, a chunk's tokens write N = new - erase S, and S' = decay S + write^T N. Backward, with the
 gradient D of S':
 
     dN += write D,   dnew = dN,   ddecay = sum of D S,   dS += decay D - erase^T dN
-    dwrite = N D^T,  derase = -dN S^T
 
 States and N are written in the dtype of `write`, to which every matmul rounds them; sums, decays
 and the state that goes on are float32.
@@ -36,9 +34,8 @@ from pallas_kernels.backends.triton import (
 )
 from pallas_kernels.calls import ChunksCall
 from pallas_kernels.choose import INTERPRET, VARIANT, no_64_bits, no_gpu
-from pallas_kernels.recurrence.chunks import Chunks, call_of
-from pallas_kernels.recurrence.products import product
-from pallas_kernels.recurrence.xla import outputs
+from pallas_kernels.recurrence import carried
+from pallas_kernels.recurrence.chunks import Chunks
 
 DTYPES = ("bfloat16", "float16", "float32")
 # By the bytes of an element, what a program has registers for: key channels, value channels.
@@ -65,38 +62,12 @@ def refusal(call: ChunksCall, interpreted: bool) -> str:
 
 def scan_chunks(chunks: Chunks, state: jax.Array, name: str) -> tuple[jax.Array, jax.Array]:
     """Does what `xla.scan_chunks` does."""
-    state, before, values = _scan_heads(chunks, state, name)
-    leading = chunks.new.shape[:-2]
-    before, values = (x.reshape(*leading, *x.shape[2:]) for x in (before, values))
-    return outputs(chunks, before, values), state
+    return carried.scan_chunks(KERNELS, chunks, state, name)
 
 
 def state_behind(chunks: Chunks, state: jax.Array, name: str) -> jax.Array:
     """Does what `xla.state_behind` does."""
-    return _scan_heads(chunks, state, name)[0]
-
-
-def _scan_heads(chunks: Chunks, state: jax.Array, name: str):
-    """Returns the state behind the chunks, the states in front [c, n, k, v], and N [c, n, i, v]."""
-    count, heads = chunks.write.shape[0], call_of(chunks).heads
-
-    def by_head(x: jax.Array, dims: int) -> jax.Array:
-        return x.reshape(count, heads, *x.shape[x.ndim - dims :])
-
-    last, before, values = _scan_compiled(
-        name,
-        state.reshape(heads, *state.shape[-2:]),
-        by_head(chunks.decay, 1),
-        by_head(chunks.write, 2),
-        by_head(chunks.new, 2),
-        None if chunks.erase is None else by_head(chunks.erase, 2),
-    )
-    return last.reshape(state.shape), before, values
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scan(name, state_nkv, decay_cnk, write_cnik, new_cniv, erase_cnik):
-    return _forward(name, state_nkv, decay_cnk, write_cnik, new_cniv, erase_cnik)[0]
+    return carried.state_behind(KERNELS, chunks, state, name)
 
 
 def _forward(name, state_nkv, decay_cnk, write_cnik, new_cniv, erase_cnik):
@@ -122,14 +93,12 @@ def _forward(name, state_nkv, decay_cnk, write_cnik, new_cniv, erase_cnik):
         **_options(name, dtype),
         name="chunk_scan_forward",
     )
-    last, before, values = run(state_nkv, decay_cnk, write_cnik, new_cniv, erase_cnik)
-    return (last, before, values), (decay_cnk, write_cnik, erase_cnik, before, values)
+    return tuple(run(state_nkv, decay_cnk, write_cnik, new_cniv, erase_cnik))
 
 
-@partial(jax.jit, static_argnums=(0,), inline=True)  # jax 0.10 calls it outside any jit
-def _backward(name, saved, gradients):
+def _backward(name, dlast, saved, gradients):  # as carried.Kernels.backward
     decay_cnk, write_cnik, erase_cnik, before, values = saved
-    dlast, dbefore, dvalues = gradients
+    dbefore, dvalues = gradients
     sizes = _sizes(name, decay_cnk, write_cnik, values)
     specs = _Specs(sizes)
     dtype = write_cnik.dtype
@@ -158,16 +127,10 @@ def _backward(name, saved, gradients):
     dstate, dnew, dafter, ddecay = run(
         dlast, decay_cnk, write_cnik, erase_cnik, before, dbefore, dvalues
     )
-    dwrite = product("cniv,cnkv->cnik", values, dafter, dtype).astype(dtype)
-    derase = None
-    if erase_cnik is not None:
-        derase = -product("cniv,cnkv->cnik", dnew, before, dtype).astype(dtype)
-    return dstate, ddecay.sum(0), dwrite, dnew, derase
+    return dstate, ddecay.sum(0), dnew, dafter
 
 
-_scan.defvjp(_forward, _backward)
-# Compiled once, also outside any jit.
-_scan_compiled = jax.jit(_scan, static_argnums=(0,), inline=True)
+KERNELS = carried.Kernels(_forward, _backward)
 
 
 class _Sizes(NamedTuple):

@@ -112,6 +112,31 @@ def test_triton_refuses_with_a_reason_and_xla_runs(changed, said):
     assert [*decisions.taken.values()] == ["xla"]
 
 
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"dtype": "float32"}, "bfloat16 and float16, not float32"),
+        ({"tokens": 32}, "chunks of 64 tokens, not 32"),
+        ({"key_dim": 96}, "64 or 128 key channels, not 96"),
+        ({"key_dim": 256}, "64 or 128 key channels, not 256"),
+        ({"value_dim": 96}, "value channels that are a multiple of 64, not 96"),
+        ({"batch": 2**16, "heads": 1}, "up to 65535 heads of all sequences, not 65536"),
+        ({"chunks": 4096, "heads": 64}, "fewer than 2\\^31 elements"),
+        ({}, "needs jax 0.11 or later, this is 0.10.2"),
+    ],
+)
+def test_the_kernels_for_hopper_refuse_with_a_reason(changed, said, monkeypatch):
+    monkeypatch.setattr(jax, "__version__", "0.10.2")
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+    sizes = {"dtype": "bfloat16", "tokens": 64, "key_dim": 128, "value_dim": 128}
+    shapes = replace(Case(), **(sizes | changed)).abstract()
+    with pytest.raises(Refused, match=f"implementation 'mosaic' refuses: .*{said}"):
+        jax.eval_shape(
+            lambda arrays: scan_chunks(chunks_in(arrays), arrays["state"], implementation="mosaic"),
+            shapes,
+        )
+
+
 def test_a_chosen_implementation_runs_and_one_that_refuses_is_named():
     drawn = cases.CI[0].draw()
     chunks, state = chunks_in(drawn), drawn["state"]

@@ -18,6 +18,7 @@ from pallas_kernels.attention.cases import Case
 from pallas_kernels.backends import mosaic
 from pallas_kernels.choose import Refused
 from pallas_kernels.grouped import cases as grouped_cases
+from pallas_kernels.recurrence import cases as chunk_cases
 
 ROOT = Path(__file__).parents[2]
 OLD = jax.__version_info__ < (0, 11)
@@ -123,6 +124,38 @@ def test_interpreted_grouped_matmuls():
     done = run(GROUPED, seconds=200)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert done.stdout.split() == [case.name for case in grouped_cases.HOPPER]
+
+
+CHUNKS = """
+import sys
+from test_chunk_scan import cases, compare
+for case in cases.HOPPER + cases.SLOW:
+    if case.name in sys.argv[1:]:
+        compare(case, "mosaic:interpret")
+        print(case.name, flush=True)
+"""
+
+
+def interpret_chunks(chosen, seconds):
+    done = run(CHUNKS, *(case.name for case in chosen), seconds=seconds)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert done.stdout.split() == [case.name for case in chosen]
+
+
+@pytest.mark.skipif(OLD, reason="needs jax 0.11 or later")
+def test_interpreted_scans_over_chunks():
+    interpret_chunks(chunk_cases.HOPPER, seconds=200)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(OLD, reason="needs jax 0.11 or later")
+@pytest.mark.parametrize(
+    "case",
+    [case for case in chunk_cases.SLOW if case.key_dim == 128 and case.dtype == "bfloat16"],
+    ids=lambda case: case.name,
+)
+def test_more_interpreted_scans_over_chunks(case):
+    interpret_chunks((case,), seconds=400)
 
 
 HIDDEN = """

@@ -82,7 +82,9 @@ def test_grouped(implementation, case):
     unless_refused(of_grouped.compare, case, implementation)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton", "triton/narrow", "triton/wide"])
+@pytest.mark.parametrize(
+    "implementation", ["xla", "triton", "triton/narrow", "triton/wide", "mosaic"]
+)
 @pytest.mark.parametrize("case", of(recurrence_cases))
 def test_chunk_scan(implementation, case):
     unless_refused(of_chunk_scan.compare, case, implementation)
