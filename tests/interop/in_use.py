@@ -24,6 +24,7 @@ from spmdtrain.planner.cost.flops import model_flops_per_token
 from spmdtrain.running.loop import run
 from spmdtrain.running.published.export_adapters import export_adapters
 from spmdtrain.running.published.export_run import export_run
+from spmdtrain.running.published.import_model import import_model
 from spmdtrain.train.setup import Setup
 
 DOCUMENTS = (13, 1, 25)  # tokens of each in a row
@@ -32,6 +33,7 @@ PROMPTS, SAMPLED = (3, 9, 17), 12  # tokens of prompts, and after each
 CHUNKS = 64  # tokens of a sequence whose FLOPs are counted
 STEPS, ROWS, LENGTH = 3, 4, 32
 RATE = 1e-3
+LEAST_STEP = 0.6 * RATE  # of Adam, if the first gradient, of an expert for one, is that of step 3
 
 
 def theirs(folder: Path) -> Any:
@@ -156,14 +158,17 @@ def three_steps(model: Path, folder: Path) -> float:
         loss.backward()
         adam.step()
     in_torch.save_pretrained(folder / "in_torch")
-    ours, in_torch = open_tensors(folder / "out"), open_tensors(folder / "in_torch")
+    # By way of a run: some families have other names in transformers than in published files.
+    import_model(folder / "in_torch", folder / "as_published")
+    export_run(folder / "as_published", folder / "published")
+    ours, expected = open_tensors(folder / "out"), open_tensors(folder / "published")
     began = open_tensors(model)
-    assert ours.keys() == in_torch.keys(), sorted(ours.keys() ^ in_torch.keys())[:4]
+    assert ours.keys() == expected.keys(), sorted(ours.keys() ^ expected.keys())[:4]
     errors = []
-    for name, tensor in in_torch.items():
+    for name, tensor in expected.items():
         moved = np.abs(tensor.map() - began[name].map()).max()
         difference = np.sqrt(np.mean((ours[name].map() - tensor.map()) ** 2))
-        assert moved > RATE or difference == 0, name
+        assert moved > LEAST_STEP or difference == 0, name
         errors.append(difference)
     return float(max(errors))
 

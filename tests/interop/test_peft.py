@@ -19,6 +19,8 @@ from spmdtrain.interop.safetensors_files import open_file
 from spmdtrain.models.adapters.by_path import merged
 
 OF_DELTA = ("key_heads=2", "value_heads=6", "key_dim=8", "value_dim=6", "taps=3")
+OF_KIMI = ("key_heads=3", "value_heads=3", "key_dim=8", "value_dim=8", "taps=3", "decay=channel")
+OF_KIMI += ("decay_rank=4", "gate_rank=4", "gate=sigmoid")
 MIXED = (
     *("model.name=llama", "model.kv_heads=2", "model.ffn=24", "model.output_gate=channel"),
     *(f"model.delta.{size}" for size in OF_DELTA),
@@ -31,6 +33,11 @@ FAMILIES = {
     "phi3": ("model.name=llama", "model.kv_heads=2", "model.ffn=24"),
     "qwen3_5_text": (*MIXED, "model.mixers=['delta', 'delta', 'attention']", "model.layers=4"),
     "qwen3_next": (*MIXED, "model.mixers=['delta', 'attention']", "model.layers=4"),
+    "kimi_linear": (
+        *("model.name=llama", "model.ffn=24", "model.mixers=['delta']", "model.layers=2"),
+        *(f"model.delta.{size}" for size in OF_KIMI),
+    ),
+    "olmo_hybrid": (*MIXED, "model.mixers=['delta', 'attention']", "model.output_gate=none"),
     "nemotron_h": (
         *("model.name=llama", "model.kv_heads=2", "model.ffn=24", "model.mlp=relu2", *STATES),
         *("model.layers=4", "model.mixers=['ssd', 'none', 'attention', 'none']"),

@@ -14,7 +14,8 @@ LLAMA = ("model.name=llama", "model.layers=3", "model.temperature.weight=0.5")
 
 def factors(*settings: str, positions, layer: int = 0) -> np.ndarray:
     """What a query of each position is multiplied by."""
-    temperature = make_temperature(tiny(*LLAMA, *settings).model)
+    model = tiny(*LLAMA, *settings).model
+    temperature = make_temperature(model.temperature, model)
     assert temperature is not None
     positions_bt = jnp.array([positions], jnp.int32)
     ctx = ForwardContext(positions_bt, layer=layer)

@@ -47,10 +47,15 @@ def linear_layers(values: Values, model: TransformerConfig, family: str) -> list
     """Returns the linear layers of the published model whose weights are in `values`."""
     layers: dict[str, LinearLayer] = {}
     for entry in entries_of_layers(family, model):
-        if entry.path in values and values[entry.path].ndim > 2:
+        if entry.path in values and _is_linear(entry.path, values[entry.path].ndim):
             for name, member in _members(entry, values[entry.path].shape[1:], model):
                 layers.setdefault(name, LinearLayer(name, [])).members.append(member)
     return list(layers.values())
+
+
+def _is_linear(path: str, dims: int) -> bool:
+    """Returns whether a weight is a matrix: no vector, nor the taps `w` of a convolution."""
+    return dims > 2 and not path.endswith("w")
 
 
 def outputs(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:

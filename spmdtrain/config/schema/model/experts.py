@@ -162,6 +162,34 @@ class ExpertsConfig(Settings):
         self._check_groups()
         return self
 
+    def check_layers(self, model: Any) -> None:
+        """Refuses a pattern that does not fit into the layers, and an mlp that experts lack.
+
+        Raises ValueError.
+        """
+        if model.mlp == "xielu":
+            raise ValueError(
+                "model.mlp='xielu' has learned slopes, which experts do not have; set "
+                "model.mlp='relu2', or leave model.experts out"
+            )
+        for name in ("mlp_gate_factor", "mlp_out_factor"):
+            if getattr(model, name) != 1:
+                raise ValueError(
+                    f"model.{name}={getattr(model, name):g} has no meaning with model.experts; "
+                    "leave it out"
+                )
+        others = model.layers - self.first_dense
+        if others < 1:
+            raise ValueError(
+                f"model.experts.first_dense={self.first_dense} leaves none of "
+                f"model.layers={model.layers}"
+            )
+        if others % self.every:
+            raise ValueError(
+                f"model.experts.every={self.every} does not divide the {others} layers of "
+                "model.layers after model.experts.first_dense"
+            )
+
     def _check_groups(self) -> None:
         """Refuses groups that no router could choose from."""
         if self.count % self.groups:

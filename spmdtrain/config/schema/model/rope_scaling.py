@@ -1,7 +1,7 @@
 """[model.rope_scaling]: rotary positions beyond the length that a model was trained for."""
 
 import math
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -140,3 +140,44 @@ class RopeScaling(Settings):
     def divisors(self) -> tuple[float, ...]:
         """The divisors of the frequencies, for longrope."""
         return self.long if self.use == "long" else self.short
+
+
+def check_rope(model: Any) -> None:
+    """Refuses rotary settings of a model that do not fit together.
+
+    Raises ValueError.
+    """
+    if model.rope_dim % 2 or not model.rope_dim:
+        share = f" and model.rope_share={model.rope_share:g}" if model.rope_share < 1 else ""
+        raise ValueError(
+            f"model.head_dim={model.head_dim}{share}: rope rotates pairs, so {model.rope_dim} "
+            "channels must be even"
+        )
+    if model.rope_theta_window is not None and not any(model.windows):
+        raise ValueError(
+            f"model.rope_theta_window={model.rope_theta_window:g} only applies to layers with "
+            "a window, and model.windows has none"
+        )
+    scaling = model.rope_scaling
+    if scaling and scaling.kind == "yarn" and model.rope_theta <= 1:
+        raise ValueError(
+            f"model.rope_theta={model.rope_theta:g}: yarn needs falling frequencies, which "
+            "take a theta above 1"
+        )
+    for name in ("short", "long") if scaling else ():
+        divisors = getattr(scaling, name)
+        if divisors and len(divisors) != model.rope_dim // 2:
+            raise ValueError(
+                f"model.rope_scaling.{name} has {len(divisors)} factors, and "
+                f"{model.rope_dim} channels turn in {model.rope_dim // 2} pairs"
+            )
+
+
+def refuse_rope(model: Any) -> None:
+    """Refuses rotary settings of a model whose positions are learned.
+
+    Raises ValueError.
+    """
+    for name in ("rope_theta_window", "rope_layers", "rope_share", "rope_scaling"):
+        if getattr(model, name) != type(model).model_fields[name].default:
+            raise ValueError(f"model.{name} needs model.positions='rope'")

@@ -24,7 +24,7 @@ from spmdtrain.config.schema.model.layer_kinds import (
     stacks_of,
 )
 from spmdtrain.config.schema.model.multi_token import MultiTokenConfig
-from spmdtrain.config.schema.model.rope_scaling import RopeScaling
+from spmdtrain.config.schema.model.rope_scaling import RopeScaling, check_rope, refuse_rope
 from spmdtrain.config.schema.model.ssd import SsdConfig
 from spmdtrain.config.schema.model.temperature import TemperatureConfig
 from spmdtrain.config.schema.model.token_layers import TokenLayersConfig
@@ -335,11 +335,11 @@ class TransformerConfig(Settings):
                 f"model.mlp={self.mlp!r} does not have; set model.mlp='swiglu'"
             )
         if self.positions == "rope":
-            self._check_rope()
+            check_rope(self)
         else:
-            self._refuse_rope()
+            refuse_rope(self)
         if self.experts:
-            self._check_experts(self.experts)
+            self.experts.check_layers(self)
         self._check_mlps()
         self._check_mixers()
         if self.indexer:
@@ -452,39 +452,6 @@ class TransformerConfig(Settings):
             if getattr(self, name):
                 raise ValueError(f"[model.full] does not go with model.{name}; leave one out")
 
-    def _check_rope(self) -> None:
-        """Refuses rotary settings that do not fit together."""
-        if self.rope_dim % 2 or not self.rope_dim:
-            share = f" and model.rope_share={self.rope_share:g}" if self.rope_share < 1 else ""
-            raise ValueError(
-                f"model.head_dim={self.head_dim}{share}: rope rotates pairs, so {self.rope_dim} "
-                "channels must be even"
-            )
-        if self.rope_theta_window is not None and not any(self.windows):
-            raise ValueError(
-                f"model.rope_theta_window={self.rope_theta_window:g} only applies to layers with "
-                "a window, and model.windows has none"
-            )
-        scaling = self.rope_scaling
-        if scaling and scaling.kind == "yarn" and self.rope_theta <= 1:
-            raise ValueError(
-                f"model.rope_theta={self.rope_theta:g}: yarn needs falling frequencies, which "
-                "take a theta above 1"
-            )
-        for name in ("short", "long") if scaling else ():
-            divisors = getattr(scaling, name)
-            if divisors and len(divisors) != self.rope_dim // 2:
-                raise ValueError(
-                    f"model.rope_scaling.{name} has {len(divisors)} factors, and "
-                    f"{self.rope_dim} channels turn in {self.rope_dim // 2} pairs"
-                )
-
-    def _refuse_rope(self) -> None:
-        """Refuses rotary settings if positions are learned."""
-        for name in ("rope_theta_window", "rope_layers", "rope_share", "rope_scaling"):
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f"model.{name} needs model.positions='rope'")
-
     def _check_mixers(self) -> None:
         """Refuses a mixer without its table, and a table that no layer reads."""
         for mixer in ("delta", "ssd", "conv"):
@@ -523,31 +490,6 @@ class TransformerConfig(Settings):
                     f"layer {number} has neither a mixer nor an mlp: model.mixers and model.mlps "
                     "are both 'none' there"
                 )
-
-    def _check_experts(self, experts: ExpertsConfig) -> None:
-        """Refuses a pattern that does not fit into the layers, and an mlp that experts lack."""
-        if self.mlp == "xielu":
-            raise ValueError(
-                "model.mlp='xielu' has learned slopes, which experts do not have; set "
-                "model.mlp='relu2', or leave model.experts out"
-            )
-        for name in ("mlp_gate_factor", "mlp_out_factor"):
-            if getattr(self, name) != 1:
-                raise ValueError(
-                    f"model.{name}={getattr(self, name):g} has no meaning with model.experts; "
-                    "leave it out"
-                )
-        others = self.layers - experts.first_dense
-        if others < 1:
-            raise ValueError(
-                f"model.experts.first_dense={experts.first_dense} leaves none of "
-                f"model.layers={self.layers}"
-            )
-        if others % experts.every:
-            raise ValueError(
-                f"model.experts.every={experts.every} does not divide the {others} layers of "
-                "model.layers after model.experts.first_dense"
-            )
 
     def _check_indexer(self, indexer: IndexerConfig) -> None:
         """Refuses indexers of other attention, and sequences for which they would choose."""

@@ -54,7 +54,8 @@ class Attention(nnx.Module):
         self.position = position
         self.causal = causal
         self.rotation = make_rotation(config)
-        self.temperature = make_temperature(config)
+        temperature = config.temperature
+        self.temperature = make_temperature(temperature, config) if temperature else None
         self.attend = make_attend(config, causal=causal)
         self.heads = config.kv_heads
         self.group = config.heads // self.heads

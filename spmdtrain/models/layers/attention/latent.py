@@ -40,7 +40,8 @@ class LatentAttention(nnx.Module):
         latent = config.latent
         assert latent is not None, "a model with latent attention"
         self.rotation = make_rotation(config)
-        self.temperature = make_temperature(config)
+        temperature = config.temperature
+        self.temperature = make_temperature(temperature, config) if temperature else None
         self.attend = make_attend(config)
         self.epsilon = latent.epsilon or config.norm_epsilon
         self.offset = config.norm_offset

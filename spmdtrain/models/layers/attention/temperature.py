@@ -31,10 +31,8 @@ class Temperature:
         return wide.astype(q_btknd.dtype)
 
 
-def make_temperature(config: TransformerConfig) -> Temperature | None:
-    """Returns the temperature of the queries of a model, if it has one."""
-    if config.temperature is None:
-        return None
-    everywhere = config.temperature.layers == "all"
+def make_temperature(settings: TemperatureConfig, config: TransformerConfig) -> Temperature:
+    """Returns the temperature of a model's queries."""
+    everywhere = settings.layers == "all"
     has_it = tuple(everywhere or kind.rope_theta is None for kind in config.layer_kinds)
-    return Temperature(config.temperature, has_it)
+    return Temperature(settings, has_it)
