@@ -120,23 +120,27 @@ SLOW = tuple(
 )
 
 
+def _published(heads: int, value_dim: int, *, corrects: bool, by_channel: bool = False) -> Case:
+    return Case(
+        chunks=16,
+        tokens=64,
+        heads=heads,
+        key_dim=128,
+        value_dim=value_dim,
+        corrects=corrects,
+        by_channel=by_channel,
+        dtype="bfloat16",
+    )
+
+
+# Those of one sequence, all heads of a layer.
+PUBLISHED = {
+    "Qwen3.5 27B": _published(48, 128, corrects=True),
+    "Kimi Linear 48B": _published(32, 128, corrects=True, by_channel=True),
+    "Nemotron 3 Nano": _published(64, 64, corrects=False),
+}
+
+
 def timed() -> list[Case]:
     """Lists a block of chunks of published models: 16 chunks of 64 tokens, all heads."""
-    shapes = {  # heads, key_dim, value_dim, corrects, by_channel
-        "qwen3_5_27b": (48, 128, 128, True, False),
-        "kimi_linear_48b": (32, 128, 128, True, True),
-        "nemotron_3_nano_30b": (64, 128, 64, False, False),
-    }
-    return [
-        Case(
-            chunks=16,
-            tokens=64,
-            heads=heads,
-            key_dim=key_dim,
-            value_dim=value_dim,
-            corrects=corrects,
-            by_channel=by_channel,
-            dtype="bfloat16",
-        )
-        for heads, key_dim, value_dim, corrects, by_channel in shapes.values()
-    ]
+    return list(PUBLISHED.values())

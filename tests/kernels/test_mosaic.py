@@ -19,6 +19,9 @@ from pallas_kernels.backends import mosaic
 from pallas_kernels.choose import Refused
 from pallas_kernels.grouped import cases as grouped_cases
 from pallas_kernels.recurrence import cases as chunk_cases
+from pallas_kernels.recurrence.cases import chunks_in
+from pallas_kernels.recurrence.chunks import call_of
+from pallas_kernels.tuning.on_jax import OnJax
 
 ROOT = Path(__file__).parents[2]
 OLD = jax.__version_info__ < (0, 11)
@@ -156,6 +159,14 @@ def test_interpreted_scans_over_chunks():
 )
 def test_more_interpreted_scans_over_chunks(case):
     interpret_chunks((case,), seconds=400)
+
+
+@pytest.mark.skipif(OLD, reason="needs jax 0.11 or later")
+def test_a_scan_takes_it_only_where_it_was_measured(monkeypatch):
+    monkeypatch.setattr(mosaic, "device_kind", lambda: "NVIDIA H100 80GB HBM3")
+    call = call_of(chunks_in(chunk_cases.PUBLISHED["Qwen3.5 27B"].abstract()))
+    names, _ = OnJax().candidates(call)
+    assert names == ["xla", "mosaic"], "the first runs where nothing was measured"
 
 
 HIDDEN = """

@@ -330,7 +330,7 @@ def test_a_scan_over_chunks_is_drawn_run_and_compared():
     machine = OnJax(interpreted=True)
     names, refused = machine.candidates(CHUNKS)
     assert names == ["xla", "triton:interpret", "triton/narrow:interpret"]
-    assert set(refused) == {"triton", "triton/narrow", "triton/wide"}
+    assert set(refused) == {"mosaic", "triton", "triton/narrow", "triton/wide"}
     wanted = machine.wanted(CHUNKS)
     assert {"out", "last", "ddecay", "dwrite", "dnew", "derase", "dstate"} < set(wanted)
     for name in names[:2]:
