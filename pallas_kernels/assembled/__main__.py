@@ -24,6 +24,7 @@ from pallas_kernels.assembled.bounds import (
     forward_and_backward,
     streamed,
 )
+from pallas_kernels.assembled.recurrences import INVERSES, MODELS, SCANS, inverses_of, scans_of
 from pallas_kernels.gpus import GPUS, Gpu
 
 TARGETS = (
@@ -57,7 +58,8 @@ edges come on top, so these figures say which kernel cannot win, but not which o
 class Assembly(NamedTuple):
     """The kernels of one call on one GPU.
 
-    `size` is a head dim, a width, or the contracted dim of a matmul.
+    `size` is a head dim, a width, the contracted dim of a matmul, the number of a model in MODELS,
+    or a number of matrices.
     """
 
     gpu: str  # of gpus.GPUS
@@ -72,6 +74,7 @@ class Figures(NamedTuple):
     attention: dict[tuple[str, str, int], Mapping[str, Assembled]]
     grouped: dict[tuple[str, str, int], Mapping[str, Assembled]]
     norms: dict[tuple[str, str, int], Mapping[str, Streamed]]
+    recurrences: dict[tuple[str, str, str], Mapping[str, Streamed]]  # by the model
 
 
 def main() -> None:
@@ -90,7 +93,7 @@ def main() -> None:
 
 
 def _all() -> Figures:
-    figures = Figures({}, {}, {})
+    figures = Figures({}, {}, {}, {})
     for gpu, implementation in TARGETS:
         for head_dim in HEAD_DIMS:
             at = (gpu, implementation, head_dim)
@@ -100,6 +103,10 @@ def _all() -> Figures:
         for width in WIDTHS if implementation == "triton" else ():
             at = (gpu, implementation, width)
             figures.norms[at] = norms_of(Assembly(gpu, implementation, "norm", width))
+        for model in MODELS:
+            figures.recurrences[gpu, implementation, model] = recurrences_of(
+                gpu, implementation, model
+            )
     return figures
 
 
@@ -110,6 +117,8 @@ def page(figures: Figures) -> str:
     lines = [HEADER.format(length=LENGTH), *_passes(figures), "", *_matmuls(figures)]
     if figures.norms:
         lines += ["", *_norms(figures)]
+    if figures.recurrences:
+        lines += ["", *_recurrences(figures)]
     return "\n".join(lines) + "\n"
 
 
@@ -171,6 +180,25 @@ def _norms(figures: Figures) -> Iterator[str]:
             yield _row(*cells, f"{kernel.share:.0%}", kernel.limit)
 
 
+def _recurrences(figures: Figures) -> Iterator[str]:
+    yield from (
+        "Recurrences of one sequence: the scan over 16 chunks and, by Triton, their inverses.",
+        "Cycles of a core in a program's turn, which is a chunk or a matrix. The next chunks of a",
+        "scan are copied meanwhile: alone, a program takes what its bytes need into the core, its",
+        "matmuls or its instructions, whichever is longest. An inverse is bounded like a norm.",
+        "",
+        "| GPU | implementation | model | kernel | registers | spilled bytes | programs | memory |"
+        " matmuls | instructions | alone | of the bandwidth at most | limit |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    )
+    for (gpu, implementation, model), kernels in figures.recurrences.items():
+        for name, kernel in kernels.items():
+            cells = (gpu, implementation, model, name, kernel.registers, kernel.spilled)
+            cells += (f"{kernel.programs:.2g}", f"{kernel.memory_cycles:.0f}")
+            cells += (f"{kernel.matmul_cycles:.0f}", f"{kernel.issue_cycles:.0f}")
+            yield _row(*cells, f"{kernel.alone_cycles:.0f}", f"{kernel.share:.0%}", kernel.limit)
+
+
 def _row(*cells: object) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
@@ -204,6 +232,23 @@ def norms_of(work: Assembly) -> dict[str, Streamed]:
     for name, ptx, report, text in _texts(work, NORMS):
         kernels[name] = streamed(gpu, ptx, report, text, moved, grids[name])
     return {name: kernels[name] for name in NORMS}
+
+
+def recurrences_of(gpu: str, implementation: str, model: str) -> dict[str, Streamed]:
+    """Assembles forward and backward of a model's scan, and of the inverses that it needs."""
+    from pallas_kernels.inverse import triton
+    from pallas_kernels.recurrence.cases import PUBLISHED
+
+    case = PUBLISHED[model]
+    work = Assembly(gpu, implementation, "recurrence", MODELS.index(model))
+    kernels = dict(scans_of(GPUS[gpu], implementation, model, _texts(work, SCANS)))
+    names = [*SCANS]
+    if implementation == "triton" and case.corrects:
+        size, matrices = triton.LARGEST, case.chunks * case.heads
+        work = Assembly(gpu, implementation, "inverse", matrices)
+        kernels |= inverses_of(GPUS[gpu], matrices, size, _texts(work, INVERSES))
+        names += INVERSES
+    return {name: kernels[name] for name in names}
 
 
 def _texts(work: Assembly, names) -> Iterator[tuple[str, str, str, str]]:
@@ -256,6 +301,14 @@ def _program(work: Assembly):
 
         case = cases.Case(rows=ROWS, width=work.size, residual="bfloat16")
         return aot.norm_program(case.op), case.abstract()
+    if work.op == "recurrence":
+        from pallas_kernels.recurrence import cases
+
+        return aot.recurrence_program, cases.PUBLISHED[MODELS[work.size]].abstract()
+    if work.op == "inverse":
+        from pallas_kernels.inverse import cases
+
+        return aot.inverse_program, cases.Case(size=64, matrices=work.size).abstract()
     from pallas_kernels.grouped import cases
 
     case = cases.Case(

@@ -5,8 +5,10 @@ of the core's FLOPs, and its special units 4 exponentials; a warp's 32 take 8 cy
 three overlap with those of other warps, so a turn takes as long as the longest of them. Memory
 reads, waiting and the masked tiles at the edges are extra. Nothing here imports jax.
 
-A norm has no matmuls: its turn moves bytes, and cannot be shorter than its instructions. A
-program waits for its bytes, computes and writes; meanwhile only the core's others use the memory.
+A norm or an inverse has no matmuls: its turn moves bytes, and cannot be shorter than its
+instructions. A program waits for its bytes, computes and writes; meanwhile only the core's others
+use the memory. A scan over chunks is one long loop, which has its next bytes copied meanwhile: its
+turn, a chunk, moves bytes too, and cannot be shorter than its instructions or its matmuls.
 """
 
 import re
@@ -118,6 +120,7 @@ class Streamed:
     memory_cycles: float  # of the bytes that a turn reads and writes, at the data sheet's rate
     issue_cycles: float
     alone_cycles: float  # of a turn on an idle GPU
+    matmul_cycles: float = 0.0
 
     @property
     def programs(self) -> float:
@@ -144,6 +147,7 @@ class Streamed:
         cycles = {
             "memory": self.programs * self.memory_cycles,
             "instructions": self.programs * self.issue_cycles,
+            "matmuls": self.programs * self.matmul_cycles,
             "one program after another": self.alone_cycles,
         }
         limit = max(cycles, key=lambda name: cycles[name])
@@ -151,7 +155,7 @@ class Streamed:
 
     def _cycles_of(self, programs: float) -> float:
         """Returns the cycles of a core until so many programs have had a turn each."""
-        busy = programs * max(self.memory_cycles, self.issue_cycles)
+        busy = programs * max(self.memory_cycles, self.issue_cycles, self.matmul_cycles)
         return max(busy, self.alone_cycles)
 
 
@@ -171,6 +175,41 @@ def streamed(gpu: Gpu, ptx: str, report: str, text: str, moved: float, grid: flo
         memory_cycles=moved / (gpu.memory_bandwidth / gpu.cores / clock),
         issue_cycles=issue_cycles,
         alone_cycles=LATENCY + moved / PORT + issue_cycles,
+    )
+
+
+def carried(  # noqa: PLR0913 - what a text has, and four facts about the call
+    gpu: Gpu,
+    ptx: str,
+    report: str,
+    text: str,
+    *,
+    moved: float,
+    grid: float,
+    flops: float,
+    warps: int,
+) -> Streamed:
+    """Returns the figures of a kernel with one loop, whose copies of the next turn go on meanwhile.
+
+    Args:
+      moved: bytes that a program reads and writes in a turn.
+      grid: programs.
+      flops: those of a program's matmuls in a turn.
+      warps: those of a program that compute.
+    """
+    registers, threads, spilled = _resources(ptx, report)
+    rate = FLOPS_OF_A_CYCLE[gpu.generation]
+    issue_cycles = main_loops(text)[0].instructions * warps / SCHEDULERS
+    matmul_cycles = flops / rate
+    return Streamed(
+        registers=registers,
+        threads=threads,
+        spilled=spilled,
+        launched=grid / gpu.cores,
+        memory_cycles=moved / (gpu.memory_bandwidth * rate / gpu.bfloat16),
+        issue_cycles=issue_cycles,
+        alone_cycles=max(moved / PORT, issue_cycles, matmul_cycles),
+        matmul_cycles=matmul_cycles,
     )
 
 

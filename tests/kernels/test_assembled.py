@@ -7,11 +7,14 @@ from pallas_kernels.assembled.bounds import (
     LATENCY,
     PORT,
     assembled,
+    carried,
     forward_and_backward,
     streamed,
 )
 from pallas_kernels.assembled.loops import Loop, main_loops, stream
+from pallas_kernels.assembled.recurrences import MODELS, SCANS, scans_of
 from pallas_kernels.gpus import GPUS
+from pallas_kernels.recurrence import cases
 
 # A wait at a barrier has its slow way at the end; a masked tile has a longer way.
 TEXT = """
@@ -83,10 +86,12 @@ def test_backward_counts_five_of_seven_matmuls():
     assert forward_and_backward(kernels) == pytest.approx((1, 5 / 7))
     grouped = {("h100", "triton", 2048): {"grouped_matmul": kernel("grouped_matmul")}}
     norms = {("h100", "triton", 4096): {"norm_forward": norm()}}
-    written = page(Figures({("h100", "mosaic", 128): kernels}, grouped, norms))
+    scans = {("h100", "mosaic", "Qwen3.5 27B"): {"chunk_scan_forward": scan()}}
+    written = page(Figures({("h100", "mosaic", 128): kernels}, grouped, norms, scans))
     assert "| h100 | triton |  | grouped_matmul | 168 | 0 | 1 | 64 | 0 |" not in written
     assert "| h100 | triton |  | grouped_matmul | 168 | 0 | 1 | 64 | 8 | 6 | 100% |" in written
     assert "| h100 | 4096 | forward | 32 | 0 | 8 |" in written
+    assert "| h100 | mosaic | Qwen3.5 27B | chunk_scan_forward | 168 | 0 | 1 |" in written
     assert "| h100 | mosaic | 128 | 989 | 707 | 595 to 617 | 465 to 518 |" in written
     assert "| h100 | mosaic | 128 | dkv | 168 | 0 | 1 | 64 | 8 | 6 | 100% | matmuls |" in written
 
@@ -157,3 +162,44 @@ def test_a_last_wave_of_few_programs_and_one_program_alone_bound_a_norm():
     assert late.share == pytest.approx(wanted) and wanted < 0.95
     alone = norm(moved=4096.0, grid=132.0)
     assert alone.limit == "one program after another" and alone.share < 0.5
+
+
+def scan(moved=16384.0, grid=132.0, flops=4096.0, gpu="h100"):
+    ptx, said = PTX.format("chunk_scan_forward"), SAID.format(0)
+    return carried(GPUS[gpu], ptx, said, TEXT, moved=moved, grid=grid, flops=flops, warps=4)
+
+
+def test_a_scan_is_bounded_by_bytes_matmuls_or_instructions_of_a_chunk():
+    """Its loop has 6 instructions, which each of a scheduler's warps issues."""
+    bound = scan()
+    assert (bound.matmul_cycles, bound.issue_cycles, bound.alone_cycles) == (1, 6, 16384 / PORT)
+    assert (bound.share, bound.limit) == (pytest.approx(1), "memory")
+    of_matmuls = scan(flops=4096 * 2 * bound.memory_cycles)
+    assert (of_matmuls.share, of_matmuls.limit) == (pytest.approx(0.5), "matmuls")
+    # A tenth of the cores have a program: the others' share of the bandwidth is no use to it.
+    few = scan(grid=13.2)
+    assert few.programs == pytest.approx(0.1) and few.limit == "one program after another"
+    assert few.share == pytest.approx(0.1 * few.memory_cycles / few.alone_cycles)
+
+
+@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_programs_of_a_scan_move_each_byte_of_a_block_once(model, implementation):
+    """By the shapes of the arrays: the first and the last state come on top."""
+    case = cases.PUBLISHED[model]
+    sizes = {
+        name: x.size * x.dtype.itemsize for name, x in case.abstract().items() if x is not None
+    }
+    factors = sizes["write"] + sizes.get("erase", 0)
+    states = 2 * case.chunks * case.heads * case.key_dim * case.value_dim
+    values = sizes["new"] // 2
+    wanted = {
+        "chunk_scan_forward": factors + sizes["new"] + states + values,
+        "chunk_scan_backward": factors + sizes["new"] + 3 * states + values,
+    }
+    texts = [(name, PTX.format(name), SAID.format(0), TEXT) for name in SCANS]
+    gpu = GPUS["h100"]
+    bytes_of_cycle = gpu.memory_bandwidth / gpu.bfloat16 * 4096
+    for name, bound in scans_of(gpu, implementation, model, texts).items():
+        moved = bound.memory_cycles * bytes_of_cycle * bound.launched * gpu.cores * case.chunks
+        assert moved == pytest.approx(wanted[name]), name
