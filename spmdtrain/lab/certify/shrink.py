@@ -161,9 +161,9 @@ def _model(config: RunConfig, lost: list[str]) -> dict[str, Any]:
     keeps_heads = model.mup_base is not None and model.is_given("head_dim")
     own_width = model.heads * model.head_dim != model.embed
     embed = HEADS * width // 2 if own_width else heads * width
-    windows = _spans(config, model.windows, "window", lost)
-    small: dict[str, Any] = {
-        "layers": _layers(config, lost),
+    of_layers = _sharing_layers(config, embed, lost) or _layer_patterns(config, lost)
+    windows = of_layers["windows"]
+    small: dict[str, Any] = of_layers | {
         "embed": embed,
         "heads": heads,
         "kv_heads": kv_heads if kv_heads != heads or model.is_given("kv_heads") else None,
@@ -172,19 +172,13 @@ def _model(config: RunConfig, lost: list[str]) -> dict[str, Any]:
         "ffn": _ffn(config, embed),
         "vocab": _vocab(config),
         "max_length": 2 * LENGTH if model.is_given("max_length") else None,
-        "windows": windows,
-        "chunks": _spans(config, model.chunks, "block", lost),
         "rope_theta_window": model.rope_theta_window if any(windows) else None,
-        "rope_layers": model.rope_layers[: model.layers],
     }
     if model.experts is not None:
         small["experts"] = _experts(config, embed, lost)
     if model.latent is not None:
         small |= {"kv_heads": None, "head_dim": None, "latent": _latent(config)}
     small |= _mixers(config) | _pattern(config)
-    if model.shared_keys:
-        lost.append("model.shared_keys: layers have their own keys and values")
-        small |= {"shared_keys": 0, "shared_ffn": None, "idle_keys": False}
     if model.token_layers is not None:
         small["token_layers"] = {"dim": WIDTH // 2}
     if model.full is not None:
@@ -245,6 +239,44 @@ def _layers(config: RunConfig, lost: list[str]) -> int:
     return layers + (dense - layers) % every
 
 
+def _layer_patterns(config: RunConfig, lost: list[str]) -> dict[str, Any]:
+    """Returns the number of layers, and the patterns over them."""
+    model = config.model
+    return {
+        "layers": _layers(config, lost),
+        "windows": _spans(config, model.windows[: model.layers], "window", lost),
+        "chunks": _spans(config, model.chunks[: model.layers], "block", lost),
+        "rope_layers": model.rope_layers[: model.layers],
+    }
+
+
+def _sharing_layers(config: RunConfig, embed: int, lost: list[str]) -> dict[str, Any]:
+    """Returns the same where the last layers share keys, else nothing.
+
+    Of each kind two layers have keys and one shares them: those of the second.
+    """
+    model = config.model
+    if not model.shared_keys:
+        return {}
+    kinds = list(enumerate(model.layer_kinds))
+    first = model.layers - model.shared_keys
+    own = list({kind: number for number, kind in kinds[:first]}.values())
+    sharing = list({kind: number for number, kind in kinds[first:]}.values())
+    places = [*own, *own, *sharing]
+
+    def in_places(pattern: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(pattern[place % len(pattern)] for place in places) if pattern else ()
+
+    return {
+        "layers": len(places),
+        "shared_keys": len(sharing),
+        "shared_ffn": _narrowed(config, model.shared_ffn, embed) if model.shared_ffn else None,
+        "windows": _spans(config, in_places(model.windows), "window", lost),
+        "chunks": _spans(config, in_places(model.chunks), "block", lost),
+        "rope_layers": in_places(model.rope_layers),
+    }
+
+
 def _pattern(config: RunConfig) -> dict[str, Any]:
     """Returns [model]'s patterns of mixers and mlps with each kind of layer once, if the first few
     layers do not have them all; else nothing.
@@ -284,10 +316,12 @@ def _two_rounds(config: RunConfig, lost: list[str]) -> dict[str, Any]:
 
 
 def _ffn(config: RunConfig, embed: int) -> int | None:
-    model = config.model
-    if not model.is_given("ffn"):
-        return None
-    return max(8, round(model.ffn / model.embed * embed / 8) * 8)
+    return _narrowed(config, config.model.ffn, embed) if config.model.is_given("ffn") else None
+
+
+def _narrowed(config: RunConfig, width: int, embed: int) -> int:
+    """Returns a width of an mlp in proportion to that of the stream, in eights."""
+    return max(8, round(width / config.model.embed * embed / 8) * 8)
 
 
 def _experts(config: RunConfig, embed: int, lost: list[str]) -> dict[str, Any]:
@@ -301,15 +335,12 @@ def _experts(config: RunConfig, embed: int, lost: list[str]) -> dict[str, Any]:
     if experts.balance_over != "sequence":
         lost.append("a balance over the microbatch, which is another in each layout: by sequence")
 
-    def small(width: int) -> int:
-        return max(8, round(width / config.model.embed * embed / 8) * 8)
-
     return experts.as_given() | {
         "count": EXPERTS,
         "chosen": min(experts.chosen, 2),
-        "ffn": small(experts.ffn) if experts.is_given("ffn") else None,
-        "shared_ffn": small(experts.shared_ffn) if experts.shared_ffn else None,
-        "width": small(experts.width) if experts.width else None,
+        "ffn": _narrowed(config, experts.ffn, embed) if experts.is_given("ffn") else None,
+        "shared_ffn": _narrowed(config, experts.shared_ffn, embed) if experts.shared_ffn else None,
+        "width": _narrowed(config, experts.width, embed) if experts.width else None,
         "groups": groups,
         "groups_kept": groups_kept if experts.is_given("groups_kept") else None,
         "first_dense": min(experts.first_dense, 1),
@@ -359,4 +390,4 @@ def _spans(config: RunConfig, spans: Sequence[int], what: str, lost: list[str]) 
             return LENGTH
         return min(max(round(span * LENGTH / length), 3), LENGTH - 1) if span else 0
 
-    return tuple(small(span) for span in spans[: config.model.layers])
+    return tuple(small(span) for span in spans)
