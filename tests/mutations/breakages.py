@@ -58,6 +58,7 @@ OWNED = "tests/train/test_owning_axes.py::test_experts_have_the_gradients_of_one
 MIXERS = "tests/models/test_mixers.py"
 OF_MIXER = f"{MIXERS}::test_the_layer_is_its_definition"
 RECURRENCE = "tests/models/test_recurrence.py"
+CHUNK_SCAN = "tests/kernels/test_chunk_scan.py"
 HEAD_LOSS = "tests/kernels/test_linear_cross_entropy.py"
 
 BREAKAGES = [
@@ -1483,6 +1484,13 @@ BREAKAGES = [
         "sees[:, :, None, None], log_decay, jnp.float32)",
         "sees[:, :, None, None], log_decay, dtype)",
         f"{RECURRENCE} -k float32",
+    ),
+    Breakage(
+        "turns the gradient of what a chunk erases around",
+        "../pallas_kernels/recurrence/carried.py",
+        "derase = -product(",
+        "derase = product(",
+        f"{CHUNK_SCAN} -k 'test_chunk_scan and triton and corrects'",
     ),
     Breakage(
         "convolves over the start of a document that a device has alone",
