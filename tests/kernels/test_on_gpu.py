@@ -32,9 +32,10 @@ def exact_matmuls():
 
 
 def of(cases):
-    """Those of CI first: `-m "gpu and core"` runs them alone."""
-    core = [pytest.param(case, id=case.name, marks=pytest.mark.core) for case in cases.CI]
-    others = [case for case in dict.fromkeys(cases.SLOW) if case not in cases.CI]
+    """Those of CI and for Hopper first: `-m "gpu and core"` runs them alone."""
+    first = dict.fromkeys((*cases.CI, *getattr(cases, "HOPPER", ())))
+    core = [pytest.param(case, id=case.name, marks=pytest.mark.core) for case in first]
+    others = [case for case in dict.fromkeys(cases.SLOW) if case not in first]
     return [*core, *(pytest.param(case, id=case.name) for case in others)]
 
 
