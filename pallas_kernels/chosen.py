@@ -17,7 +17,7 @@ from pallas_kernels.calls import Call
 APART, IN_PLACE = "apart", "in place"  # forms of a call, apart from what implements it
 
 
-@dataclass
+@dataclass(eq=False)  # a key, by identity, of what was traced with them
 class Decisions:
     """The decisions, and the kernels that were used. Calls go by the name of their class."""
 

@@ -1,13 +1,14 @@
 """Makes the weights of layers, and defines what their backward pass recomputes."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache, wraps
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels.chosen import Decisions, in_force
 from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.projection import MatmulWeight
@@ -46,14 +47,23 @@ def recomputed(
 
     That is one more pass over memory, instead of keeping several arrays as wide as f.
     """
-    return _recomputed(function, ctx.scan_layers, static_argnums)
+    return _recomputed(function, ctx.scan_layers, static_argnums, in_force())
 
 
-@cache
-def _recomputed(function: Callable, scanned: bool, static_argnums: tuple[int, ...]) -> Any:
+@lru_cache(maxsize=64)  # layers share a trace; those of earlier programs are let go
+def _recomputed(
+    function: Callable, scanned: bool, static_argnums: tuple[int, ...], _: Decisions | None
+) -> Any:
+    @wraps(function)
+    def of_these_decisions(*arguments: Any) -> Any:
+        # A function of its own: jax keeps the trace of one, with the kernels chosen in it.
+        return function(*arguments)
+
     # In a loop over layers XLA has no forward pass to merge the recomputation with. Outside of one
     # it would find both equal, and keep what is to be recomputed.
-    return jax.checkpoint(function, prevent_cse=not scanned, static_argnums=static_argnums)
+    return jax.checkpoint(
+        of_these_decisions, prevent_cse=not scanned, static_argnums=static_argnums
+    )
 
 
 def bias(size: int, axis: str) -> nnx.Param:

@@ -73,6 +73,19 @@ def test_a_resumed_run_keeps_its_kernels_or_is_refused(tmp_path, table, monkeypa
     assert set(implementations(tmp_path / "run").values()) == {"xla"}
 
 
+@pytest.mark.seconds
+def test_each_trace_takes_decisions_of_its_own():
+    """Also inside what is recomputed: jax keeps the trace of a function, with its kernels."""
+    sizes = ("delta.key_heads=1", "delta.value_heads=1", "delta.key_dim=4", "delta.value_dim=4")
+    sizes += ("ssd.heads=2", "ssd.head_dim=4", "ssd.state=3", "conv.taps=2")
+    mixers = ("model.layers=4", "model.mixers=['delta', 'both', 'conv', 'attention']")
+    settings = (*SETTINGS, *mixers, *(f"model.{size}" for size in sizes))
+    setup = shard(tiny(*settings), devices=jax.devices()[:1])
+    first, second = ({call.name for call in kernels.calls_of_step(setup)} for _ in range(2))
+    assert {name.partition(" ")[0] for name in first} >= {"chunk_scan", "unit_inverse", "attention"}
+    assert second == first
+
+
 def taken(*settings):
     setup = shard(tiny(*SETTINGS, *settings), devices=jax.devices()[:1])
     with kernels.decided(setup):
