@@ -164,8 +164,8 @@ def test_a_last_wave_of_few_programs_and_one_program_alone_bound_a_norm():
     assert alone.limit == "one program after another" and alone.share < 0.5
 
 
-def scan(moved=16384.0, grid=132.0, flops=4096.0, gpu="h100"):
-    ptx, said = PTX.format("chunk_scan_forward"), SAID.format(0)
+def scan(moved=16384.0, grid=132.0, flops=4096.0, registers=168, gpu="h100"):
+    ptx, said = PTX.format("chunk_scan_forward"), SAID.format(0).replace("168", str(registers))
     return carried(GPUS[gpu], ptx, said, TEXT, moved=moved, grid=grid, flops=flops, warps=4)
 
 
@@ -176,6 +176,8 @@ def test_a_scan_is_bounded_by_bytes_matmuls_or_instructions_of_a_chunk():
     assert (bound.share, bound.limit) == (pytest.approx(1), "memory")
     of_matmuls = scan(flops=4096 * 2 * bound.memory_cycles)
     assert (of_matmuls.share, of_matmuls.limit) == (pytest.approx(0.5), "matmuls")
+    both = scan(flops=4096 * 2 * bound.memory_cycles, grid=264.0, registers=40)
+    assert (both.programs, both.share) == (2, pytest.approx(0.5))
     # A tenth of the cores have a program: the others' share of the bandwidth is no use to it.
     few = scan(grid=13.2)
     assert few.programs == pytest.approx(0.1) and few.limit == "one program after another"
