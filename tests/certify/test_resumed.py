@@ -5,17 +5,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fuzz.campaign import ROOT
+from helpers import tiny
+from models.families import rich
+from shares import rest
 from test_certify import BASE, TINY
 
 from spmdtrain.checkpoints.leaves import relayout
-from spmdtrain.config import load
+from spmdtrain.config import RunConfig, load
 from spmdtrain.config.schema import ScheduleFreeAdamW
 from spmdtrain.data.source import open_data
 from spmdtrain.lab.certify.cover import Layout
 from spmdtrain.lab.certify.shrink import shrink
 from spmdtrain.lab.certify.stepper import Own
 from spmdtrain.lab.certify.witnesses.float64_adam import follow
-from spmdtrain.lab.certify.witnesses.resume import ALONE, SETTINGS, move_through, with_settings
+from spmdtrain.lab.certify.witnesses.resume import (
+    ALONE,
+    SETTINGS,
+    move_through,
+    resumed,
+    with_settings,
+)
 from spmdtrain.models.abstract import Parameter
 from spmdtrain.train.compared.in_order import STEP, Leaf, Plain, plain_state
 from spmdtrain.train.updates.shipped_optimizers import make_optimizer
@@ -31,8 +40,12 @@ def small():
 
 @pytest.fixture(scope="module")
 def plain(small) -> Plain:
+    return numbered_state(small)
+
+
+def numbered_state(config: RunConfig) -> Plain:
     """A state of which no two elements of a leaf are the same, made without a step."""
-    setup = Own().shard(open_data(small)[0], jax.devices()[:1])
+    setup = Own().shard(open_data(config)[0], jax.devices()[:1])
 
     def numbered(x):
         return np.sin(1 + np.arange(x.size)).reshape(x.shape).astype(x.dtype)
@@ -47,6 +60,37 @@ def through(small, plain: Plain) -> str:
 @pytest.mark.long
 def test_a_state_is_the_same_in_every_layout(small, plain):
     assert through(small, plain) == ""
+
+
+STAGES = ("mesh.pipeline=2", "mesh.fsdp=2", "train.microbatch=6")
+SHARDS = ("mesh.fsdp=2", "mesh.context=2")
+DELTA = ("key_heads=2", "value_heads=4", "key_dim=4", "value_dim=6", "decay=channel", "gate_rank=3")
+LATENT = ("rank=16", "query_rank=8", "plain_dim=6", "rope_dim=4", "value_dim=5")
+KINDS = {
+    "channels, latents, and further tokens": (
+        *(x for x in rich("convolved") if "kv_heads" not in x and "head_dim" not in x),
+        *("model.layers=3", "model.mixers=['delta', 'attention', 'conv']", "model.query_norm=none"),
+        *(f"model.delta.{size}" for size in DELTA),
+        *(f"model.latent.{size}" for size in LATENT),
+        *("model.experts.first_dense=0", "model.multi_token.depth=1"),
+        "model.multi_token.after_norm=true",
+    ),
+    "experts beside, and shared keys": rich("beside, sharing"),
+    "blocks of positions": rich("chunked", "model.layers=4", "model.chunks=6,0"),
+    "side by side": rich("side by side"),
+}
+HAS_STAGES = ("blocks of positions", "side by side")
+
+
+@rest("half a minute each; a state moves below, and test_resume.py resumes a run")
+@pytest.mark.long
+@pytest.mark.parametrize("name", KINDS)
+def test_a_run_of_layers_of_each_kind_goes_on_to_the_bit(name):
+    """Stopped twice, and its state in another layout and back."""
+    config = shrink(tiny(*KINDS[name]), as_is=True).config
+    layout = Layout(STAGES if name in HAS_STAGES else SHARDS, "given")
+    for witness in resumed(config, [layout], numbered_state(config), Own()):
+        assert witness.holds, f"{witness.name}: {witness.details}"
 
 
 @pytest.mark.long
