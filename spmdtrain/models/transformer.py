@@ -37,8 +37,9 @@ class Block(nnx.Module):
     """A block of a transformer: attention and mlp, each added to the residual stream, with norms.
 
     `model.norm_places` says where: `attention_norm` and `mlp_norm` on the input of a part,
-    `attention_out_norm` and `mlp_out_norm` on its output. A block may lack one of its two parts,
-    and has no norm of it then. An mlp with the attribute `reads_stream` reads it without a norm.
+    `attention_out_norm` and `mlp_out_norm` on its output. If they are parallel, the mlp reads what
+    attention reads. A block may lack one of its two parts, and has no norm of it then. An mlp with
+    the attribute `reads_stream` reads it without a norm.
 
     Its parts may be replaced: `norm(config)` makes a module called as `norm(x_bte, ctx)`,
     `mlp(config, rngs)` one called in the same way, and `attention(config, rngs)` one called as
@@ -61,14 +62,16 @@ class Block(nnx.Module):
         first: int = 0,
     ):
         self.first = first
-        is_before = config.norm_places in ("before", "both")
+        self.is_parallel = bool(attention and config.norm_places == "parallel")
+        is_before = config.norm_places != "after"
         is_after = config.norm_places in ("after", "both")
         self.attention_norm = norm(config) if attention and is_before else None
         self.attention = attention(config, rngs) if attention else None
         self.attention_out_norm = norm(config) if attention and is_after else None
         self.mlp = mlp(config, rngs) if mlp else None
         reads_stream = getattr(self.mlp, "reads_stream", False)
-        self.mlp_norm = norm(config) if mlp and is_before and not reads_stream else None
+        has_own_input = mlp and not self.is_parallel and not reads_stream
+        self.mlp_norm = norm(config) if has_own_input and is_before else None
         self.mlp_out_norm = norm(config) if mlp and is_after else None
         self.residual_scale = config.residual_scale
         self.token_part = _token_part(config, rngs) if config.token_layers else None
@@ -89,15 +92,17 @@ class Block(nnx.Module):
         if self.first and ctx.layer is not None:
             ctx = replace(ctx, layer=ctx.layer + self.first)
         of_attention, of_mlp = {}, {}
+        normed_bte = None
         if self.attention is not None:
-            y, x_bte = normed_with_stream(self.attention_norm, x_bte, ctx)
-            y, cache = self.attention(y, ctx, cache)
+            normed_bte, x_bte = normed_with_stream(self.attention_norm, x_bte, ctx)
+            y, cache = self.attention(normed_bte, ctx, cache)
             y, of_attention = with_losses(y, self.attention)
             y = normed(self.attention_out_norm, y, ctx)
             x_bte = self._added(x_bte, y, ctx, ATTENTION_SITE)
         if self.mlp is not None:
-            y, x_bte = normed_with_stream(self.mlp_norm, x_bte, ctx)
-            y, of_mlp = with_losses(self.mlp(y, ctx), self.mlp)
+            if not self.is_parallel:
+                normed_bte, x_bte = normed_with_stream(self.mlp_norm, x_bte, ctx)
+            y, of_mlp = with_losses(self.mlp(normed_bte, ctx), self.mlp)
             x_bte = self._added(x_bte, normed(self.mlp_out_norm, y, ctx), ctx, MLP_SITE)
         if self.token_part is not None:
             x_bte = ctx.constrain(self.token_part(x_bte, ctx), *STREAM)

@@ -61,14 +61,24 @@ def assert_kept(small: RunConfig, real: RunConfig) -> None:
     assert (small.model.experts is None) == (real.model.experts is None)
     grouped = real.model.heads > real.model.kv_heads
     assert (small.model.heads > small.model.kv_heads) == grouped
-    windows = [bool(window) for window in real.model.windows[: real.model.layers]]
-    two_rounds = [*dict.fromkeys(windows)] * 2  # of each kind of layer one
-    kept = [windows, two_rounds] if real.model.full is not None else [windows]
-    assert [bool(window) for window in small.model.windows] in kept
-    assert small.model.rope_layers == real.model.rope_layers[: real.model.layers]
+    if real.model.shared_keys:
+        assert kinds_by_sharing(small.model) == kinds_by_sharing(real.model)
+    else:
+        windows = [bool(window) for window in real.model.windows[: real.model.layers]]
+        two_rounds = [*dict.fromkeys(windows)] * 2  # of each kind of layer one
+        kept = [windows, two_rounds] if real.model.full is not None else [windows]
+        assert [bool(window) for window in small.model.windows] in kept
+        assert small.model.rope_layers == real.model.rope_layers[: real.model.layers]
     assert (small.train.sequence_length, small.train.global_batch) == (LENGTH, BATCH)
     assert set(small.mesh.sizes.values()) == {1}
     assert small.precision.compute == "float32"
+
+
+def kinds_by_sharing(model) -> list[set[tuple[bool, bool]]]:
+    """Whether layers have a window and rope: those with keys of their own, and those that share."""
+    kinds = [(kind.window > 0, kind.rope_theta is not None) for kind in model.layer_kinds]
+    first = model.layers - model.shared_keys
+    return [set(kinds[:first]), set(kinds[first:])]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

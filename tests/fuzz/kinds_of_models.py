@@ -65,6 +65,15 @@ DELTA: Choices = {
     "model.delta.taps": (1, 3),
 }
 KINDS: dict[str, Choices] = {
+    "one norm of two parts": {
+        **OF_HEADS,
+        "model.layers": (2, 4),
+        "model.norm": ("layernorm", "rmsnorm"),
+        "model.norm_places": ("parallel",),
+        "model.windows": ((3, 0),),
+        "model.rope_layers": ((True, False),),
+        "model.logit_scale": (0.25, 2.0),
+    },
     "keys of layers": {
         **GEMMA,
         "model.layers": (3, 5),

@@ -273,6 +273,23 @@ CONFIGS |= {
         "mlp_bias": False,
         "residual_dropout": 0.1,
     },
+    "cohere2": {name: value for name, value in OWN_HEAD_DIM.items() if name != "rms_norm_eps"}
+    | {
+        "model_type": "cohere2",
+        "layer_norm_eps": 1e-3,
+        "num_hidden_layers": 5,
+        "logit_scale": 0.7,
+        "sliding_window": 7,
+        "sliding_window_pattern": 4,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+        # Of published files, which no class reads.
+        "layer_switch": 4,
+        "order_of_interleaved_layers": "local_attn_first",
+        "position_embedding_type": "rope_gptj",
+        "rotary_pct": 1.0,
+        "use_parallel_block": True,
+    },
     "exaone4": LIKE_LLAMA
     | EXAONE
     | {
@@ -641,6 +658,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "seed_oss, all biases": CONFIGS["seed_oss"]
     | {"attention_out_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "cohere2 without windows": CONFIGS["cohere2"]
+    | {"layer_types": [FULL] * 5, "tie_word_embeddings": False},
+    "cohere2 with biases": CONFIGS["cohere2"]
+    | {"layer_types": [WINDOW] * 5, "attention_bias": True},
     "exaone4 without windows": CONFIGS["exaone4"]
     | {"sliding_window": None, "layer_types": [FULL] * 5, "tie_word_embeddings": False},
     "exaone_moe by a period": CONFIGS["exaone_moe"]
@@ -739,6 +760,8 @@ def _norms(kind: str) -> list[str]:
     """The norms of a layer that are as wide as the stream."""
     if kind in NORMS_AFTER:
         return ["post_attention_layernorm", "post_feedforward_layernorm"]
+    if kind == "cohere2":
+        return ["input_layernorm"]
     if kind == "apertus":
         return ["attention_layernorm", "feedforward_layernorm"]
     if kind == "afmoe":

@@ -241,6 +241,17 @@ FAMILIES = {
         "windows": [7, 7, 7, 0],
         "rope_layers": [True, True, True, False],
     },
+    "cohere2": {
+        **GIVEN_HEAD,
+        "layers": 5,
+        "norm": "layernorm",
+        "norm_places": "parallel",
+        "norm_epsilon": 1e-3,
+        "logit_scale": 0.7,
+        "tied": True,
+        "windows": [7, 7, 0],
+        "rope_layers": [True, True, False],
+    },
     "every second layer, grouped": {
         **GIVEN_HEAD,
         "layers": 5,

@@ -78,12 +78,16 @@ def head(model: Any, p: Params, norm: str, x: np.ndarray) -> np.ndarray:
 def block(
     model: Any, layer: Params, x: np.ndarray, number: int, routed: list | None = None
 ) -> np.ndarray:
+    before = x
     if any(path.startswith("attention.") for path in layer):
         y = mixed(model, layer, normed(model, layer, "attention_norm", x), number)
         x = x + model.residual_scale * normed(model, layer, "attention_out_norm", y)
     if not any(path.startswith("mlp.") for path in layer):
         return x
-    y = normed(model, layer, "mlp_norm", x)
+    name, x_of_mlp = ("mlp_norm", x)
+    if model.norm_places == "parallel":
+        name, x_of_mlp = ("attention_norm", before)
+    y = normed(model, layer, name, x_of_mlp)
     if "mlp.router.weight_ex" in layer:
         found = gates(model, layer, routers_input(model, layer, x, y))
         y = beside(model, layer, x, y, found[2])

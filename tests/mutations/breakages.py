@@ -1654,6 +1654,13 @@ BREAKAGES = [
         f"'{OF_FAMILY}[apertus]'",
     ),
     Breakage(
+        "lets an mlp beside attention read the stream without a norm",
+        "models/transformer.py",
+        "if not self.is_parallel:",
+        "if True:",
+        f"'{OF_FAMILY}[cohere2]'",
+    ),
+    Breakage(
         "reads channels that turn together as halves",
         "interop/paired_rotation.py",
         "return (3, 2) if turns else (2, 3)",

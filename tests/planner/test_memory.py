@@ -64,7 +64,7 @@ GRID = {
     "tied": ("true", "false"),
     "query_norm": ("none", "head", "all"),
     "output_gate": ("none", "channel", "head"),
-    "norm_places": ("before", "after", "both"),
+    "norm_places": ("before", "after", "both", "parallel"),
     "sinks": ("true", "false"),
     "windows": ("[]", "3,0"),
 }

@@ -17,6 +17,7 @@ H100 = DEVICES["h100"]
     [
         ("model", "windows", (3,)),
         ("model", "norm_places", "both"),
+        ("model", "norm_places", "parallel"),
         ("model", "sinks", True),
         ("model", "mlp", "swiglu"),
         ("train", "sequence_length", 8),

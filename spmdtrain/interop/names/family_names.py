@@ -23,6 +23,7 @@ from spmdtrain.interop.names.layer_parts import (
     LAYER_SCALE,
     LIKE_LLAMA,
     MLP,
+    NORM_IN_FRONT,
     NORMS_AFTER,
     NORMS_BEFORE,
     NORMS_BOTH,
@@ -179,6 +180,7 @@ NAMES: Mapping[str, FamilyNames] = {
     ),
     "llama4_text": LLAMA4,
     "ernie4_5": FamilyNames({**PAIRED_ATTENTION, **NORMS_BEFORE}),
+    "cohere2": FamilyNames({**PAIRED_ATTENTION, **NORM_IN_FRONT}),
     "ernie4_5_moe": FamilyNames({**PAIRED_ATTENTION, **NORMS_BEFORE}, experts=expert_parts.ERNIE),
     "nemotron_h": FamilyNames(
         ssd_parts.NEMOTRON,

@@ -51,8 +51,10 @@ NORMS_OF_APERTUS = {
     "attention_norm.scale_e": entry(pieces.copy, "attention_layernorm.weight"),
     "mlp_norm.scale_e": entry(pieces.copy, "feedforward_layernorm.weight"),
 }
+# Attention and mlp read one norm.
+NORM_IN_FRONT = {"attention_norm.scale_e": entry(pieces.copy, "input_layernorm.weight")}
 NORMS_BEFORE = {
-    "attention_norm.scale_e": entry(pieces.copy, "input_layernorm.weight"),
+    **NORM_IN_FRONT,
     "mlp_norm.scale_e": entry(pieces.copy, "post_attention_layernorm.weight"),
 }
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from spmdtrain.config.schema import LatentConfig, TransformerConfig
-from spmdtrain.config.schema.model.layer_kinds import LayerMlp, singles_of
+from spmdtrain.config.schema.model.layer_kinds import LayerMlp, LayerParts, singles_of
 from spmdtrain.models.mixer_sizes import MixerSizes, mixer_sizes
 from spmdtrain.models.size import seen_pairs
 
@@ -367,11 +367,15 @@ def norms(model: TransformerConfig) -> float:
 def _all_norms(model: TransformerConfig) -> int:
     """Counts the norms of all layers."""
     places = [model.norm_places_of(mixer) for mixer in model.layer_mixers]
-    of_parts = [2 if place == "both" else 1 for place in places]
-    total = sum(
-        layer.parts * count for layer, count in zip(model.layer_parts, of_parts, strict=True)
-    )
+    total = sum(map(_norms_of_layer, model.layer_parts, places))
     return total + _norms_of_experts(model) * model.layer_mlps.count("experts")
+
+
+def _norms_of_layer(layer: LayerParts, places: str) -> int:
+    """Counts the norms of a layer's parts."""
+    if places == "parallel":
+        return 1
+    return layer.parts * (2 if places == "both" else 1)
 
 
 def _norms_of_experts(model: TransformerConfig) -> int:
@@ -384,7 +388,7 @@ def _norms_of_experts(model: TransformerConfig) -> int:
 def share_with_out_norms(model: TransformerConfig) -> float:
     """Returns the share of layers that have norms on the output of their parts."""
     places = [model.norm_places_of(mixer) for mixer in model.layer_mixers]
-    return sum(place != "before" for place in places) / model.layers
+    return sum(place in ("after", "both") for place in places) / model.layers
 
 
 def query_key_width(model: TransformerConfig) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from spmdtrain.config.published.families.afmoe import AFMOE
 from spmdtrain.config.published.families.apertus import APERTUS
 from spmdtrain.config.published.families.arcee import ARCEE
+from spmdtrain.config.published.families.cohere import COHERE
 from spmdtrain.config.published.families.deepseek import DEEPSEEK
 from spmdtrain.config.published.families.ernie import ERNIE
 from spmdtrain.config.published.families.exaone import EXAONE
@@ -56,6 +57,7 @@ FAMILIES: Mapping[str, Family] = {
     **AFMOE,
     **APERTUS,
     **ERNIE,
+    **COHERE,
     **QWEN_LINEAR,
     **LLAMA4,
     **LFM,

@@ -178,6 +178,11 @@ class ExpertsConfig(Settings):
                     f"model.{name}={getattr(model, name):g} has no meaning with model.experts; "
                     "leave it out"
                 )
+        if self.own_norms and model.norm_places == "parallel":
+            raise ValueError(
+                "model.experts.own_norms has no meaning with model.norm_places='parallel', where "
+                "all parts read one norm; leave it out"
+            )
         others = model.layers - self.first_dense
         if others < 1:
             raise ValueError(

@@ -43,7 +43,7 @@ Attention = Literal["auto", "xla", "triton", "mosaic", "cudnn"]
 ContextAttention = Literal["auto", "ring", "gather", "ulysses"]
 MlpKind = Literal["gelu", "gelu_exact", "relu2", "xielu", "swiglu", "geglu", "swiglu_clamped"]
 GATED = ("swiglu", "geglu", "swiglu_clamped")
-NormPlaces = Literal["before", "after", "both"]
+NormPlaces = Literal["before", "after", "both", "parallel"]
 # Patterns of values that repeat over the layers; TOML has lists only.
 Windows = Annotated[tuple[CountOrZero, ...], Field(strict=False)]
 Switches = Annotated[tuple[bool, ...], Field(strict=False)]
@@ -245,7 +245,8 @@ class TransformerConfig(Settings):
     norm_epsilon: Positive = 1e-5
     norm_places: NormPlaces = Field(
         default="before",
-        description="where the norms of attention and mlp stand: on their input or output",
+        description="where the norms of attention and mlp stand: on their input or output; "
+        "parallel: both read one norm of the stream, side by side (GPT-J, Command R)",
     )
     norm_offset: NonNegative = Field(
         default=0.0, description="added to the scale of every RMSNorm: the weight is scale - offset"

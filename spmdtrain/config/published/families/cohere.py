@@ -1,0 +1,79 @@
+"""Command R7B, Command A: attention and mlp side by side."""
+
+from typing import Any
+
+from spmdtrain.config.published.families.family import WITH_SILU, Family, ModelSettings
+from spmdtrain.config.published.families.layer_windows import (
+    all_but_each,
+    layer_types_of,
+    read_windows,
+    window_of,
+)
+from spmdtrain.config.published.keys import Keys
+from spmdtrain.config.schema import TransformerConfig
+
+PATTERN = "sliding_window_pattern"
+# Keys of published files that no class reads; with another value they are another model.
+ALIKE = {
+    "order_of_interleaved_layers": "local_attn_first",
+    "position_embedding_type": "rope_gptj",
+    "rotary_pct": 1.0,
+    "use_gated_activation": True,
+    "use_parallel_block": True,
+    "use_qk_norm": False,
+}
+WITHOUT_EFFECT = ("use_embedding_sharing", "use_parallel_embedding")
+
+
+def _cohere2(keys: Keys) -> ModelSettings:
+    """Reads windows. Only layers with one have rotary positions."""
+    for name, value in ALIKE.items():
+        keys.agrees(name, value)
+    keys.pass_over(*WITHOUT_EFFECT)
+    pattern = keys.some(PATTERN) or 4
+    keys.agrees("layer_switch", pattern)
+    windows = read_windows(keys, all_but_each(keys, pattern))
+    turns = [window > 0 for window in windows.get("windows", (0,))]
+    has_bias = keys.flag("attention_bias")
+    return windows | {
+        "rope_layers": [] if all(turns) else turns,
+        "logit_scale": float(keys.positive("logit_scale") or 1),
+        "qkv_bias": has_bias,
+        "out_bias": has_bias,
+    }
+
+
+def _write_cohere2(model: TransformerConfig) -> dict[str, Any]:
+    return {
+        "attention_bias": model.qkv_bias,
+        "layer_types": layer_types_of(model),
+        "logit_scale": model.logit_factor,
+        "sliding_window": window_of(model),
+    }
+
+
+COHERE = {
+    "cohere2": Family(
+        "Cohere2ForCausalLM",
+        reads=(
+            *(name for name in WITH_SILU if name != "rms_norm_eps"),
+            "attention_bias",
+            "layer_norm_eps",
+            "layer_types",
+            "logit_scale",
+            "sliding_window",
+            PATTERN,
+        ),
+        defaults={
+            "layer_norm_eps": 1e-5,
+            "logit_scale": 0.0625,
+            "sliding_window": 4096,
+            "tie_word_embeddings": True,
+            PATTERN: 4,
+        },
+        settings={"norm": "layernorm", "norm_places": "parallel"},
+        read=_cohere2,
+        write=_write_cohere2,
+        epsilon="layer_norm_eps",
+    ),
+}
