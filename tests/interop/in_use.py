@@ -168,7 +168,7 @@ def three_steps(model: Path, folder: Path) -> float:
     for name, tensor in expected.items():
         moved = np.abs(tensor.map() - began[name].map()).max()
         difference = np.sqrt(np.mean((ours[name].map() - tensor.map()) ** 2))
-        assert moved > LEAST_STEP or difference == 0, name
+        assert moved > LEAST_STEP or tensor.map().size == 1 or difference == 0, name
         errors.append(difference)
     return float(max(errors))
 

@@ -29,7 +29,7 @@ STATES = ("model.ssd.heads=4", "model.ssd.head_dim=3", "model.ssd.groups=2", "mo
 FAMILIES = {
     "gpt2": ("model.name=gpt",),
     "llama": ("model.name=llama", "model.kv_heads=2", "model.ffn=24"),
-    "ernie4_5": ("model.name=llama", "model.kv_heads=2", "model.ffn=24"),
+    "ernie4_5": ("model.name=llama", "model.kv_heads=2", "model.ffn=24", "model.mlp_bias=true"),
     "phi3": ("model.name=llama", "model.kv_heads=2", "model.ffn=24"),
     "qwen3_5_text": (*MIXED, "model.mixers=['delta', 'delta', 'attention']", "model.layers=4"),
     "qwen3_next": (*MIXED, "model.mixers=['delta', 'attention']", "model.layers=4"),

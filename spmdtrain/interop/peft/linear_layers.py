@@ -54,8 +54,10 @@ def linear_layers(values: Values, model: TransformerConfig, family: str) -> list
 
 
 def _is_linear(path: str, dims: int) -> bool:
-    """Returns whether a weight is a matrix: no vector, nor the taps `w` of a convolution."""
-    return dims > 2 and not path.endswith("w")
+    """Returns whether a weight is a matrix: no vector, no bias of gates and values, nor the taps
+    `w` of a convolution.
+    """
+    return dims > 2 and not path.endswith(("_bias", "w"))
 
 
 def outputs(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
