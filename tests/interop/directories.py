@@ -584,6 +584,10 @@ XIELU_CONSTANTS = {"act_fn.beta": 0.5, "act_fn.eps": -1e-6}
 LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
 NORMS_AFTER = ("olmo2", "olmo3", "flex_olmo", "exaone4")
 
+COHERE_BY_LAYERS = {
+    name: value for name, value in CONFIGS["cohere2"].items() if name != "layer_switch"
+}
+
 # The same families with settings that only some of their models have.
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama, tied, by rope_parameters": LIKE_LLAMA
@@ -658,10 +662,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "seed_oss, all biases": CONFIGS["seed_oss"]
     | {"attention_out_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
-    "cohere2 without windows": CONFIGS["cohere2"]
+    "cohere2 without windows": COHERE_BY_LAYERS
     | {"layer_types": [FULL] * 5, "tie_word_embeddings": False},
-    "cohere2 with biases": CONFIGS["cohere2"]
-    | {"layer_types": [WINDOW] * 5, "attention_bias": True},
+    "cohere2 with biases": COHERE_BY_LAYERS | {"layer_types": [WINDOW] * 5, "attention_bias": True},
     "exaone4 without windows": CONFIGS["exaone4"]
     | {"sliding_window": None, "layer_types": [FULL] * 5, "tie_word_embeddings": False},
     "exaone_moe by a period": CONFIGS["exaone_moe"]

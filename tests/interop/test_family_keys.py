@@ -40,6 +40,16 @@ def test_layers_without_a_window_do_not_turn_where_there_are_windows():
     assert not {"windows", "rope_layers"} & without.keys()
 
 
+def test_the_period_of_windows_counts_only_without_a_list_of_layers():
+    """transformers saves the list, and with it the period of the file that it read."""
+    settings_of_period = settings("cohere2")
+    kinds = ["full_attention" if not window else "sliding_attention" for window in (7, 7, 7, 0, 7)]
+    saved = {"layer_types": kinds, "sliding_window_pattern": ..., "layer_switch": 3}
+    assert settings("cohere2", **saved) == settings_of_period
+    with pytest.raises(ConfigError, match="layer_switch=3 has no setting"):
+        settings("cohere2", layer_switch=3)
+
+
 LISTING = ["exaone_moe", "glm4_moe_lite", "hy_v3", "kimi_linear", "deepseek_v32", "glm_moe_dsa"]
 
 

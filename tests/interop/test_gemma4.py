@@ -17,6 +17,14 @@ from spmdtrain.planner.cost import shape
 from spmdtrain.running.published.export_run import export_run
 from spmdtrain.running.published.import_model import import_model
 
+# Of wrappers, and of the unified one.
+OF_PICTURES_AND_SOUND = (
+    "model.vision_tower.ln.weight",
+    "model.embed_vision.embedding_projection.weight",
+    "model.audio_tower.output_proj.weight",
+    "model.embed_audio.embedding_projection.weight",
+    "model.vision_embedder.patch_dense.weight",
+)
 SHARING = gemma4_files.VARIANTS["gemma4_text with shared keys"]
 
 
@@ -73,7 +81,7 @@ def test_the_text_part_of_a_wrapper_goes_out_as_it_came_in(dtype, tmp_path):
     text = SHARING | {"dtype": dtype}
     whole = directories.write(tmp_path / "text", text)
     names = {name: name.replace("model.", "model.language_model.", 1) for name in whole}
-    vision = {"model.vision_tower.ln.weight": whole["model.norm.weight"]}
+    vision = dict.fromkeys(OF_PICTURES_AND_SOUND, whole["model.norm.weight"])
     config = {"model_type": "gemma4", "text_config": text, "dtype": dtype}
     tensors = {names[name]: x for name, x in whole.items()} | vision
     imported(tmp_path, config, tensors)

@@ -72,6 +72,8 @@ DIVISIBLE |= {
     "granitemoehybrid": {"num_hidden_layers": 4, "layer_types": ["mamba", "attention"] * 2},
     "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", directories.FULL] * 2},
     "lfm2_moe": {"layer_types": ["conv", *["conv", directories.FULL] * 2]},
+    "cohere2": {"num_hidden_layers": 4, "layer_switch": 2, "sliding_window_pattern": 2},
+    "flex_olmo": {"num_experts": 8},
     "qwen3_5_moe_text": {"num_hidden_layers": 4, "full_attention_interval": 2},
     "qwen3_next": {"num_hidden_layers": 4, "full_attention_interval": 2},
     "gemma4_unified_text": {

@@ -6,11 +6,13 @@ from collections.abc import Collection, Sequence
 from spmdtrain.interop.names.entry import EMBED, NORM, Entry
 from spmdtrain.interop.names.family_names import NAMES
 
-# Tensors that no parameter needs: masks and frequencies of older versions, and vision towers.
+# Tensors that no parameter needs: masks and frequencies of older versions, and what turns pictures
+# and sound into embeddings.
 SAY_NOTHING = re.compile(
     r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)"
     r"|.*\.rotary_emb\.inv_freq"
-    r"|(model\.)?(vision_tower|vision_model|multi_modal_projector|visual)\..*"
+    r"|(model\.)?(vision_tower|vision_model|multi_modal_projector|visual|audio_tower)\..*"
+    r"|(model\.)?(vision_embedder|embed_vision|embed_audio)\..*"
 )
 # Other spellings of the same names: (our prefix, the prefix in other files).
 SPELLINGS: Sequence[tuple[str, str]] = (

@@ -31,7 +31,9 @@ def _cohere2(keys: Keys) -> ModelSettings:
         keys.agrees(name, value)
     keys.pass_over(*WITHOUT_EFFECT)
     pattern = keys.some(PATTERN) or 4
-    keys.agrees("layer_switch", pattern)
+    if keys.values.get("layer_types") is None:
+        keys.agrees("layer_switch", pattern)
+    keys.pass_over("layer_switch")
     windows = read_windows(keys, all_but_each(keys, pattern))
     turns = [window > 0 for window in windows.get("windows", (0,))]
     has_bias = keys.flag("attention_bias")
