@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 from contextlib import closing
 from pathlib import Path
 
@@ -17,12 +18,13 @@ from chat_templates import FAMILIES, TOKENS
 
 from spmdtrain.cli.published.check import check_logits, class_in_transformers
 from spmdtrain.config.published.families.all_families import FAMILIES as KNOWN
-from spmdtrain.config.published.read_config import read_published
+from spmdtrain.config.published.read_config import OF_VISION, read_published
 from spmdtrain.data.chats.conversation import of_messages
 from spmdtrain.data.chats.encode_conversation import encode_conversation
 from spmdtrain.data.chats.jinja_template import JinjaTemplate, JinjaText
 from spmdtrain.data.source import open_data
 from spmdtrain.data.tokenizers.tokenizer import ByteTokenizer
+from spmdtrain.interop.names.spellings import SAY_NOTHING
 from spmdtrain.interop.safetensors_files import open_tensors
 from spmdtrain.running.device_batches import batches
 from spmdtrain.running.published.export_run import export_run
@@ -86,6 +88,23 @@ def test_a_wrapper_with_a_vision_tower_has_the_logits_of_its_text_part(tied, tmp
     imported = import_model(tmp_path / "model", tmp_path / "run")
     assert imported.setup.config.model.tied == tied
     print(check_logits(tmp_path / "model", imported.setup, imported.params))
+
+
+@pytest.mark.parametrize("model_type", OF_VISION)
+def test_what_a_wrapper_has_beside_its_text_is_passed_over(model_type):
+    import torch
+    import transformers
+
+    if model_type not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
+    of_gemma4 = {"vision_config": {}, "audio_config": {}} if "gemma4" in model_type else {}
+    config = transformers.AutoConfig.for_model(model_type, **of_gemma4)
+    with torch.device("meta"):
+        whole = transformers.AutoModelForImageTextToText.from_config(config)
+    names = whole.state_dict().keys()
+    beside = [name for name in names if not re.search(r"language_model|^lm_head", name)]
+    assert beside
+    assert [name for name in beside if not SAY_NOTHING.fullmatch(name)] == []
 
 
 def test_a_run_at_the_original_length_has_the_short_factors(tmp_path):
