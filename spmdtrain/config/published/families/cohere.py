@@ -13,8 +13,8 @@ from spmdtrain.config.published.keys import Keys
 from spmdtrain.config.schema import TransformerConfig
 
 PATTERN = "sliding_window_pattern"
-# Keys of published files that no class reads; with another value they are another model.
-ALIKE = {
+# Keys of published files that no class reads. Other values are those of other models.
+OF_COHERE2 = {
     "order_of_interleaved_layers": "local_attn_first",
     "position_embedding_type": "rope_gptj",
     "rotary_pct": 1.0,
@@ -22,18 +22,19 @@ ALIKE = {
     "use_parallel_block": True,
     "use_qk_norm": False,
 }
+PERIOD = "layer_switch"  # again; transformers keeps it beside the list of layers that it writes
 WITHOUT_EFFECT = ("use_embedding_sharing", "use_parallel_embedding")
 
 
 def _cohere2(keys: Keys) -> ModelSettings:
     """Reads windows. Only layers with one have rotary positions."""
-    for name, value in ALIKE.items():
+    for name, value in OF_COHERE2.items():
         keys.agrees(name, value)
     keys.pass_over(*WITHOUT_EFFECT)
     pattern = keys.some(PATTERN) or 4
     if keys.values.get("layer_types") is None:
-        keys.agrees("layer_switch", pattern)
-    keys.pass_over("layer_switch")
+        keys.agrees(PERIOD, pattern)
+    keys.pass_over(PERIOD)
     windows = read_windows(keys, all_but_each(keys, pattern))
     turns = [window > 0 for window in windows.get("windows", (0,))]
     has_bias = keys.flag("attention_bias")
