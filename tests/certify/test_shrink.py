@@ -75,7 +75,7 @@ def assert_kept(small: RunConfig, real: RunConfig) -> None:
 
 
 def kinds_by_sharing(model) -> list[set[tuple[bool, bool]]]:
-    """Whether layers have a window and rope: those with keys of their own, and those that share."""
+    """Returns (has a window, has rope) of the layers with keys of their own, and of the others."""
     kinds = [(kind.window > 0, kind.rope_theta is not None) for kind in model.layer_kinds]
     first = model.layers - model.shared_keys
     return [set(kinds[:first]), set(kinds[first:])]

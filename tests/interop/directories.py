@@ -283,7 +283,7 @@ CONFIGS |= {
         "sliding_window_pattern": 4,
         "tie_word_embeddings": True,
         "pad_token_id": 0,
-        # Of published files, which no class reads.
+        # Published files have these keys, and no class reads them.
         "layer_switch": 4,
         "order_of_interleaved_layers": "local_attn_first",
         "position_embedding_type": "rope_gptj",

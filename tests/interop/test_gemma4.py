@@ -17,7 +17,7 @@ from spmdtrain.planner.cost import shape
 from spmdtrain.running.published.export_run import export_run
 from spmdtrain.running.published.import_model import import_model
 
-# Of wrappers, and of the unified one.
+# Tensors that wrappers of both kinds hold beside their text part.
 OF_PICTURES_AND_SOUND = (
     "model.vision_tower.ln.weight",
     "model.embed_vision.embedding_projection.weight",

@@ -35,7 +35,7 @@ HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "n_head": 8}
 HEADS |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 HEADS |= {"mamba_num_heads": 8, "n_groups": 4, "mamba_n_heads": 8, "mamba_n_groups": 4}
 HEADS |= {"mamba_d_head": 12, "mamba_d_ssm": 96, "mamba_expand": 2}
-# Of factors of rotary positions, or where classes take the width by the heads for that of one.
+# Their number of heads stays: it decides the width of a head, or the factors of its positions.
 OWN_HEADS = ("phi3", "olmoe")
 
 

@@ -49,6 +49,13 @@ def test_layers_with_rotary_positions_may_stay_without_it():
         ),
         (
             (
+                *("model.experts.count=4", "model.experts.chosen=2", "model.experts.shared=1"),
+                *("model.experts.own_norms=true", "model.norm_places=parallel"),
+            ),
+            "model.experts.own_norms has no meaning with model.norm_places='parallel'",
+        ),
+        (
+            (
                 *("model.latent.rank=8", "model.latent.plain_dim=4", "model.latent.rope_dim=4"),
                 *("model.latent.value_dim=4", "model.output_gate=head"),
             ),

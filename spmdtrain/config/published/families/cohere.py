@@ -2,11 +2,13 @@
 
 from typing import Any
 
+from spmdtrain.config.published.families.biases import read_biases, write_biases
 from spmdtrain.config.published.families.family import WITH_SILU, Family, ModelSettings
 from spmdtrain.config.published.families.layer_windows import (
     all_but_each,
     layer_types_of,
     read_windows,
+    turning_with_a_window,
     window_of,
 )
 from spmdtrain.config.published.keys import Keys
@@ -22,7 +24,8 @@ OF_COHERE2 = {
     "use_parallel_block": True,
     "use_qk_norm": False,
 }
-PERIOD = "layer_switch"  # again; transformers keeps it beside the list of layers that it writes
+# The pattern once more. transformers writes a list of layers in place of the pattern, and keeps it.
+PERIOD = "layer_switch"
 WITHOUT_EFFECT = ("use_embedding_sharing", "use_parallel_embedding")
 
 
@@ -35,20 +38,13 @@ def _cohere2(keys: Keys) -> ModelSettings:
     if keys.values.get("layer_types") is None:
         keys.agrees(PERIOD, pattern)
     keys.pass_over(PERIOD)
-    windows = read_windows(keys, all_but_each(keys, pattern))
-    turns = [window > 0 for window in windows.get("windows", (0,))]
-    has_bias = keys.flag("attention_bias")
-    return windows | {
-        "rope_layers": [] if all(turns) else turns,
-        "logit_scale": float(keys.positive("logit_scale") or 1),
-        "qkv_bias": has_bias,
-        "out_bias": has_bias,
-    }
+    windows = turning_with_a_window(read_windows(keys, all_but_each(keys, pattern)))
+    scale = float(keys.positive("logit_scale") or 1)
+    return windows | read_biases(keys) | {"logit_scale": scale}
 
 
 def _write_cohere2(model: TransformerConfig) -> dict[str, Any]:
-    return {
-        "attention_bias": model.qkv_bias,
+    return write_biases(model) | {
         "layer_types": layer_types_of(model),
         "logit_scale": model.logit_factor,
         "sliding_window": window_of(model),

@@ -15,6 +15,7 @@ from spmdtrain.config.published.families.layer_windows import (
     all_but_each,
     layer_types_of,
     read_windows,
+    turning_with_a_window,
     window_of,
 )
 from spmdtrain.config.published.keys import Keys
@@ -30,9 +31,7 @@ def _exaone4(keys: Keys) -> ModelSettings:
     if keys.whole("sliding_window") is None:  # then all layers see all tokens, and turn
         keys.pass_over("layer_types", PATTERN)
         return {}
-    windows = read_windows(keys, _has_window(keys))
-    has_window = tuple(window > 0 for window in windows.get("windows", (0,)))
-    return windows if all(has_window) else windows | {"rope_layers": list(has_window)}
+    return turning_with_a_window(read_windows(keys, _has_window(keys)))
 
 
 def _has_window(keys: Keys) -> list[bool]:

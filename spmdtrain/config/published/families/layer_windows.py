@@ -46,6 +46,12 @@ def read_windows(keys: Keys, has_window: Sequence[bool]) -> ModelSettings:
     return {"windows": shortest([window if has else 0 for has in has_window])}
 
 
+def turning_with_a_window(windows: ModelSettings) -> ModelSettings:
+    """Returns `windows`, and `rope_layers` if some layers have none: those do not turn."""
+    has_window = [window > 0 for window in windows.get("windows", (0,))]
+    return windows if all(has_window) else windows | {"rope_layers": has_window}
+
+
 def windows_if_used(keys: Keys, has_window: Sequence[bool]) -> ModelSettings:
     """Returns what `read_windows` does, if `use_sliding_window` says that there are any."""
     windows = read_windows(keys, has_window)
