@@ -30,7 +30,7 @@ def scans_of(gpu: Gpu, implementation: str, model: str, texts: Texts) -> Mapping
     # A program does not read all of a head's factors from memory: the head's others use them too.
     shared = factors * columns / case.value_dim
     moved = {
-        # Of 16 bits, except what tokens bring.
+        # All is in 16 bits, but for what tokens bring: that is in 32.
         "chunk_scan_forward": 2 * (shared + state + values) + 4 * values,
         # The states and their gradients, which come and go; the gradient of what tokens bring.
         "chunk_scan_backward": 2 * (shared + 3 * state + values) + 4 * values,

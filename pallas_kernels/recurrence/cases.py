@@ -96,7 +96,7 @@ CI = (
     Case(by_channel=True, tokens=64, batch=2, heads=1, chunks=1, key_dim=16, value_dim=16),
 )
 
-# What the kernels for Hopper take: two programs of a head, more chunks than slots of the rings.
+# Cases that the kernels for Hopper take: two programs of a head, more chunks than slots of a ring.
 HOPPER = (
     Case(
         dtype="bfloat16", by_channel=True, chunks=4, tokens=64, heads=1, key_dim=128, value_dim=128
