@@ -4,9 +4,11 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from spmdtrain.config.published.read_config import read_published
 from spmdtrain.config.run_files import ORIGINAL as ORIGINAL
 from spmdtrain.config.writing import replacing, writing
 from spmdtrain.interop.imported_tensors import LIST, list_tensors
+from spmdtrain.interop.packings import open_published
 
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
@@ -42,7 +44,8 @@ def keep_files(source: Path, run: Path) -> None:
     copy_files([source / CONFIG, *files_to_keep(source), *[source / LIST] * is_kept], target)
     if not is_kept and any(source.glob("*.safetensors")):
         with replacing(target / LIST, target / f"{LIST}.tmp") as spare:
-            spare.write_text(list_tensors(source), encoding="utf-8")
+            tensors = open_published(read_published(source))
+            spare.write_text(list_tensors(tensors), encoding="utf-8")
 
 
 def copy_files(files: Sequence[Path], target: Path) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from spmdtrain.interop.safetensors_files import open_tensors
+from spmdtrain.interop.safetensors_files import Tensor
 
 LIST = "tensors.json"
 
@@ -38,10 +38,10 @@ class ImportedTensors:
         return self.types.get(name) == "float32" != self.usual
 
 
-def list_tensors(folder: Path) -> str:
-    """Returns the text of the list for a directory of safetensors files."""
+def list_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """Returns the text of the list for the tensors of a published model, as they are read."""
     files: dict[str, dict[str, str]] = {}
-    for name, tensor in open_tensors(folder).items():
+    for name, tensor in tensors.items():
         files.setdefault(tensor.path.name, {})[name] = str(tensor.kind)
     return json.dumps(files, indent=1, sort_keys=True)
 

@@ -63,9 +63,15 @@ class MappedMxfp4:
 
 def numbers(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Returns the float32 matrix [O, I] of one expert, given blocks [O, I / 32, 16] and scales."""
-    halves = np.stack([blocks & 15, blocks >> 4], -1).reshape(*scales.shape, BLOCK)
+    floats = e2m1_numbers(blocks).reshape(*scales.shape, BLOCK)
     exponents = scales.astype(np.int32) - BIAS
-    return np.ldexp(NUMBERS[halves], exponents[..., None]).reshape(len(scales), -1)
+    return np.ldexp(floats, exponents[..., None]).reshape(len(scales), -1)
+
+
+def e2m1_numbers(packed: np.ndarray) -> np.ndarray:
+    """Returns the float32 numbers [..., 2 n] of bytes [..., n], two in each, the low half first."""
+    halves = np.stack([packed & 15, packed >> 4], -1)
+    return NUMBERS[halves.reshape(*packed.shape[:-1], -1)]
 
 
 def of_blocks(rule: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,8 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from spmdtrain.config.published.quantisation import SCALED
 from spmdtrain.config.published.read_config import Published
-from spmdtrain.interop import float8_tensors
+from spmdtrain.interop import scaled_matrices
 from spmdtrain.interop.names.model_table import Table, in_mxfp4
 from spmdtrain.interop.safetensors_files import DTYPES, Tensor, open_tensors
 
@@ -28,7 +29,7 @@ class Unpacking:
 # By `Published.packing`.
 UNPACKINGS = {
     "": Unpacking(DTYPES),
-    "fp8": Unpacking(DTYPES | float8_tensors.KINDS, unpacked=float8_tensors.with_scales),
+    SCALED: Unpacking(DTYPES | scaled_matrices.KINDS, unpacked=scaled_matrices.with_scales),
     "mxfp4": Unpacking(DTYPES, table=in_mxfp4),
 }
 

@@ -83,7 +83,7 @@ def opened(folder: Path) -> tuple[Weights, Target, dict[str, tuple]]:
     model = build_model(config)
     shapes = {path: tuple(x.shape) for path, x in model.parameters.items()}
     of_layer = {path: x[1:] if model.in_stack(path) else x for path, x in shapes.items()}
-    (folder / LIST).write_text(list_tensors(folder))
+    (folder / LIST).write_text(list_tensors(open_tensors(folder)))
     imported = imported_tensors(folder)
     target = Target(config.model, published.family, {}, "float32", config.finetune, imported)
     return Weights(published, config.model, of_layer), target, shapes

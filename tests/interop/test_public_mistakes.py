@@ -248,6 +248,7 @@ SEEN_BY = {
     "4 bits are read as 8, or without their scale": (
         f"{EXPORT}::test_experts_of_four_bits_are_read",
         "interop/test_deepseek.py::test_eight_bits_and_their_scales_are_read",
+        "interop/test_scaled_matrices.py::test_one_matrix_is_the_same_in_each_format",
         f"{REFUSED}::test_quantised_weights_are_no_matrices_to_train",
     ),
     "what is right for one type is done to another of a like name": (

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from spmdtrain.config.errors import CheckpointError, ConfigError
+from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.published.class_keys import unread_by_class
 from spmdtrain.config.published.families.activations import PLAIN
 from spmdtrain.config.published.families.all_families import FAMILIES
@@ -14,6 +14,7 @@ from spmdtrain.config.published.families.family import Family, ModelSettings
 from spmdtrain.config.published.families.further_layers import as_in_files
 from spmdtrain.config.published.idle_tensors import with_idle_keys
 from spmdtrain.config.published.keys import Keys
+from spmdtrain.config.published.quantisation import packing_of
 from spmdtrain.config.published.rope_keys import FULL, read_rope
 
 NAME = "config.json"
@@ -21,7 +22,6 @@ ADAPTER = "adapter_config.json"
 LARGEST = 16 * 2**20  # bytes
 MOST_EXPERTS = 2**18  # in all layers
 DTYPES = ("float32", "bfloat16", "float16")
-SQUARES = "fp8"  # matrices with a scale for each square, in any family
 # Models with a vision tower, of which only the text part is read, and the family of that part where
 # its own keys do not name it.
 OF_VISION = {
@@ -52,7 +52,7 @@ class Published:
     settings: ModelSettings  # of [model]
     dtype: str | None  # of the files
     remarks: tuple[str, ...] = ()
-    packing: str = ""  # of its matrices: "mxfp4" of experts, or "fp8"
+    packing: str = ""  # of its matrices: a key of UNPACKINGS
 
     def remarks_as_comments(self) -> list[str]:
         """Returns the remarks as lines of a TOML file."""
@@ -102,12 +102,7 @@ def as_published(folder: Path, values: dict[str, Any]) -> Published:
         name = values["model_type"]
         remarks.append(f"{folder}: only its text part is read, without its vision tower")
     family = FAMILIES.get(name) if isinstance(name, str) else None
-    method = _method(values)
-    packing = method if family and method in (SQUARES, family.packing) else ""
-    if packing == SQUARES:
-        _check_squares(folder, values["quantization_config"])
-    if not packing:
-        _refuse_quantised(folder, values)
+    packing = packing_of(folder, values, family.packing if family else "")
     if family is None or not isinstance(name, str):
         raise _unknown_family(folder, values)
     if "auto_map" in values:
@@ -194,37 +189,6 @@ def _text_part(values: dict[str, Any]) -> dict[str, Any]:
     family = text.get("model_type")
     is_known = isinstance(family, str) and family in FAMILIES
     return inherited | text | {"model_type": family if is_known else OF_VISION[whole]}
-
-
-def _method(values: Mapping[str, Any]) -> Any:
-    """Returns the name of the method by which a model is quantised, if any."""
-    quantised = values.get("quantization_config")
-    return quantised.get("quant_method") if isinstance(quantised, dict) else None
-
-
-def _check_squares(folder: Path, quantised: Mapping[str, Any]) -> None:
-    """Refuses 8-bit matrices unless they have one scale for each square of 128 x 128."""
-    for name, *known in (("weight_block_size", [128, 128]), ("fmt", "e4m3", "float8_e4m3fn", None)):
-        if quantised.get(name) not in known:
-            raise CheckpointError(
-                f"{folder} is quantised (fp8) with {name}={quantised.get(name)!r:.40}",
-                asked=f"{name}={known[0]!r}",
-                fix="the model it was made from",
-            )
-
-
-def _refuse_quantised(folder: Path, values: Mapping[str, Any]) -> None:
-    quantised = values.get("quantization_config") or values.get("compression_config")
-    if not quantised:
-        return
-    known = quantised if isinstance(quantised, dict) else {}
-    method = known.get("quant_method", "by a method without a name")
-    bits = known.get("bits")
-    how = f"{method}, {bits} bits" if bits else f"{method}"
-    raise CheckpointError(
-        f"{folder} is quantised ({how}): its weights cannot be trained",
-        fix="the model it was made from",
-    )
 
 
 def _unknown_family(folder: Path, values: Mapping[str, Any]) -> ConfigError:
