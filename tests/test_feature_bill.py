@@ -84,7 +84,7 @@ FEATURES = {
         ),
         64,
     ),
-    "float8": Feature(r"float8|mxfp8|\bfp8", ("models/layers/narrow.py", "parallel/matmuls"), 9),
+    "float8": Feature(r"float8|mxfp8|\bfp8", ("models/layers/narrow.py", "parallel/matmuls"), 8),
     "guards": Feature(r"guard", ("config/schema/guard.py", "running/guards"), 30),
     "islands": Feature(
         r"island", ("config/schema/islands.py", "running/islands", "train/islands"), 3
