@@ -7,6 +7,7 @@ import directories
 import pytest
 
 from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.published import write_config as write_config_module
 from spmdtrain.config.published.families.all_families import FAMILIES
 from spmdtrain.config.published.read_config import as_published, read_published
 from spmdtrain.config.published.write_config import as_model, function_of, write_config
@@ -50,6 +51,9 @@ def test_the_period_of_windows_counts_only_without_a_list_of_layers():
         settings("cohere2", layer_switch=3)
 
 
+LAYERS_OF = {
+    family: keys.get("num_hidden_layers", 0) for family, keys in directories.CONFIGS.items()
+}
 LISTING = ["exaone_moe", "glm4_moe_lite", "hy_v3", "kimi_linear", "deepseek_v32", "glm_moe_dsa"]
 
 
@@ -112,6 +116,57 @@ def test_layers_of_ernie_have_experts_from_a_first_to_a_last(first, last, interv
     names = ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval")
     keys = dict(zip(names, (first, last, interval), strict=True))
     assert with_experts("ernie4_5_moe", **keys) == layers
+
+
+# What leaves no layer with experts. transformers runs such models with an mlp in all layers.
+ALL_DENSE: dict[str, dict[str, Any]] = {
+    **{
+        name: {
+            "mlp_layer_types": [DENSE] * LAYERS_OF[name],
+            "first_k_dense_replace": LAYERS_OF[name],
+        }
+        for name in LISTING
+    },
+    **dict.fromkeys(("deepseek_v3", "dots1", "mistral4"), {"first_k_dense_replace": 99}),
+    "glm4_moe": {"first_k_dense_replace": LAYERS_OF["glm4_moe"], "num_nextn_predict_layers": 0},
+    **dict.fromkeys(("lfm2_moe", "afmoe"), {"num_dense_layers": 5}),
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe"), {"mlp_only_layers": [0, 1, 2, 3, 4]}),
+    "qwen3_next": {"decoder_sparse_step": 6},
+    "ernie4_5_moe": {"moe_layer_start_index": 5},
+}
+COUNTS = ("num_experts", "n_routed_experts", "moe_num_experts")
+
+
+@pytest.mark.parametrize("family", ALL_DENSE)
+def test_a_family_with_experts_may_have_a_model_without(family, monkeypatch):
+    """Its keys of experts stay as they were imported; else they have the smallest valid values."""
+    keys = directories.CONFIGS[family] | ALL_DENSE[family]
+    imported = as_published(Path(), keys)
+    assert not {"experts", "mlps"} & imported.settings.keys()
+    model = as_model(imported.settings)
+    (count,) = (key for key in COUNTS if key in keys)
+    for changed in (model, model.model_copy(update={"vocab": 140})):
+        name, written = write_config(changed, imported, dtype="float32", tokens={}, run=Path())
+        assert (name, written[count]) == (family, keys[count])
+        assert written["vocab_size"] == changed.vocab
+    monkeypatch.setattr(write_config_module, "FAMILIES", {family: FAMILIES[family]})
+    name, written = write_config(model, None, dtype="float32", tokens={}, run=Path())
+    assert (name, written[count]) == (family, 1)
+
+
+def test_a_new_dense_model_with_latents_is_written_as_deepseek_v3():
+    model = as_model(settings("deepseek_v3", first_k_dense_replace=3))
+    name, written = write_config(model, None, dtype="float32", tokens={}, run=Path())
+    assert (name, written["first_k_dense_replace"]) == ("deepseek_v3", model.layers)
+
+
+def test_a_new_model_with_latents_is_mistral4_only_with_yarn():
+    """Without it the class of transformers 5.24 turns all channels of a head, and fails."""
+    with_yarn = settings("mistral4")
+    without = {key: with_yarn[key] for key in with_yarn.keys() - {"rope_scaling", "score_scale"}}
+    write_config(as_model(with_yarn), None, dtype="float32", tokens={}, run=Path())
+    with pytest.raises(ConfigError, match="belongs to no family"):
+        write_config(as_model(without), None, dtype="float32", tokens={}, run=Path())
 
 
 def test_norms_of_latents_have_an_epsilon_of_their_own():

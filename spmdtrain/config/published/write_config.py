@@ -11,6 +11,7 @@ from spmdtrain.config.errors import ConfigError, UserError
 from spmdtrain.config.published.class_keys import unread_by_class
 from spmdtrain.config.published.families.activations import PLAIN
 from spmdtrain.config.published.families.all_families import FAMILIES
+from spmdtrain.config.published.families.expert_keys import OF_ROUTERS
 from spmdtrain.config.published.families.family import Family
 from spmdtrain.config.published.families.further_layers import OF_QWEN, OWN_TABLES
 from spmdtrain.config.published.read_config import Published, as_published
@@ -82,6 +83,8 @@ def _described(
         imported = {name: value for name, value in base.keys.items() if name not in dropped}
         family = FAMILIES[base.family]
         made = _written(family, base.family, model)
+        if model.experts is None:  # then what is said of them counts for no layer, and stays
+            made = {key: made[key] for key in made if key not in OF_ROUTERS & imported.keys()}
         rope = {name: made[name] for name in OF_ROPE if imported.get(name) is None and name in made}
         # First unchanged, but with both forms of the rotary keys; then with all keys rewritten.
         for keys in (imported | rope, imported | made):

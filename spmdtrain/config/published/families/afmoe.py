@@ -2,7 +2,14 @@
 
 from typing import Any
 
-from spmdtrain.config.published.families.expert_keys import BY_SIGMOID, read_experts, write_experts
+from spmdtrain.config.published.families.expert_keys import (
+    BY_SIGMOID,
+    after_first,
+    experts_of,
+    first_dense_of,
+    read_experts,
+    write_experts,
+)
 from spmdtrain.config.published.families.family import WITH_SILU, Family, ModelSettings
 from spmdtrain.config.published.families.layer_windows import (
     all_but_each,
@@ -36,21 +43,18 @@ def _afmoe(keys: Keys) -> ModelSettings:
         "ffn": keys.count("moe_intermediate_size"),
         "shared": keys.whole("num_shared_experts") or 0,
         "scale": float(keys.positive("route_scale") or 1),
-        "first_dense": keys.whole("num_dense_layers") or 0,
     }
-    return settings | {"experts": experts}
+    return settings | after_first(keys, experts, "num_dense_layers")
 
 
 def _write_afmoe(model: TransformerConfig) -> dict[str, Any]:
-    experts = model.experts
-    if experts is None:
-        return {}
+    experts = experts_of(model)
     return {
         **write_experts(experts, "num_experts"),
         "moe_intermediate_size": experts.ffn,
         "num_shared_experts": experts.shared,
         "route_scale": experts.scale,
-        "num_dense_layers": experts.first_dense,
+        "num_dense_layers": first_dense_of(model),
         "mup_enabled": model.embed_scale == "sqrt",
         "sliding_window": window_of(model),
         "layer_types": layer_types_of(model),

@@ -38,6 +38,7 @@ from spmdtrain.config.published.families.sparse import SPARSE
 FAMILIES: Mapping[str, Family] = {
     **GPT2,
     **LLAMA,
+    **DEEPSEEK,  # before Mistral 4, whose dense layers are the same but for a temperature
     **MISTRAL,
     **QWEN,
     **GEMMA,
@@ -47,7 +48,6 @@ FAMILIES: Mapping[str, Family] = {
     **SMOLLM,
     **GRANITE,
     **GPT_OSS,
-    **DEEPSEEK,
     **GLM,
     **HUNYUAN,
     **MINIMAX,

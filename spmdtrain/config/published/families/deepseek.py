@@ -4,7 +4,11 @@ import math
 from typing import Any
 
 from spmdtrain.config.published.families.expert_keys import (
+    FIRST_DENSE,
     READ_BY_ROUTERS,
+    after_first,
+    experts_of,
+    first_dense_of,
     read_grouped,
     write_grouped,
 )
@@ -83,19 +87,16 @@ def _deepseek_v3(keys: Keys) -> ModelSettings:
     keys.must_be("moe_layer_freq", 1)
     for name in ("ep_size", "aux_loss_alpha", "seq_aux"):
         keys.take(name)  # of training
-    first_dense = keys.whole("first_k_dense_replace") or 0
-    experts = read_grouped(keys) | {"first_dense": first_dense}
-    return read_latent(keys) | {"experts": experts} | read_further(keys)
+    return read_latent(keys) | after_first(keys, read_grouped(keys)) | read_further(keys)
 
 
 def _write_deepseek_v3(model: TransformerConfig) -> dict[str, Any]:
-    experts, latent = model.experts, model.latent
-    if experts is None or latent is None:
+    if model.latent is None:
         return {}
     return {
-        **write_latent(model, latent),
-        **write_grouped(experts),
-        "first_k_dense_replace": experts.first_dense,
+        **write_latent(model, model.latent),
+        **write_grouped(experts_of(model)),
+        FIRST_DENSE: first_dense_of(model),
         "moe_layer_freq": 1,
         **write_further(model),
     }
@@ -104,7 +105,7 @@ def _write_deepseek_v3(model: TransformerConfig) -> dict[str, Any]:
 DEEPSEEK = {
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
-        reads=(*WITH_SILU, *READ_BY_LATENTS, *READ_BY_ROUTERS, "first_k_dense_replace"),
+        reads=(*WITH_SILU, *READ_BY_LATENTS, *READ_BY_ROUTERS, FIRST_DENSE),
         defaults={
             "rms_norm_eps": 1e-6,
             "kv_lora_rank": 512,
@@ -116,7 +117,7 @@ DEEPSEEK = {
             "n_shared_experts": 1,
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 2048,
-            "first_k_dense_replace": 3,
+            FIRST_DENSE: 3,
             "norm_topk_prob": True,
             "routed_scaling_factor": 2.5,
             "n_group": 8,

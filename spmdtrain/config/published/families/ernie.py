@@ -3,7 +3,7 @@
 from itertools import pairwise
 from typing import Any
 
-from spmdtrain.config.published.families.expert_keys import are_sparse, in_layers
+from spmdtrain.config.published.families.expert_keys import are_sparse, experts_of, in_layers
 from spmdtrain.config.published.families.family import WITH_SILU, Family, ModelSettings
 from spmdtrain.config.published.keys import Keys
 from spmdtrain.config.schema import TransformerConfig
@@ -55,15 +55,13 @@ def _sparse(keys: Keys) -> list[bool]:
 
 def _write_sparse(model: TransformerConfig) -> dict[str, Any]:
     """Returns the keys that `_sparse` reads, with the shortest interval between two layers."""
-    numbers = [number for number, has in enumerate(are_sparse(model)) if has]
+    numbers = [number for number, has in enumerate(are_sparse(model)) if has] or [model.layers]
     intervals = {after - before for before, after in pairwise(numbers)} or {1}
     return {START: numbers[0], END: numbers[-1], INTERVAL: min(intervals)}
 
 
 def _write_ernie4_5_moe(model: TransformerConfig) -> dict[str, Any]:
-    experts = model.experts
-    if experts is None:
-        return {}
+    experts = experts_of(model)
     return {
         "use_bias": False,
         "moe_num_experts": experts.count,

@@ -3,6 +3,7 @@
 from typing import Any
 
 from spmdtrain.config.published.families.expert_keys import (
+    experts_of,
     in_layers,
     read_grouped,
     read_sparse,
@@ -55,11 +56,9 @@ def _exaone_moe(keys: Keys) -> ModelSettings:
 
 
 def _write_exaone_moe(model: TransformerConfig) -> dict[str, Any]:
-    if model.experts is None:
-        return {}
     return {
         **_write_exaone4(model),
-        **write_grouped(model.experts, *NAMES),
+        **write_grouped(experts_of(model), *NAMES),
         **write_further(model),
         **write_sparse(model),
     }

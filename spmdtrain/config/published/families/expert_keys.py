@@ -9,6 +9,7 @@ from spmdtrain.config.published.keys import Keys
 from spmdtrain.config.schema import ExpertsConfig, TransformerConfig
 
 DENSE, SPARSE = "dense", "sparse"
+FIRST_DENSE = "first_k_dense_replace"
 # Of a router that scores each expert alone, by a sigmoid, and adds a bias to choose.
 BY_SIGMOID = {"score": "sigmoid", "bias_rate": 0.0}
 READ_BY_ROUTERS = (
@@ -21,6 +22,23 @@ READ_BY_ROUTERS = (
     "routed_scaling_factor",
     "topk_group",
 )
+# The keys that say how many experts a layer has, how wide they are and how a token chooses.
+OF_ROUTERS = frozenset(
+    (
+        *READ_BY_ROUTERS,
+        *("num_experts", "num_shared_experts", "shared_expert_intermediate_size"),
+        *("scoring_func", "topk_method", "route_scale", "router_scaling_factor"),
+        *("num_experts_per_token", "num_expert_group", "moe_renormalize", "use_expert_bias"),
+        *("moe_num_experts", "moe_k", "moe_num_shared_experts", "moe_norm_min"),
+    )
+)
+# The smallest experts, which a class that may have some is told of where no layer has any.
+OF_NO_LAYER = ExpertsConfig(count=1, chosen=1, ffn=1, shared=1, normalise=True)
+
+
+def experts_of(model: TransformerConfig) -> ExpertsConfig:
+    """Returns [model.experts], or `OF_NO_LAYER` for a model without experts."""
+    return model.experts or OF_NO_LAYER
 
 
 def read_experts(keys: Keys, count: str) -> dict[str, Any]:
@@ -86,7 +104,7 @@ def read_sparse(keys: Keys) -> list[bool]:
     """Returns whether each layer has experts: by `mlp_layer_types` if there is one, which alone
     counts for the classes of transformers, else from `first_k_dense_replace` on.
     """
-    layers, first = keys.count("num_hidden_layers"), keys.whole("first_k_dense_replace") or 0
+    layers, first = keys.count("num_hidden_layers"), keys.whole(FIRST_DENSE) or 0
     kinds = keys.take("mlp_layer_types")
     if kinds is None:
         return from_layer(first, layers)
@@ -103,9 +121,25 @@ def from_layer(first: int, layers: int) -> list[bool]:
     return [number >= first for number in range(layers)]
 
 
+def after_first(keys: Keys, experts: dict[str, Any], key: str = FIRST_DENSE) -> ModelSettings:
+    """Returns [model.experts] of all layers but the first ones, whose number `key` says."""
+    layers = keys.count("num_hidden_layers")
+    return in_layers(experts, from_layer(keys.whole(key) or 0, layers))
+
+
+def first_dense_of(model: TransformerConfig) -> int:
+    """Returns the number that `after_first` reads: all layers, for a model without experts."""
+    return model.experts.first_dense if model.experts else model.layers
+
+
 def in_layers(experts: dict[str, Any], sparse: Sequence[bool]) -> ModelSettings:
-    """Returns [model.experts] of these layers, with `mlps` if dense ones are not the first ones."""
-    first = sparse.index(True) if True in sparse else len(sparse)
+    """Returns [model.experts] of these layers, with `mlps` if dense ones are not the first ones.
+
+    A model whose layers all are dense has none.
+    """
+    if True not in sparse:
+        return {}
+    first = sparse.index(True)
     if all(sparse[first:]):
         return {"experts": experts | {"first_dense": first}}
     return {
@@ -130,7 +164,7 @@ def write_sparse(model: TransformerConfig) -> dict[str, Any]:
     """
     sparse = are_sparse(model)
     first = sparse.count(False)
-    older = {"first_k_dense_replace": first} if all(sparse[first:]) else {}
+    older = {FIRST_DENSE: first} if all(sparse[first:]) else {}
     return {"mlp_layer_types": mlp_layer_types_of(model)} | older
 
 

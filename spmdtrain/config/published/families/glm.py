@@ -5,7 +5,11 @@ from typing import Any
 from spmdtrain.config.published.families.biases import read_biases, write_biases
 from spmdtrain.config.published.families.deepseek import READ_BY_LATENTS, read_latent, write_latent
 from spmdtrain.config.published.families.expert_keys import (
+    FIRST_DENSE,
     READ_BY_ROUTERS,
+    after_first,
+    experts_of,
+    first_dense_of,
     in_layers,
     mlp_layer_types_of,
     read_grouped,
@@ -37,19 +41,17 @@ def _query_bias(keys: Keys) -> ModelSettings:
 
 def _glm4_moe(keys: Keys) -> ModelSettings:
     query_norm = {"query_norm": "head"} if keys.flag("use_qk_norm") else {}
-    experts = read_grouped(keys) | {"first_dense": keys.whole("first_k_dense_replace") or 0}
-    return query_norm | _query_bias(keys) | {"experts": experts} | read_further(keys)
+    experts = after_first(keys, read_grouped(keys))
+    return query_norm | _query_bias(keys) | experts | read_further(keys)
 
 
 def _write_glm4_moe(model: TransformerConfig) -> dict[str, Any]:
-    if model.experts is None:
-        return {}
     return {
         **write_biases(model),
-        **write_grouped(model.experts),
+        **write_grouped(experts_of(model)),
         **write_further(model),
         "use_qk_norm": model.query_norm == "head",
-        "first_k_dense_replace": model.experts.first_dense,
+        FIRST_DENSE: first_dense_of(model),
         SHARE: model.rope_share,  # which is a half if it is absent
     }
 
@@ -61,43 +63,41 @@ def _glm4_moe_lite(keys: Keys) -> ModelSettings:
     # Another name of qk_rope_head_dim, and the one that counts for its class.
     keys.agrees("head_dim", keys.values.get("qk_rope_head_dim"))
     sparse = read_sparse(keys)
-    keys.agrees("first_k_dense_replace", sparse.count(False))  # which its class does not read
+    keys.agrees(FIRST_DENSE, sparse.count(False))  # which its class does not read
     return read_latent(keys) | in_layers(read_grouped(keys), sparse) | read_further(keys)
 
 
 def _write_glm4_moe_lite(model: TransformerConfig) -> dict[str, Any]:
-    if model.experts is None or model.latent is None:
+    if model.latent is None:
         return {}
     return {
         **write_latent(model, model.latent),
-        **write_grouped(model.experts),
+        **write_grouped(experts_of(model)),
         **write_further(model),
         "mlp_layer_types": mlp_layer_types_of(model),
     }
 
 
 def _dots1(keys: Keys) -> ModelSettings:
-    experts = read_grouped(keys) | {"first_dense": keys.whole("first_k_dense_replace") or 0}
+    experts = after_first(keys, read_grouped(keys))
     first = keys.whole("max_window_layers") or 0
     layers = keys.count("num_hidden_layers")
     windows = read_windows(keys, [number >= first for number in range(layers)])
-    return read_biases(keys) | windows | {"experts": experts}
+    return read_biases(keys) | windows | experts
 
 
 def _write_dots1(model: TransformerConfig) -> dict[str, Any]:
-    if model.experts is None:
-        return {}
     return {
         **write_biases(model),
-        **write_grouped(model.experts),
+        **write_grouped(experts_of(model)),
         **write_qwen2(model),
-        "first_k_dense_replace": model.experts.first_dense,
+        FIRST_DENSE: first_dense_of(model),
     }
 
 
 def _solar_open(keys: Keys) -> ModelSettings:
     """Its class has experts in all layers, so there is no mlp whose width could be read."""
-    keys.agrees("first_k_dense_replace", 0)
+    keys.agrees(FIRST_DENSE, 0)
     keys.pass_over("intermediate_size")
     experts = read_grouped(keys)
     return _query_bias(keys) | {"experts": experts, "ffn": experts["ffn"]}
@@ -117,7 +117,7 @@ GLM = {
             *READ_BY_ROUTERS,
             SHARE,
             "attention_bias",
-            "first_k_dense_replace",
+            FIRST_DENSE,
             "use_qk_norm",
         ),
         defaults=USUAL
@@ -126,7 +126,7 @@ GLM = {
             "n_routed_experts": 128,
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 1408,
-            "first_k_dense_replace": 1,
+            FIRST_DENSE: 1,
         },
         read=_glm4_moe,
         write=_write_glm4_moe,
@@ -145,7 +145,7 @@ GLM = {
             "num_experts_per_tok": 4,
             "moe_intermediate_size": 1536,
             "routed_scaling_factor": 1.8,
-            "first_k_dense_replace": 1,
+            FIRST_DENSE: 1,
         },
         read=_glm4_moe_lite,
         write=_write_glm4_moe_lite,
@@ -156,7 +156,7 @@ GLM = {
             *WITH_SILU,
             *READ_BY_ROUTERS,
             "attention_bias",
-            "first_k_dense_replace",
+            FIRST_DENSE,
             "layer_types",
             "max_window_layers",
             "sliding_window",

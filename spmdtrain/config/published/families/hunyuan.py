@@ -5,6 +5,8 @@ from typing import Any
 from spmdtrain.config.published.families.biases import read_biases, write_biases
 from spmdtrain.config.published.families.expert_keys import (
     BY_SIGMOID,
+    FIRST_DENSE,
+    experts_of,
     in_layers,
     mlp_layer_types_of,
     read_experts,
@@ -29,14 +31,12 @@ def _hy_v3(keys: Keys) -> ModelSettings:
         }
     )
     sparse = read_sparse(keys)
-    keys.agrees("first_k_dense_replace", sparse.count(False))  # which its class does not read
+    keys.agrees(FIRST_DENSE, sparse.count(False))  # which its class does not read
     return read_biases(keys) | in_layers(experts, sparse) | read_further(keys)
 
 
 def _write_hy_v3(model: TransformerConfig) -> dict[str, Any]:
-    experts = model.experts
-    if experts is None:
-        return {}
+    experts = experts_of(model)
     return {
         **write_biases(model),
         **write_experts(experts, "num_experts"),
@@ -71,7 +71,7 @@ HUNYUAN = {
             "num_shared_experts": 1,
             "moe_intermediate_size": 1536,
             "router_scaling_factor": 2.826,
-            "first_k_dense_replace": 1,
+            FIRST_DENSE: 1,
         },
         settings={"query_norm": "head"},
         read=_hy_v3,

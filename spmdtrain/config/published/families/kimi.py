@@ -11,6 +11,7 @@ from spmdtrain.config.published.families.deepseek import (
 )
 from spmdtrain.config.published.families.expert_keys import (
     BY_SIGMOID,
+    experts_of,
     in_layers,
     read_sparse,
     write_sparse,
@@ -20,7 +21,7 @@ from spmdtrain.config.published.families.layer_windows import shortest
 from spmdtrain.config.published.families.listed_kinds import listed_kinds
 from spmdtrain.config.published.keys import Keys
 from spmdtrain.config.published.rope_keys import FULL
-from spmdtrain.config.schema import DeltaConfig, ExpertsConfig, TransformerConfig
+from spmdtrain.config.schema import DeltaConfig, TransformerConfig
 
 LINEAR = "linear_attention"
 MIXERS = {LINEAR: "delta", FULL: "attention"}
@@ -130,18 +131,19 @@ def _experts(keys: Keys) -> dict[str, Any]:
 
 
 def _write_kimi_linear(model: TransformerConfig) -> dict[str, Any]:
-    if model.experts is None or model.latent is None:
+    if model.latent is None:
         return {}
     theirs = {ours: kind for kind, ours in MIXERS.items()}
     kinds = [theirs.get(mixer) for mixer in model.layer_mixers]
-    keys = write_latent(model, model.latent) | _write_experts(model, model.experts)
+    keys = write_latent(model, model.latent) | _write_experts(model)
     keys |= {"layer_types": kinds, "rope_scaling": None, "rope_parameters": None}
     if model.delta:
         keys |= _write_delta(model.delta, kinds)
     return keys
 
 
-def _write_experts(model: TransformerConfig, experts: ExpertsConfig) -> dict[str, Any]:
+def _write_experts(model: TransformerConfig) -> dict[str, Any]:
+    experts = experts_of(model)
     return {
         "num_experts": experts.count,
         "num_experts_per_token": experts.chosen,

@@ -2,7 +2,14 @@
 
 from typing import Any
 
-from spmdtrain.config.published.families.expert_keys import BY_SIGMOID, read_experts, write_experts
+from spmdtrain.config.published.families.expert_keys import (
+    BY_SIGMOID,
+    after_first,
+    experts_of,
+    first_dense_of,
+    read_experts,
+    write_experts,
+)
 from spmdtrain.config.published.families.family import SIZES, Family, ModelSettings
 from spmdtrain.config.published.families.layer_windows import shortest
 from spmdtrain.config.published.families.listed_kinds import listed_kinds
@@ -111,7 +118,6 @@ def _lfm2_moe(keys: Keys) -> ModelSettings:
     experts = read_experts(keys, "num_experts") | BY_SIGMOID
     experts |= {
         "ffn": keys.count("moe_intermediate_size"),
-        "first_dense": keys.whole("num_dense_layers") or 0,
         "normalise": keys.flag("norm_topk_prob"),
         "scale": float(keys.positive("routed_scaling_factor") or 1),
         "sum_epsilon": SUM_EPSILON,
@@ -119,18 +125,16 @@ def _lfm2_moe(keys: Keys) -> ModelSettings:
     if not keys.flag("use_expert_bias"):
         del experts["bias_rate"]
     kinds = _listed(keys) or [FULL] * keys.count("num_hidden_layers")
-    return _common(keys, kinds) | {"experts": experts}
+    return _common(keys, kinds) | after_first(keys, experts, "num_dense_layers")
 
 
 def _write_lfm2_moe(model: TransformerConfig) -> dict[str, Any]:
-    experts = model.experts
-    if experts is None:
-        return {}
+    experts = experts_of(model)
     return {
         **_write_common(model),
         **write_experts(experts, "num_experts"),
         "moe_intermediate_size": experts.ffn,
-        "num_dense_layers": experts.first_dense,
+        "num_dense_layers": first_dense_of(model),
         "norm_topk_prob": experts.normalise,
         "routed_scaling_factor": experts.scale,
         "use_expert_bias": experts.bias_rate is not None,

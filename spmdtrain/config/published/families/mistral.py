@@ -4,7 +4,11 @@ from typing import Any
 
 from spmdtrain.config.published.families.deepseek import READ_BY_LATENTS, read_latent, write_latent
 from spmdtrain.config.published.families.expert_keys import (
+    FIRST_DENSE,
     READ_BY_ROUTERS,
+    after_first,
+    experts_of,
+    first_dense_of,
     read_experts,
     read_router,
     write_experts,
@@ -65,14 +69,12 @@ def _mistral4(keys: Keys) -> ModelSettings:
         share = (table or {}).get(SHARE)
         if share not in (None, rope_dim / (rope_dim + plain_dim)):
             raise keys.unknown(SHARE, share)
-    first_dense = keys.whole("first_k_dense_replace") or 0
-    experts = read_router(keys) | {"first_dense": first_dense}
-    return latent | {"experts": experts} | read_temperature(keys)
+    return latent | after_first(keys, read_router(keys)) | read_temperature(keys)
 
 
 def _write_mistral4(model: TransformerConfig) -> dict[str, Any]:
-    experts, latent = model.experts, model.latent
-    if experts is None or latent is None:
+    latent = model.latent
+    if latent is None or model.rope_scaling is None:  # which its class cannot do without
         return {}
     of_latent = write_latent(model, latent)
     grown = of_latent.pop("rope_parameters", {})
@@ -80,11 +82,11 @@ def _write_mistral4(model: TransformerConfig) -> dict[str, Any]:
     rope = write_temperature(model)
     return {
         **of_latent,
-        **write_router(experts),
+        **write_router(experts_of(model)),
         **rope,
         "rope_parameters": rope["rope_parameters"] | grown,
         "head_dim": latent.rope_dim + latent.plain_dim,
-        "first_k_dense_replace": experts.first_dense,
+        FIRST_DENSE: first_dense_of(model),
     }
 
 
@@ -107,7 +109,7 @@ MISTRAL = {
     ),
     "mistral4": Family(
         "Mistral4ForCausalLM",
-        reads=(*WITH_SILU, *READ_BY_LATENTS, *READ_BY_ROUTERS, "first_k_dense_replace"),
+        reads=(*WITH_SILU, *READ_BY_LATENTS, *READ_BY_ROUTERS, FIRST_DENSE),
         defaults={
             "rms_norm_eps": 1e-6,
             "kv_lora_rank": 256,
@@ -119,7 +121,7 @@ MISTRAL = {
             "n_shared_experts": 1,
             "num_experts_per_tok": 4,
             "moe_intermediate_size": 2048,
-            "first_k_dense_replace": 0,
+            FIRST_DENSE: 0,
             "norm_topk_prob": True,
             "routed_scaling_factor": 1.0,
             "n_group": 1,

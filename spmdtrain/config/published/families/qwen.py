@@ -4,6 +4,7 @@ from typing import Any
 
 from spmdtrain.config.published.families.biases import read_biases, write_biases
 from spmdtrain.config.published.families.expert_keys import (
+    experts_of,
     in_layers,
     read_experts,
     read_steps,
@@ -74,13 +75,12 @@ def _qwen3_moe(keys: Keys) -> ModelSettings:
 
 
 def _write_qwen3_moe(model: TransformerConfig) -> dict[str, Any]:
-    if model.experts is None:
-        return {}
+    experts = experts_of(model)
     return {
         **_write_qwen3(model),
-        **write_experts(model.experts, "num_experts"),
-        "moe_intermediate_size": model.experts.ffn,
-        "norm_topk_prob": model.experts.normalise,
+        **write_experts(experts, "num_experts"),
+        "moe_intermediate_size": experts.ffn,
+        "norm_topk_prob": experts.normalise,
         **write_steps(model),
     }
 
@@ -101,15 +101,14 @@ def _qwen2_moe(keys: Keys) -> ModelSettings:
 
 
 def _write_qwen2_moe(model: TransformerConfig) -> dict[str, Any]:
-    if model.experts is None:
-        return {}
+    experts = experts_of(model)
     return {
         **write_qwen2(model),
-        **write_experts(model.experts, "num_experts"),
+        **write_experts(experts, "num_experts"),
         "qkv_bias": model.qkv_bias,
-        "moe_intermediate_size": model.experts.ffn,
-        "shared_expert_intermediate_size": model.experts.shared_width,
-        "norm_topk_prob": model.experts.normalise,
+        "moe_intermediate_size": experts.ffn,
+        "shared_expert_intermediate_size": experts.shared_width,
+        "norm_topk_prob": experts.normalise,
         **write_steps(model),
     }
 

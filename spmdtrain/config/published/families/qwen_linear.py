@@ -5,6 +5,7 @@ from typing import Any
 from spmdtrain.config.published.families.activations import SILU
 from spmdtrain.config.published.families.biases import read_biases, write_biases
 from spmdtrain.config.published.families.expert_keys import (
+    experts_of,
     in_layers,
     read_experts,
     read_steps,
@@ -88,13 +89,12 @@ def _routed(keys: Keys) -> dict[str, Any]:
 
 
 def _write_qwen3_5_moe(model: TransformerConfig) -> dict[str, Any]:
-    if model.experts is None:
-        return {}
+    experts = experts_of(model)
     return {
         **_write_qwen3_5(model),
-        **write_experts(model.experts, "num_experts"),
-        "moe_intermediate_size": model.experts.ffn,
-        "shared_expert_intermediate_size": model.experts.shared_width,
+        **write_experts(experts, "num_experts"),
+        "moe_intermediate_size": experts.ffn,
+        "shared_expert_intermediate_size": experts.shared_width,
     }
 
 
@@ -104,11 +104,9 @@ def _qwen3_next(keys: Keys) -> ModelSettings:
 
 
 def _write_qwen3_next(model: TransformerConfig) -> dict[str, Any]:
-    if model.experts is None:
-        return {}
     return {
         **_write_qwen3_5_moe(model),
-        "norm_topk_prob": model.experts.normalise,
+        "norm_topk_prob": experts_of(model).normalise,
         **write_steps(model),
     }
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from spmdtrain.config.published.families.deepseek import DEEPSEEK, read_latent, write_latent
 from spmdtrain.config.published.families.expert_keys import (
+    experts_of,
     in_layers,
     read_grouped,
     read_sparse,
@@ -44,11 +45,11 @@ def _common(keys: Keys) -> ModelSettings:
 
 
 def _write_common(model: TransformerConfig) -> dict[str, Any]:
-    if model.experts is None or model.latent is None or model.indexer is None:
+    if model.latent is None or model.indexer is None:
         return {}
     return {
         **write_latent(model, model.latent),
-        **write_grouped(model.experts),
+        **write_grouped(experts_of(model)),
         **write_further(model),
         **{theirs: getattr(model.indexer, ours) for ours, theirs in SIZES.items()},
         **write_sparse(model),
