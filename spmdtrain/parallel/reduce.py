@@ -156,6 +156,29 @@ def _gather_cotangent(axes: tuple[str, ...], dim: int, _, dx: jax.Array) -> tupl
 _scatter_sum.defvjp(lambda x, axes, dim: (_scatter_sum(x, axes, dim), None), _gather_cotangent)
 
 
+def gather_whole(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+    """Returns x whole along `dim`. The transpose sums in float32, and scatters.
+
+    The transpose that jax derives would sum in the dtype of x.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return jax.lax.all_gather(x, axes, axis=dim, tiled=True)
+    whole: Any = _gather_whole(x, axes, dim)
+    return whole
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather_whole(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+    return jax.lax.all_gather(x, axes, axis=dim, tiled=True)
+
+
+def _sum_cotangent(axes: tuple[str, ...], dim: int, _, dx: jax.Array) -> tuple[jax.Array]:
+    return (scatter_sum(dx.astype(jnp.float32), axes, dim).astype(dx.dtype),)
+
+
+_gather_whole.defvjp(lambda x, axes, dim: (_gather_whole(x, axes, dim), None), _sum_cotangent)
+
+
 def reduce_gradients(
     gradients: Mapping[str, jax.Array],
     reductions: Mapping[str, Reduction],

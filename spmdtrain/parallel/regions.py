@@ -7,7 +7,6 @@ writes every collective itself. Axes that are not manual stay automatic: XLA par
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.partition import axes_of, locally
 from spmdtrain.parallel.axes import BATCH_AXES, STREAM, Rules, axes_of_dim
-from spmdtrain.parallel.reduce import psum_tree, scatter_sum
+from spmdtrain.parallel.reduce import gather_whole, psum_tree
 
 # The mesh axes over which the training step is manual: the stages, and all axes of the batch. Left
 # to XLA, an axis of the batch costs traffic that grows with the number of devices: the partitioner
@@ -170,7 +169,7 @@ def make_local_map(rules: Rules, manual: Sequence[str] = ()) -> Callable[..., An
                 return None
             x = x.astype(dtype)
             for dim, over in gathers_of_x:
-                x = _gather_whole(x, over, dim)
+                x = gather_whole(x, over, dim)
             return x
 
         def narrowed(*arrays):
@@ -202,21 +201,3 @@ def _gathers(rules: Rules, names: Sequence[Name], spec: P) -> list[tuple[int, tu
             if over:
                 gathers.append((dim, over))
     return gathers
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gather_whole(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-    """Returns x whole along `dim`; the transpose sums in float32 and scatters."""
-    return jax.lax.all_gather(x, axes, axis=dim, tiled=True)
-
-
-def _gather_whole_forward(x: jax.Array, axes: tuple[str, ...], dim: int):
-    return _gather_whole(x, axes, dim), None
-
-
-def _gather_whole_backward(axes: tuple[str, ...], dim: int, _, gradient: jax.Array):
-    summed = scatter_sum(gradient.astype(jnp.float32), axes, dim)
-    return (summed.astype(gradient.dtype),)
-
-
-_gather_whole.defvjp(_gather_whole_forward, _gather_whole_backward)

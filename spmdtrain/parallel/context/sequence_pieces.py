@@ -19,6 +19,7 @@ import numpy as np
 
 from spmdtrain.parallel.context.context_method import ContextMethod, zigzag_order
 from spmdtrain.parallel.context.ulysses import exchanging_heads
+from spmdtrain.parallel.reduce import gather_whole
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Pieces:
         x = x.reshape(self.of_device, x.shape[0] // self.of_device, *x.shape[1:])
         if self.ways == 1:
             return x
-        of_devices = jax.lax.all_gather(x, self.axes)  # [device, p, b, ...]
+        of_devices = gather_whole(x[None], self.axes, 0)  # [device, p, b, ...]
         if self.of_device == 1:
             return of_devices[:, 0]
         return jnp.concatenate((of_devices[:, 0], of_devices[::-1, 1]))

@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from spmdtrain.parallel.reduce import gather_whole
+
 Local = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
@@ -61,7 +63,7 @@ def exchanging_heads(
         if x is None or not {heads, "time"} & set(names_of_x):
             return x
         if heads not in names_of_x:
-            return jax.lax.all_gather(x, axes, axis=1, tiled=True)
+            return gather_whole(x, axes, 1)
         dim = list(names_of_x).index(heads)
         if "time" not in names_of_x:
             return own_heads(x, axes, ways, dim)
