@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-TAIL = 15  # lines of each part on the page
+TAIL = 45  # lines of each part on the page
+TO_END = 10  # seconds for a part to write what it has found
 HEADLINE = 160  # characters
 
 
@@ -27,7 +28,8 @@ HEADLINE = 160  # characters
 class Part:
     """One question to the machine. `least` and `most` are the minutes that it needs and may take.
 
-    In the command FOLDER stands for the folder of the results. `rehearsal` are the words of the
+    In the command FOLDER stands for the folder of the results, and SECONDS for those after which a
+    part should have ended by itself, so that it is not cut off. `rehearsal` are the words of the
     same on a CPU, with tiny sizes.
     """
 
@@ -92,7 +94,10 @@ def _row(part: Part, status: str) -> dict[str, Any]:
 def _run(part: Part, folder: Path, seconds: float) -> dict[str, Any]:
     """Runs a part and returns its outcome. Whatever ends this process ends the part as well."""
     log = folder / f"{part.name}.log"
-    command = [word.replace("FOLDER", str(folder)) for word in part.command]
+    told = f"{max(0.0, seconds - TO_END):.0f}"
+    command = [
+        word.replace("FOLDER", str(folder)).replace("SECONDS", told) for word in part.command
+    ]
     # Measured kernels are kept among the results, and later parts use them.
     environment = os.environ | {"PALLAS_KERNELS_CACHE": str(folder / "measured_kernels")}
     begin = time.monotonic()

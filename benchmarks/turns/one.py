@@ -94,10 +94,11 @@ def step(variant: Variant, dry: bool, file: Path) -> Callable[[], dict[str, Any]
                 state, metrics = compiled(state, batches[number % 3])
             jax.block_until_ready(state)
             rounds.append((time.perf_counter() - begin) / STEPS)
+        of_trace = {}
         if variant.traced:
             from traced import traced
 
-            traced(lambda: jax.block_until_ready(compiled(state, batches[0])), file)
+            of_trace = traced(lambda: jax.block_until_ready(compiled(state, batches[0])), file)
         seconds = statistics.median(rounds)
         length = setup.config.train.sequence_length
         tokens = tokens_of(setup.config)
@@ -114,6 +115,7 @@ def step(variant: Variant, dry: bool, file: Path) -> Callable[[], dict[str, Any]
             "device": device.device_kind,
             "jax": jax.__version__,
             "kernels": taken,
+            **of_trace,
         }
 
     return run

@@ -12,8 +12,11 @@ import jax
 KEPT = 300  # kernels of a stream
 
 
-def traced(step: Callable[[], object], file: Path) -> None:
-    """Runs `step` under the profiler, and writes FILE.top.json; the trace itself is thrown away."""
+def traced(step: Callable[[], object], file: Path) -> dict[str, float]:
+    """Runs `step` under the profiler, and writes FILE.top.json; the trace itself is thrown away.
+
+    Returns the figures of the stream of a GPU that was busy longest; none where there is no GPU.
+    """
     folder = Path(tempfile.mkdtemp())
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
@@ -27,6 +30,9 @@ def traced(step: Callable[[], object], file: Path) -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     file.with_suffix(".top.json").write_text(json.dumps(found, indent=0), encoding="utf-8")
+    of_gpus = [stream for name, stream in found.items() if "GPU" in name]
+    longest = max(of_gpus, key=lambda stream: stream["busy_ms"], default={})
+    return {key: x for key, x in longest.items() if key != "top"}
 
 
 def top_kernels(path: Path) -> dict[str, dict]:
