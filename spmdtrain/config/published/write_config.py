@@ -91,8 +91,12 @@ def _described(
             keys = {**keys, **dtypes, "architectures": [family.architecture]}
             if _reads_as(keys, model) == wanted:
                 return base.family, keys
+    is_plain = model.experts is None and model.latent is None
     for name, family in FAMILIES.items():
-        keys = {**_written(family, name, model), **dtypes, **tokens}
+        made = _written(family, name, model)
+        if is_plain and made.keys() & OF_ROUTERS:
+            continue  # no dense model becomes one of experts that it does not have
+        keys = {**made, **dtypes, **tokens}
         if _reads_as(keys, model) == wanted:
             return name, keys
     return None
