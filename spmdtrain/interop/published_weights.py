@@ -252,8 +252,12 @@ class Weights:
         )
 
     def _apart(self, name: str, names: Collection[str]) -> str:
-        """Returns a pattern of a tensor and of those around it, but of none outside `names`."""
+        """Returns a pattern of a tensor and of those around it, but of none outside `names`, unless
+        no layer of the model can have such a name.
+        """
         top = name.partition(".")[0] + "."
+        if NAMES[self._published.family].further.begin_at_0:
+            return f"{top}*"
         shares = any(other.startswith(top) for other in self._in_files if other not in names)
         return _pattern(name) if shares else f"{top}*"
 

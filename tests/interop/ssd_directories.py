@@ -166,6 +166,8 @@ def tensors_of(config: dict[str, Any]) -> Shapes:
         place = f"{'backbone' if backbone else 'model'}.layers.{number}"
         shapes |= {f"{place}.{name}": shape for name, shape in own.items()}
     shapes[f"{norms.get(kind, 'model.norm')}.weight"] = (embed,)
+    if config.get("num_nextn_predict_layers"):
+        shapes |= _of_mtp(config)
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (vocab, embed)
     return shapes
@@ -186,6 +188,17 @@ def _nemotron(config: dict[str, Any]) -> list[Shapes]:
     if config.get("mlp_bias"):
         parts["-"] |= {"mixer.up_proj.bias": (ffn,), "mixer.down_proj.bias": (embed,)}
     return [parts[kind] | {"norm.weight": (embed,)} for kind in kinds]
+
+
+def _of_mtp(config: dict[str, Any]) -> Shapes:
+    """Nemotron 3's block of a further token: two layers, in front of the first what joins."""
+    embed, kinds = config["hidden_size"], config["mtp_hybrid_override_pattern"]
+    shapes: Shapes = {}
+    for number, own in enumerate(_nemotron(config | {"hybrid_override_pattern": kinds})):
+        shapes |= {f"mtp.layers.{number}.{name}": shape for name, shape in own.items()}
+    shapes |= {f"mtp.layers.0.{name}.weight": (embed,) for name in ("enorm", "hnorm")}
+    shapes["mtp.layers.0.eh_proj.weight"] = (embed, 2 * embed)
+    return shapes | {f"mtp.layers.{len(kinds) - 1}.final_layernorm.weight": (embed,)}
 
 
 def _mlp(place: str, ffn: int, embed: int) -> Shapes:

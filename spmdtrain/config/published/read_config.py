@@ -11,7 +11,7 @@ from spmdtrain.config.published.class_keys import unread_by_class
 from spmdtrain.config.published.families.activations import PLAIN
 from spmdtrain.config.published.families.all_families import FAMILIES
 from spmdtrain.config.published.families.family import Family, ModelSettings
-from spmdtrain.config.published.families.further_layers import as_in_files
+from spmdtrain.config.published.families.further_layers import as_in_files, holds_further
 from spmdtrain.config.published.idle_tensors import with_idle_keys
 from spmdtrain.config.published.keys import Keys
 from spmdtrain.config.published.quantisation import packing_of
@@ -79,13 +79,11 @@ def read_published(folder: Path, ignored: Collection[str] = ()) -> Published:
     that cannot be read.
     """
     published = as_published(folder, _read(folder))
-    apart = FAMILIES[published.family].further_apart
-    settings, in_files = (
-        as_in_files(published.settings, folder, patterns, lie_apart=apart)
-        for patterns in (ignored, ())
-    )
+    layers_apart = FAMILIES[published.family].further_apart
+    settings = as_in_files(published.settings, folder, ignored, layers_apart=layers_apart)
     settings = with_idle_keys(settings, folder, ignored)
-    if "multi_token" in in_files or "multi_token" not in published.settings:
+    is_announced = "multi_token" in published.settings
+    if not is_announced or holds_further(published.settings, folder, layers_apart=layers_apart):
         return replace(published, settings=settings)
     remark = f"{folder}: its files lack the layers that predict further tokens"
     return replace(published, settings=settings, remarks=(*published.remarks, remark))

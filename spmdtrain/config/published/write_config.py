@@ -14,6 +14,7 @@ from spmdtrain.config.published.families.all_families import FAMILIES
 from spmdtrain.config.published.families.expert_keys import OF_ROUTERS
 from spmdtrain.config.published.families.family import Family
 from spmdtrain.config.published.families.further_layers import OF_QWEN, OWN_TABLES
+from spmdtrain.config.published.families.nemotron import OF_FURTHER
 from spmdtrain.config.published.read_config import Published, as_published
 from spmdtrain.config.published.rope_keys import ORIGINAL, SHARE, WINDOW_THETA, write_rope
 from spmdtrain.config.schema import (
@@ -28,7 +29,7 @@ from spmdtrain.config.schema import (
 
 # Keys of an imported file that name its origin, code that came with it, or layers left out.
 DROPPED = ("quantization_config", "auto_map", "_name_or_path")
-ANNOUNCING = (OF_QWEN, OWN_TABLES)  # of blocks that a model may have left out
+ANNOUNCING = (OF_QWEN, OWN_TABLES, *OF_FURTHER)  # of blocks that a model may have left out
 # Keys of rotary positions in both forms: transformers 5 reads nothing of the newer one if the older
 # one is there.
 OF_ROPE = (

@@ -7,7 +7,7 @@ from spmdtrain.interop import pieces
 from spmdtrain.interop.names import expert_parts, kimi_parts, layer_parts, lfm_parts, ssd_parts
 from spmdtrain.interop.names.entry import EMBED, HEAD, NORM, POSITIONS, Part, Table, entry
 from spmdtrain.interop.names.expert_parts import Layouts
-from spmdtrain.interop.names.further_parts import AFTER_THE_LAST, APART, FurtherNames
+from spmdtrain.interop.names.further_parts import AFTER_THE_LAST, APART, IN_TWO, FurtherNames
 from spmdtrain.interop.names.layer_parts import (
     ATTENTION,
     DELTA,
@@ -188,6 +188,7 @@ NAMES: Mapping[str, FamilyNames] = {
         ssd_parts.NEMOTRON_EXPERTS,
         whole=ssd_parts.NEMOTRON_WHOLE,
         prefix=ssd_parts.NEMOTRON_PREFIX,
+        further=IN_TWO,
         kept_spellings=(("backbone.", "model."),),
     ),
     "granitemoehybrid": FamilyNames(

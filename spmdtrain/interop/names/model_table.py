@@ -10,6 +10,7 @@ from spmdtrain.interop.names.entry import (
     LAYER,
     OURS,
     Entry,
+    Part,
     Table,
     in_layers,
 )
@@ -68,7 +69,7 @@ def layout_of(family: str, model: TransformerConfig, names: Collection[str]) -> 
     in_layers = _layout_at(family, model, NAMES[family].prefix, with_experts[-1], names)
     further = NAMES[family].further
     in_further = [
-        _layout_at(family, model, further.prefix, number, names)
+        _layout_at(family, model, further.mlp_prefix or further.prefix, number, names)
         for number in further.numbers(model)
     ]
     return LayoutsInFiles(in_layers, *in_further[:1])
@@ -152,15 +153,11 @@ def _sized(entry: Entry, model: TransformerConfig) -> Entry:
     return entry._replace(rule=lambda _, shape: rule(sizes, shape))
 
 
-def stack_table(family: str, model: TransformerConfig) -> Table:
-    """Returns the table of a family without first dense layers, for experts one by one."""
-    return {**NAMES[family].whole, **in_layers(NAMES[family].prefix, _last_layer(family, model, 0))}
-
-
-def _last_layer(family: str, model: TransformerConfig, layout: int) -> dict[str, Entry]:
+def _further_layer(family: str, model: TransformerConfig, layout: int) -> Part:
+    """Returns the entries of the layer of model.multi_token's blocks."""
     names, layouts = NAMES[family], _layouts(family, model)
-    of_mlp = layouts[layout] if model.experts and layouts else names.mlp
-    return {**_layer(family, model), **of_mlp}
+    has_experts = model.further_parts.mlp == "experts" and layouts
+    return {**_layer(family, model), **(layouts[layout] if has_experts else names.mlp)}
 
 
 def _layouts(family: str, model: TransformerConfig) -> Layouts:
@@ -181,7 +178,7 @@ def _further(family: str, model: TransformerConfig, layout: int) -> Table:
     """Returns the entries of model.multi_token, whose blocks are like the last layer."""
     further = NAMES[family].further
     count = model.experts.count if model.experts else 0
-    of_layer = in_layers(further.prefix, _last_layer(family, model, layout))
+    of_layer = further.in_layer(_further_layer(family, model, layout))
     entries = {}
     for depth, number in enumerate(further.numbers(model)):
         ours = f"{FURTHER}{depth}."

@@ -59,5 +59,6 @@ class Family:
     # All that `rope_scaling` may hold beside its type, if its class in transformers 4 is strict.
     strict_scaling: tuple[str, ...] = ()
     is_gpt2: bool = False
-    further_apart: bool = False  # tensors of `mtp.` predict further tokens, and no layer does
+    # The layers `mtp.layers.N` that are the block of a further token; 0: it follows the last layer.
+    further_apart: int = 0
     packing: str = ""  # in which its experts may be quantised: "mxfp4"

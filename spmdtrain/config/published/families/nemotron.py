@@ -5,6 +5,7 @@ from typing import Any
 
 from spmdtrain.config.published.families.expert_keys import BY_SIGMOID, read_router, write_router
 from spmdtrain.config.published.families.family import SIZES, Family, ModelSettings
+from spmdtrain.config.published.families.further_layers import DEPTH, apart, write_further
 from spmdtrain.config.published.families.layer_windows import shortest
 from spmdtrain.config.published.families.ssd_keys import (
     LIMIT,
@@ -26,6 +27,8 @@ KINDS: tuple[tuple[str, tuple[str, ...], LayerParts], ...] = (
 LETTERS = {name: letter for letter, names, _ in KINDS for name in names}
 PARTS = {letter: parts for letter, _, parts in KINDS}
 BY_DEFAULT = "ME*-"
+# The layers of the block that predicts a further token, in the same two forms.
+OF_FURTHER = ("mtp_hybrid_override_pattern", "mtp_layers_block_type")
 OF_SSD = {
     "heads": "mamba_num_heads",
     "head_dim": "mamba_head_dim",
@@ -79,8 +82,7 @@ def _nemotron(keys: Keys) -> ModelSettings:
     for name in ("use_bias", "mamba_proj_bias", "attention_bias"):
         keys.must_be(name, False, None)
     keys.must_be("sliding_window", None)
-    keys.pass_over("expand", "mtp_hybrid_override_pattern", "mtp_layers_block_type")
-    keys.pass_over("num_nextn_predict_layers", "n_shared_experts")
+    keys.pass_over("expand", "n_shared_experts", *OF_FURTHER)  # whose layers the tensors tell
     parts = [PARTS[letter] for letter in _letters(keys)]
     mixers, mlps = ([part[at] for part in parts] for at in (0, 1))
     settings: ModelSettings = {
@@ -88,6 +90,7 @@ def _nemotron(keys: Keys) -> ModelSettings:
         "mixers": shortest(mixers),
         "mlps": shortest(mlps),
         "mlp_bias": keys.flag("mlp_bias"),
+        "multi_token": apart() if keys.whole(DEPTH) else None,
     }
     ssd, experts = _ssd(keys), _routed(keys)
     if "ssd" in mixers:
@@ -127,7 +130,20 @@ def _write_nemotron(model: TransformerConfig) -> dict[str, Any]:
     if model.experts:
         keys |= write_router(model.experts) | {LATENT: model.experts.width}
         keys[SHARED_FFN] = model.experts.shared_width
-    return keys
+    return keys | _write_further(model)
+
+
+def _write_further(model: TransformerConfig) -> dict[str, Any]:
+    """Returns the keys of the block that predicts a further token, which are two layers."""
+    keys = write_further(model)
+    if model.multi_token is None:
+        return keys
+    layers = (PARTS["*"], LayerParts("none", model.further_parts.mlp))
+    letters, kinds = zip(
+        *((letter, names[-1]) for at in layers for letter, names, parts in KINDS if parts == at),
+        strict=True,
+    )
+    return keys | dict(zip(OF_FURTHER, ("".join(letters), list(kinds)), strict=True))
 
 
 NEMOTRON = {
@@ -179,5 +195,6 @@ NEMOTRON = {
         activations={"relu2": "relu2"},
         epsilon="layer_norm_epsilon",
         as_usual=_as_usual,
+        further_apart=2,
     )
 }

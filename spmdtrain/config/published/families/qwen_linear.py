@@ -133,7 +133,7 @@ QWEN_LINEAR = {
         read=_qwen3_5,
         write=_write_qwen3_5,
         rope_keys=MROPE,
-        further_apart=True,
+        further_apart=1,
         activations=SILU,
     ),
     "qwen3_5_moe_text": Family(
@@ -144,7 +144,7 @@ QWEN_LINEAR = {
         read=_qwen3_5_moe,
         write=_write_qwen3_5_moe,
         rope_keys=MROPE,
-        further_apart=True,
+        further_apart=1,
         activations=SILU,
     ),
     "qwen3_next": Family(
@@ -161,7 +161,7 @@ QWEN_LINEAR = {
         settings=SETTINGS,
         read=_qwen3_next,
         write=_write_qwen3_next,
-        further_apart=True,
+        further_apart=1,
         activations=SILU,
     ),
 }
