@@ -3,6 +3,7 @@
 Errors are roots of mean squares, relative, unless something else is said.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +44,14 @@ def theirs(folder: Path) -> Any:
     )
 
 
-def packed(setup: Setup, params: dict[str, jax.Array]) -> float:
-    """How far documents of one row are from each of them alone.
+def packed(
+    setup: Setup, params: dict[str, jax.Array], documents: Sequence[int] = DOCUMENTS
+) -> float:
+    """How far documents of one row, of so many tokens, are from each of them alone.
 
     Raises AssertionError if the last token of the first document changes a bit of the others.
     """
-    lengths = np.array(DOCUMENTS)
+    lengths = np.array(documents)
     segments = np.repeat(np.arange(len(lengths)), lengths)[None]
     positions = np.concatenate([np.arange(length) for length in lengths])[None]
     tokens = np.random.default_rng(5).integers(0, setup.config.vocab, (1, lengths.sum()))
@@ -73,9 +76,9 @@ def packed(setup: Setup, params: dict[str, jax.Array]) -> float:
     return directories.apart(in_a_row, np.concatenate([np.asarray(x) for x in alone], 1))
 
 
-def cached(setup: Setup, params: dict[str, jax.Array]) -> float:
+def cached(setup: Setup, params: dict[str, jax.Array], prefills: Sequence[int] = PREFILLS) -> float:
     """How far the logits of the token after each prefill are, behind a cache, from the whole's."""
-    length = max(PREFILLS) + 1
+    length = max(prefills) + 1
     tokens = np.random.default_rng(6).integers(0, setup.config.vocab, (2, length))
     whole = np.asarray(make_logits(setup)(params, tokens))
 
@@ -87,7 +90,7 @@ def cached(setup: Setup, params: dict[str, jax.Array]) -> float:
         return module.extend(tokens_bt, ctx, cache)
 
     errors = []
-    for prefill in PREFILLS:
+    for prefill in prefills:
         _, cache = extend(tokens[:, :prefill], empty_cache(setup.config.model, (2, length)))
         logits, _ = extend(tokens[:, prefill : prefill + 1], cache)
         following = np.asarray(logits)[:, : whole.shape[-1]]
