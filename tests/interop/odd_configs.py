@@ -7,7 +7,6 @@ widths and vocabularies, layers of different kinds in any order.
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -140,12 +139,6 @@ def draw(family: str, seed: int, *, is_wrapped: bool = False) -> Drawn:
     name = " ".join((family, str(seed), dtype, *(["3 files"] if parts > 1 else [])))
     name += (", older keys" if is_older else "") + (", wrapped" if is_wrapped else "")
     return Drawn(name, seed, config, dtype, parts, is_older)
-
-
-def text_of(folder: Path) -> Config:
-    """Returns the keys of the text part of a config.json."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return config.get("text_config", config)
 
 
 def _drawn(random: Random, family: str) -> Config:
