@@ -30,6 +30,25 @@ def test_the_channels_that_turn_are_said_by_three_keys_the_newest_of_which_count
     assert settings("glm4_moe", partial_rotary_factor=...)["rope_share"] == 0.5
 
 
+OF_A_SHARE = [
+    name for name, family in FAMILIES.items() if "partial_rotary_factor" in family.defaults
+]
+
+
+@pytest.mark.parametrize("family", OF_A_SHARE)
+def test_all_channels_turn_on_the_way_out_where_the_class_turns_a_share(family):
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0, "partial_rotary_factor": 1.0}
+    own = {"rope_theta": ..., "rope_scaling": ..., "partial_rotary_factor": ...}
+    keys = directories.CONFIGS[family] | own | {"rope_parameters": rope}
+    published = as_published(Path(), {name: x for name, x in keys.items() if x is not ...})
+    model = as_model(published.settings)
+    assert model.rope_share == 1
+    for base in (published, None):
+        _, keys = write_config(model, base, dtype="float32", tokens={}, run=Path())
+        assert keys["partial_rotary_factor"] == 1
+        assert function_of(as_model(as_published(Path(), keys).settings)) == function_of(model)
+
+
 def test_layers_without_a_window_do_not_turn_where_there_are_windows():
     of_pattern = settings("exaone4", layer_types=..., sliding_window_pattern=4)
     assert of_pattern == settings("exaone4")

@@ -247,12 +247,14 @@ def _rope(family: Family, model: TransformerConfig) -> dict[str, Any]:
     """Returns the keys of rotary positions; none for a model without them."""
     if all(kind.rope_theta is None for kind in model.layer_kinds):
         return {}
-    return write_rope(
+    keys = write_rope(
         model,
         strictly=family.strict_scaling,
         by_kind=family.rope_by_kind,
         in_tables=family.rope_in_tables,
     )
+    # The class takes another share than all channels if the file says none.
+    return keys | {SHARE: model.rope_share} if SHARE in family.defaults else keys
 
 
 def _name_of(known: Mapping[str, str], mlp: str) -> str | None:

@@ -52,7 +52,6 @@ def _write_glm4_moe(model: TransformerConfig) -> dict[str, Any]:
         **write_further(model),
         "use_qk_norm": model.query_norm == "head",
         FIRST_DENSE: first_dense_of(model),
-        SHARE: model.rope_share,  # which is a half if it is absent
     }
 
 
