@@ -1,6 +1,7 @@
 """Adapters as files of peft: what the files say by peft's formula, and what comes back."""
 
 import json
+import re
 
 import jax
 import numpy as np
@@ -17,6 +18,7 @@ from spmdtrain.interop.peft.adapter_config import CONFIG, OF_MAMBA
 from spmdtrain.interop.peft.adapter_files import WEIGHTS, read_adapters, write_adapters
 from spmdtrain.interop.safetensors_files import open_file
 from spmdtrain.models.adapters.by_path import merged
+from spmdtrain.running.published.export_adapters import type_of_base
 
 OF_DELTA = ("key_heads=2", "value_heads=6", "key_dim=8", "value_dim=6", "taps=3")
 OF_KIMI = ("key_heads=3", "value_heads=3", "key_dim=8", "value_dim=8", "taps=3", "decay=channel")
@@ -145,6 +147,33 @@ def test_the_files_say_what_merging_does(family, settings, tmp_path):
     assert got.keys() == want.keys()
     for name, x in want.items():
         assert np.allclose(got[name], x, rtol=1e-5, atol=1e-5), name
+
+
+def test_beside_a_tower_names_are_those_of_the_text_part_alone(tmp_path):
+    settings = ("finetune.kind=lora", "finetune.also_train=tokens.*")
+    config, values = drawn(*FAMILIES["llama"], *settings)
+    for name in ("plain", "beside"):
+        write_adapters(tmp_path / name, values, config, "llama", has_tower=name == "beside")
+    plain, beside = (open_file(tmp_path / name / WEIGHTS) for name in ("plain", "beside"))
+    moved = {name.replace(".model.model.", ".model.model.language_model.") for name in plain}
+    assert set(beside) == moved
+    said = json.loads((tmp_path / "beside" / CONFIG).read_text())
+    modules = {name[len("base_model.model.") :].rpartition(".lora_")[0] for name in beside}
+    for module in filter(None, modules):
+        assert re.fullmatch(said["target_modules"], module)
+        in_tower = module.replace("language_model.", "vision_tower.encoder.")
+        assert not re.fullmatch(said["target_modules"], in_tower)
+    assert said["modules_to_save"] == ["model.language_model.embed_tokens"]
+
+
+def test_a_base_on_this_machine_says_whether_it_has_a_tower(tmp_path):
+    run, base = tmp_path / "run", tmp_path / "base"
+    for folder, kind in ((run / "hf", "gemma4"), (base, "gemma4_text")):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps({"model_type": kind}))
+    assert type_of_base(run, str(base)) == "gemma4_text"
+    assert type_of_base(run, "someone/elsewhere") == type_of_base(run, None) == "gemma4"
+    assert type_of_base(base, "someone/elsewhere") is None
 
 
 @pytest.mark.parametrize(

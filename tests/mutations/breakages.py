@@ -465,9 +465,9 @@ BREAKAGES = [
     ),
     Breakage(
         "gradients of keys are not summed over context",
-        "parallel/regions.py",
-        "summed = scatter_sum(gradient.astype(jnp.float32), axes, dim)",
-        "summed = scatter_sum(gradient.astype(jnp.float32), axes, dim) / 2",
+        "parallel/reduce.py",
+        "(scatter_sum(dx.astype(jnp.float32), axes, dim).astype(dx.dtype),)",
+        "(scatter_sum(dx.astype(jnp.float32) / 2, axes, dim).astype(dx.dtype),)",
         f"{LAYOUTS} -k every_gradient",
     ),
     Breakage(
@@ -1362,8 +1362,8 @@ BREAKAGES = [
     Breakage(
         "reads the high half of a byte first",
         "interop/mxfp4.py",
-        "np.stack([blocks & 15, blocks >> 4], -1)",
-        "np.stack([blocks >> 4, blocks & 15], -1)",
+        "np.stack([packed & 15, packed >> 4], -1)",
+        "np.stack([packed >> 4, packed & 15], -1)",
         "tests/interop/test_import_and_export.py -k four_bits",
     ),
     Breakage(

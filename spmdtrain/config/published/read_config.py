@@ -70,6 +70,16 @@ def is_published(folder: Path) -> bool:
     return any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
 
 
+def model_type_of(folder: Path) -> str | None:
+    """Returns what the config.json of a directory calls its model; None without such a file."""
+    try:
+        document = json.loads((folder / NAME).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    name = document.get("model_type") if isinstance(document, dict) else None
+    return name if isinstance(name, str) else None
+
+
 def read_published(folder: Path, ignored: Collection[str] = ()) -> Published:
     """Returns the model in a Hugging Face directory, without the tensors of the patterns `ignored`.
     Only JSON is read.

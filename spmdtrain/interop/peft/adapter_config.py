@@ -1,6 +1,7 @@
 """Writes and checks `adapter_config.json`, which tells peft where adapters belong."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,10 @@ MLP_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 # in these families. It lets Granite 4 have it.
 PAST_ADAPTERS = "out_proj"
 OF_MAMBA = ("nemotron_h", "falcon_h1")
+# Models that transformers 5.24 loads with their vision tower: AutoModelForCausalLM, and of mistral3
+# the only class that it has. Their text part lies inside.
+WITH_TOWER = ("gemma3", "gemma4", "gemma4_unified", "mistral3")
+TEXT_PART = ("model.", "model.language_model.")  # a spelling: of names without a tower, with one
 
 
 def config_of(
@@ -23,8 +28,13 @@ def config_of(
     base: str | None,
     targets: Mapping[str, int],
     whole: Sequence[str],
+    *,
+    has_tower: bool = False,
 ) -> dict[str, Any]:
     """Returns adapter_config.json: the keys that every version of peft reads.
+
+    `has_tower`: the base is one of `WITH_TOWER`, whose tower has layers of the same names: the
+    modules are a pattern that only those of the text part match.
 
     With transformers 5, peft 0.21 takes a module `gate_proj` of a model with experts for a part of
     their stacked weights. It adapts such a layer as a parameter. Raises ConfigError for adapters
@@ -39,6 +49,7 @@ def config_of(
             f"peft has no DoRA for {parameters[0]} in a model with experts",
             fix="--to hf, which merges adapters, or finetune.targets without gate, up and down",
         )
+    modules = sorted(targets.keys() - parameters)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -46,7 +57,7 @@ def config_of(
         "r": finetune.rank,
         "lora_alpha": finetune.alpha,
         "lora_dropout": 0.0 if parameters else finetune.dropout,  # of parameters peft has none
-        "target_modules": sorted(targets.keys() - parameters),
+        "target_modules": _in_text_part(modules) if has_tower else modules,
         "target_parameters": sorted(f"{name}.weight" for name in parameters) or None,
         "bias": "none",
         "fan_in_fan_out": family == "gpt2",
@@ -58,6 +69,11 @@ def config_of(
         "init_lora_weights": True,
         "inference_mode": True,
     }
+
+
+def _in_text_part(modules: Sequence[str]) -> str:
+    names = "|".join(map(re.escape, modules))
+    return rf"(.*\.)?language_model\.(.*\.)?({names})"
 
 
 def _refuse_past_adapters(family: str, targets: Mapping[str, int]) -> None:

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,14 @@ from spmdtrain.interop.names.entry import EMBED, HEAD, OURS
 from spmdtrain.interop.names.family_names import NAMES
 from spmdtrain.interop.names.model_sizes import sizes_of
 from spmdtrain.interop.names.model_table import table_of
-from spmdtrain.interop.peft.adapter_config import CONFIG, check_config, config_of, read_config
+from spmdtrain.interop.names.spellings import spelled
+from spmdtrain.interop.peft.adapter_config import (
+    CONFIG,
+    TEXT_PART,
+    check_config,
+    config_of,
+    read_config,
+)
 from spmdtrain.interop.peft.linear_layers import LinearLayer, Member, Values, linear_layers, outputs
 from spmdtrain.interop.pieces import Rows
 from spmdtrain.interop.safetensors_files import open_file
@@ -35,28 +43,36 @@ PREFIX = "base_model.model."
 
 
 def write_adapters(
-    folder: Path, values: Values, config: RunConfig, family: str, base: str | None = None
+    folder: Path,
+    values: Values,
+    config: RunConfig,
+    family: str,
+    base: str | None = None,
+    *,
+    has_tower: bool = False,
 ) -> int:
     """Writes the adapters among `values`, and the weights that [finetune] trains whole.
 
-    Returns the number of tensors. `family` is the model_type of the base, and `base` its name or
-    directory, which peft loads. Raises ConfigError if the run has no adapters, or one for a weight
-    that the family lacks.
+    Returns the number of tensors. `family` is the model_type of the base, or of its text part if
+    `has_tower`, and `base` its name or directory, which peft loads. Raises ConfigError if the run
+    has no adapters, or one for a weight that the family lacks.
     """
     finetune = config.finetune
     if not finetune.has_adapters:
         raise ConfigError("the run has no adapters", found="finetune.kind='full'", fix="--to hf")
+    in_base = partial(spelled, spelling=TEXT_PART) if has_tower else str
     layers = linear_layers(values, config.model, family)
     adapted = [layer for layer in layers if _members_with_adapters(layer, values)]
     tensors = {
-        PREFIX + layer.name + ending: np.ascontiguousarray(x, np.float32)
+        PREFIX + in_base(layer.name) + ending: np.ascontiguousarray(x, np.float32)
         for layer in adapted
         for ending, x in _written(layer, values).items()
     }
     _check_all_written(values, adapted)
-    whole = dict(_trained_whole(values, config, family))
+    whole = {in_base(name): x for name, x in _trained_whole(values, config, family)}
     tensors |= {PREFIX + name: x for name, x in whole.items()}
-    document = config_of(config, family, base, _targets(layers, values), sorted(whole))
+    targets = {in_base(name): count for name, count in _targets(layers, values).items()}
+    document = config_of(config, family, base, targets, sorted(whole), has_tower=has_tower)
     with new_folder(folder) as spare:
         try:
             (spare / CONFIG).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")

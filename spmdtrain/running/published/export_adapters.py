@@ -8,7 +8,10 @@ import numpy as np
 from spmdtrain.checkpoints.restore import read_step, run_config
 from spmdtrain.checkpoints.saved_steps import SavedSteps
 from spmdtrain.config.arguments import as_flag, as_path, as_step
+from spmdtrain.config.published.read_config import model_type_of
 from spmdtrain.config.schema import RunConfig
+from spmdtrain.interop.companion_files import original_folder
+from spmdtrain.interop.peft.adapter_config import WITH_TOWER
 from spmdtrain.interop.peft.adapter_files import write_adapters
 from spmdtrain.interop.peft.linear_layers import Values
 from spmdtrain.interop.published_weights import in_words
@@ -45,12 +48,20 @@ def export_adapters(
             return _values(checkpoints, at, config, ema=ema)
 
         at, values = read_step(checkpoints, run, step, read)
-    count = write_adapters(out, values, config, target.family, base)
+    has_tower = type_of_base(run, base) in WITH_TOWER
+    count = write_adapters(out, values, config, target.family, base, has_tower=has_tower)
     size = sum(path.stat().st_size for path in out.iterdir())
     return [
         f"step {at} of {run}{', averaged' if ema else ''}",
         f"{out}: {count} tensors, {in_words(size)}; base {base or 'not named'}",
     ]
+
+
+def type_of_base(run: Path, base: str | None) -> str | None:
+    """Returns the model_type of the base, or of the run's import if `base` is no folder here."""
+    of_base = model_type_of(Path(base)) if base else None
+    original = original_folder(run)
+    return of_base or (model_type_of(original) if original else None)
 
 
 def _values(checkpoints: SavedSteps, step: int, config: RunConfig, *, ema: bool) -> Values:
