@@ -110,11 +110,11 @@ ANEW = (
     ),
     Breakage(
         "the gradient of what is shared is that of one device",
-        "parallel/regions.py",
-        "summed = scatter_sum(gradient.astype(jnp.float32), axes, dim)",
-        "size = gradient.shape[dim] // jax.lax.psum(1, axes)\n"
+        "parallel/reduce.py",
+        "return (scatter_sum(dx.astype(jnp.float32), axes, dim).astype(dx.dtype),)",
+        "size = dx.shape[dim] // jax.lax.psum(1, axes)\n"
         "begin = jax.lax.axis_index(axes) * size\n"
-        "summed = jax.lax.dynamic_slice_in_dim(gradient.astype(jnp.float32), begin, size, dim)",
+        "return (jax.lax.dynamic_slice_in_dim(dx, begin, size, dim),)",
         NONE,
     ),
     Breakage(
