@@ -50,6 +50,13 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
     os.environ["PYTHONPYCACHEPREFIX"] = _bytecode.name
 
 
+# A program that a test starts in another folder imports the tree of the test: a relative path would
+# lead nowhere there, and the program to what is installed.
+PATHS = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+TREE = Path(__file__).parents[1]
+os.environ["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in (*PATHS, TREE))
+
+
 # A make that runs these tests exports what it was called with: a make or a script that a test
 # starts would take over its Python and its arguments.
 MAKEFILE = Path(__file__).parent.parent / "Makefile"

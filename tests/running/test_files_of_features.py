@@ -118,6 +118,13 @@ def of_a_quickstart(by_a_quickstart) -> set[str]:
     return by_a_quickstart["imported"]
 
 
+def test_a_program_in_another_folder_imports_the_tree_of_its_test(tmp_path):
+    """Also where the tests were started with a relative path, or with none."""
+    program = "import spmdtrain; print(spmdtrain.__file__)"
+    said = subprocess.check_output([sys.executable, "-c", program], text=True, cwd=tmp_path)
+    assert Path(said.strip()) == ROOT / "spmdtrain" / "__init__.py"
+
+
 def test_a_quickstart_run_is_read_in_few_files(by_a_quickstart):
     assert str(ROOT / "spmdtrain" / "train" / "step.py") in by_a_quickstart["called"]
     assert len(by_a_quickstart["called"]) < MOST_CALLED
