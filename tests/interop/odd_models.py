@@ -9,7 +9,8 @@ files, or with the keys of transformers 4. Each check prints a line with its fig
 --wrapped the model is the text part of one with a vision tower, if the family has such models.
 
 A figure above its tolerance is measured again from torch in float64, and is off if it exceeds what
-torch's own float32 is off by.
+torch's own float32 is off by. Gradients of many gelus in a row, of Gemma 4 for one, need a program
+that XLA optimises: XLA_FLAGS=--xla_force_host_platform_device_count=8, as in verified.py.
 """
 
 import argparse
@@ -162,6 +163,12 @@ class InTransformers:
         """How far float32 is from float64 in the logits."""
         return directories.apart(self.in_float32[0], self.in_float64[0])
 
+    @cached_property
+    def noise_of_a_token(self) -> float:
+        """How far float32 is from float64 in the logits of the token that is furthest off."""
+        pairs = (x.reshape(-1, x.shape[-1]) for x in (self.in_float32[0], self.in_float64[0]))
+        return max(directories.apart(*pair) for pair in zip(*pairs, strict=True))
+
 
 def text_name(name: str) -> str:
     """Returns the name of a tensor of a wrapper in files of its text part."""
@@ -258,7 +265,7 @@ def check_use(checks: Checks, imported: Imported, theirs: InTransformers) -> Non
         ("cached", in_use.cached, PREFILLS),
     ):
         error = measured(imported.setup, imported.params, at)
-        tolerance = CACHED if error <= CACHED else max(CACHED, NOISE * theirs.noise)
+        tolerance = CACHED if error <= CACHED else max(CACHED, NOISE * theirs.noise_of_a_token)
         checks.within(what, error, tolerance)
 
 
