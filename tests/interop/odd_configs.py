@@ -92,6 +92,8 @@ UNBIASED = {
     "mlp_bias": ("hy_v3", "deepseek_v32", "glm_moe_dsa"),
     "use_bias": ("ernie4_5_moe",),
 }
+LATENT = ("deepseek_v3", "glm4_moe_lite", "mistral4", "kimi_linear", "deepseek_v32", "glm_moe_dsa")
+SHARES = ("glm4_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "minimax_m2")
 FACTORS = (
     *("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
     *("lm_head_multiplier", "key_multiplier", "attention_in_multiplier", "logit_scale"),
@@ -163,7 +165,7 @@ def _drawn(random: Random, family: str) -> Config:
         **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "norm_eps"), any_of((1e-3, 3e-3))),
         "layer_norm_epsilon": any_of((1e-3, 3e-3)),
         "sliding_window": any_of((3, 5, 9, 16)),
-        **{f"{name}_intermediate_size": narrow for name in ("moe", "shared", "shared_expert")},
+        **{f"{name}_intermediate_size": narrow for name in ("moe", "shared")},
         "moe_shared_expert_intermediate_size": any_of((11, 26)),
         "shared_expert_intermediate_size": any_of((11, 26)),
         **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts"), count),
@@ -196,9 +198,6 @@ def _drawn(random: Random, family: str) -> Config:
     }
 
 
-LATENT = ("deepseek_v3", "glm4_moe_lite", "mistral4", "kimi_linear", "deepseek_v32", "glm_moe_dsa")
-
-
 def _layers(random: Random, family: str, config: Config) -> Config:
     """Returns the keys that say what each layer is: lists, periods or first layers."""
     layers = config.get("num_hidden_layers", 1)
@@ -225,7 +224,7 @@ def _layers(random: Random, family: str, config: Config) -> Config:
 
 
 SCALED = ("linear", "llama3", "yarn")
-NO_SCALING = ("gemma2", "olmo3", "kimi_linear", "nemotron_h", "lfm2", "lfm2_moe", "gpt2")
+NO_SCALING = ("gemma2", "olmo3", "lfm2", "lfm2_moe")
 OWN_ROPE = ("phi3", "gemma3_text", "gemma4_text", "gemma4_unified_text", "ministral3", "mistral4")
 
 
@@ -237,16 +236,19 @@ def _rope(random: Random, family: str, config: Config) -> Config:
     kind = "default" if family in NO_SCALING else random.choice(("default", *SCALED))
     kind = {"linear": "llama3"}.get(kind, kind) if family == "llama4_text" else kind
     scaling = _scaling(random, kind)
+    if kind == "yarn" and family in LATENT:
+        scaling |= {"mscale": random.choice((0.7, 1.0)), "mscale_all_dim": 1.0}
     width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     share = _share(random, width) if family in SHARES else None
     if random.random() < 0.5:
         table = {"rope_type": "default", "rope_theta": theta, **(scaling or {})}
         return {"rope_parameters": table | ({"partial_rotary_factor": share} if share else {})}
+    if scaling and random.random() < 0.5:
+        scaling["type"] = scaling.pop("rope_type")
     older = {"rope_theta": theta, "rope_scaling": scaling}
+    if share and family == "minimax_m2":
+        return older | {"rotary_dim": int(width * share)}
     return older | ({"partial_rotary_factor": share} if share else {})
-
-
-SHARES = ("glm4_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "minimax_m2")
 
 
 def _share(random: Random, width: int) -> float:
@@ -400,6 +402,18 @@ def _llama4(random: Random, config: Config) -> Config:
     return own
 
 
+def _kimi(random: Random, config: Config) -> Config:
+    if random.random() < 0.5 or "layer_types" not in config:
+        return {}
+    kinds = dict(enumerate(config.pop("layer_types"), start=1))  # as published, from 1
+    table = {"full_attn_layers": [layer for layer, kind in kinds.items() if kind == FULL]}
+    table["kda_layers"] = [layer for layer in kinds if layer not in table["full_attn_layers"]]
+    names = {"linear_head_dim": "head_dim", "linear_num_heads": "num_heads"}
+    names["linear_conv_kernel_dim"] = "short_conv_kernel_size"
+    table |= {older: config.pop(name) for name, older in names.items()}
+    return {"linear_attn_config": table}
+
+
 def _sparse(random: Random, config: Config) -> Config:
     own: Config = {"q_lora_rank": random.choice((11, 28)), "index_topk": random.choice((48, 64))}
     own |= {"index_n_heads": random.choice((3, 5)), "index_head_dim": random.choice((10, 12))}
@@ -458,6 +472,7 @@ OWN: dict[str, Callable[[Random, Config], Config]] = {
     "granitemoehybrid": _granite_hybrid,
     "falcon_h1": _falcon,
     "llama4_text": _llama4,
+    "kimi_linear": _kimi,
     "deepseek_v32": _sparse,
     "glm_moe_dsa": _glm_moe_dsa,
     "ernie4_5_moe": _ernie_moe,
