@@ -9,8 +9,10 @@ exported folder must be those of the first one, bit by bit.
 
 Processor seconds are compared, as other programs hardly move them. Those in the kernel are printed
 beside: on a virtual machine, each GB of memory that its host has to find first costs it 2 seconds
-and more, for which no contender is to blame. One round is run before those that count. torch and
-transformers must be installed.
+and more, for which no contender is to blame. So two more processes take turns with them, which
+compute nothing: one fills as much fresh memory as the folder has bytes, as an import does for the
+parameters, and one writes as many bytes into a new file, as all three do. One round is run before
+those that count. torch and transformers must be installed.
 
     python benchmarks/published.py [--rounds N] [--layers N] [--json FILE]
 """
@@ -56,10 +58,29 @@ from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto")
 model.save_pretrained(sys.argv[2], max_shard_size="200MB")
 """
+FILL_MEMORY = """
+import sys
+
+memory = bytearray(int(sys.argv[1]))
+for start in range(0, len(memory), 4096):
+    memory[start] = 1
+"""
+WRITE_FILE = """
+import os
+import sys
+
+size, path = int(sys.argv[1]), sys.argv[2]
+piece = os.urandom(2**20) * 32
+with open(path, "wb", buffering=0) as file:
+    while (written := file.tell()) < size:
+        file.write(memoryview(piece)[: size - written])
+    os.fsync(file)
+"""
 SMALL = (256, 512, 1, 512)  # embed, ffn, layers, vocab
 LARGE = (2048, 5632)  # embed and ffn of TinyLlama
 VOCAB = 32000
 THEIRS = "transformers"
+MEMORY, FILE = "memory", "a file"  # what the kernel takes for as many bytes
 
 
 class Seconds(NamedTuple):
@@ -91,7 +112,7 @@ def measure(folder: Path, rounds: int, layers: int) -> dict:
     small, large = folder / "small", folder / "large"
     python_seconds(MAKE, str(small), *map(str, SMALL))
     python_seconds(MAKE, str(large), *map(str, (*LARGE, layers, VOCAB)))
-    size = sum(file.stat().st_size for file in large.glob("*.safetensors")) / 1e9
+    size = bytes_of(large) / 1e9
     in_turns(small, folder)
     starts = [in_turns(small, folder) for _ in range(rounds)]
     in_turns(large, folder)
@@ -107,11 +128,18 @@ def in_turns(model: Path, folder: Path) -> Round:
         "import": processor_seconds([*ours, "import", str(model), "--out", str(run)]),
         "export": processor_seconds([*ours, "export", str(run), "--to", "hf", str(exported)]),
         THEIRS: python_seconds(LOAD_AND_SAVE, str(model), str(saved)),
+        MEMORY: python_seconds(FILL_MEMORY, str(bytes_of(model))),
+        FILE: python_seconds(WRITE_FILE, str(bytes_of(model)), str(folder / "written")),
     }
     check_same(model, exported)
+    (folder / "written").unlink()
     for made in (run, exported, saved):
         shutil.rmtree(made)
     return seconds
+
+
+def bytes_of(model: Path) -> int:
+    return sum(file.stat().st_size for file in model.glob("*.safetensors"))
 
 
 def python_seconds(program: str, *arguments: str) -> Seconds:
