@@ -98,6 +98,9 @@ READING = {
         "the settings of it, or another --run": "the settings of it",
         "spmdtrain import DIR --set model.vocab=9": "spmdtrain import DIR --set model.vocab=9",
     },
+    ("import", "D", "--out", "RUN"): {
+        "waiting until it ends, or another --run": "waiting until it ends",
+    },
     ("export", "RUN", "D", "--to", "hf"): {
         "--set mesh.data=2": "--set mesh.data=2 in training; a run is read",
         "--ema": "--ema",

@@ -201,7 +201,8 @@ class Store:
         except (OSError, ValueError) as error:
             self._remove_unfinished()
             raise StorageError(
-                f"cannot save a checkpoint: {' '.join(str(error).split())[:200]}"
+                f"cannot save a checkpoint: {' '.join(str(error).split())[:200]}",
+                fix="room on its disk, or another --run",
             ) from error
 
     def _remove_unfinished(self) -> None:

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from spmdtrain.cli.published.check import placeholders
 from spmdtrain.config.errors import UserError
 from spmdtrain.config.published.read_config import as_published
 from spmdtrain.inference.sample import make_logits
@@ -115,3 +116,11 @@ def test_what_no_setting_computes_is_one_line(change, tmp_path):
         directories.write(tmp_path, SHARING | change, {})
         model = as_published(tmp_path, SHARING | change).settings
         import_model(tmp_path, tmp_path / "run", overrides=[f"model.layers={model['layers']}"])
+
+
+def test_a_check_leaves_out_the_tokens_that_stand_for_pictures_and_sound(tmp_path):
+    document = {"text_config": {"eos_token_id": 1}, "image_token_id": 7, "audio_token_id": None}
+    (tmp_path / "config.json").write_text(json.dumps(document | {"image_token_index": 9}))
+    assert placeholders(tmp_path) == [7, 9]
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 1}))
+    assert placeholders(tmp_path) == []

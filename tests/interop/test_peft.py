@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 
 import jax
 import numpy as np
@@ -164,6 +165,19 @@ def test_beside_a_tower_names_are_those_of_the_text_part_alone(tmp_path):
         in_tower = module.replace("language_model.", "vision_tower.encoder.")
         assert not re.fullmatch(said["target_modules"], in_tower)
     assert said["modules_to_save"] == ["model.language_model.embed_tokens"]
+
+
+def test_a_disk_that_is_full_costs_one_line_and_leaves_nothing(tmp_path):
+    config, values = drawn(*FAMILIES["llama"], "finetune.kind=lora")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(st.UserError, match="cannot write .*too large; try another folder") as e:
+            write_adapters(tmp_path / "out", values, config, "llama")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert e.value.exit_code == 10
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_base_on_this_machine_says_whether_it_has_a_tower(tmp_path):

@@ -476,7 +476,10 @@ def test_two_runs_in_one_directory_are_one_too_many(uninterrupted, tmp_path):
     shutil.copytree(uninterrupted, tmp_path, dirs_exist_ok=True)
     with only_run(tmp_path):
         for fresh in (False, True):
-            with pytest.raises(StorageError, match="another run is writing .*; try another --run"):
+            with pytest.raises(
+                StorageError,
+                match="another run is writing .*; try waiting until it ends, or another --run",
+            ):
                 run(tmp_path, *SETTINGS, *MESH, "train.steps=80", fresh=fresh)
     assert run(tmp_path, *SETTINGS, *MESH) == loop.Outcome("nothing to do", STEPS)
 

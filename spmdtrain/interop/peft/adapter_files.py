@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from spmdtrain.config.errors import CheckpointError, ConfigError, StorageError
 from spmdtrain.config.schema import RunConfig
@@ -76,9 +76,10 @@ def write_adapters(
     with new_folder(folder) as spare:
         try:
             (spare / CONFIG).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-            save_file(tensors, spare / WEIGHTS, {"format": "pt"})
+            (spare / WEIGHTS).write_bytes(save(tensors, {"format": "pt"}))
         except OSError as error:
-            raise StorageError(f"cannot write {folder}: {error.strerror}") from None
+            what = f"cannot write {folder}: {error.strerror}"
+            raise StorageError(what, fix="another folder, or room on its disk") from None
     return len(tensors)
 
 

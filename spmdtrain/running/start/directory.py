@@ -84,7 +84,7 @@ def only_run(directory: Path) -> Iterator[None]:
             raise StorageError(
                 f"another run is writing {directory}",
                 found=_describe_holder(holder),
-                fix="another --run, or wait for it",
+                fix="waiting until it ends, or another --run",
             )
         file.truncate(0)
         file.write(json.dumps(_this_process()))
