@@ -14,7 +14,7 @@ import pytest
 from spmdtrain.cli import main
 from spmdtrain.config.errors import UserError
 from spmdtrain.config.published.class_keys import unread_by_class
-from spmdtrain.config.published.keys import is_harmless
+from spmdtrain.config.published.keys import Keys, is_harmless
 from spmdtrain.config.published.read_config import as_published
 from spmdtrain.config.published.rope_keys import FULL
 from spmdtrain.config.published.write_config import as_model, function_of
@@ -149,3 +149,11 @@ def test_as_many_layers_as_are_read_take_no_time(family):
     started = time.process_time()
     assert function(config | {name: 10_000}) is not None
     assert time.process_time() - started < 1
+
+
+def test_a_long_value_is_cut_visibly_and_the_line_says_what_to_try():
+    keys = Keys({"layer_types": ["sliding_attention"] * 9}, {}, "config.json")
+    line = str(keys.refused("layer_types", keys.take("layer_types"), "a list of 8 kinds"))
+    assert " ... must be a list of 8 kinds" in line
+    assert line.endswith("; try the config.json that the weights were published with")
+    assert "layer_types=3 must" in str(keys.refused("layer_types", 3, "a list"))

@@ -37,6 +37,7 @@ SWITCHED_OFF = re.compile(r".*(jitter|drop|coef|loss).*")
 # The largest whole number of a key, and of the keys whose number of things is listed one by one.
 # Published models have up to 126 layers and 512 experts in each.
 LARGEST = 2**31 - 1
+LONGEST = 80  # characters of a value in an error
 LARGEST_FLOAT = 3e38  # of 32 bits
 LARGEST_OF = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_nextn_predict_layers"), 10_000),
@@ -179,21 +180,28 @@ class Keys:
     def unknown(self, name: str, value: Any) -> ConfigError:
         """Returns the error for an unknown key that may change the model."""
         return ConfigError(
-            f"{self.where}: {name}={value!r:.80} has no setting here",
+            f"{self.where}: {name}={_shown(value)} has no setting here",
             found=self._family,
             fix="another model, or an issue that names it",
         )
 
     def refused(self, name: str, value: Any, wanted: str) -> ConfigError:
         """Returns the error for a value of the wrong type, or that does not fit the others."""
-        what = f"{self.where}: {name}={value!r:.80} must be {wanted}"
-        return ConfigError(what, found=self._family)
+        what = f"{self.where}: {name}={_shown(value)} must be {wanted}"
+        fix = "the config.json that the weights were published with"
+        return ConfigError(what, found=self._family, fix=fix)
 
     @property
     def _family(self) -> str:
         """The family as an error says it; empty for a table inside of a config.json."""
         family = self.values.get("model_type")
         return f"model_type={family!r:.40}" if family else ""
+
+
+def _shown(value: Any) -> str:
+    """Returns a value as Python writes it, cut visibly where it is long."""
+    text = repr(value)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 4]} ..."
 
 
 def is_harmless(name: str) -> bool:

@@ -66,7 +66,9 @@ def _letters(keys: Keys) -> str:
     kinds = pattern if listed is None else listed
     if kinds is None:
         kinds = BY_DEFAULT
-    if not isinstance(kinds, str if listed is None else list) or len(kinds) != layers:
+    if not isinstance(kinds, str if listed is None else list):
+        raise keys.refused(name, kinds, "a text" if listed is None else "a list")
+    if len(kinds) != layers:
         raise keys.refused(name, kinds, f"the kinds of {layers} layers")
     for kind in kinds:
         if not isinstance(kind, str) or kind not in (PARTS if listed is None else LETTERS):
