@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 from fuzz.settings import classes
+from helpers import tiny
 
+import spmdtrain as st
 from spmdtrain.config import RunConfig, schema
 from spmdtrain.config.schema.run import OF_STEPS, REFUSALS
 
@@ -62,3 +64,12 @@ def test_a_setting_that_does_not_exist_is_found():
     (islands,) = classes(RunConfig.model_fields["islands"].annotation)
     assert setting_exists(islands, "are_several")
     assert not setting_exists(islands, "number")
+
+
+@pytest.mark.parametrize("positions", ["rope", "learned"])
+def test_a_sequence_that_is_too_long_may_be_cut_or_where_positions_allow_it_stretched(positions):
+    name = "llama" if positions == "rope" else "gpt"
+    with pytest.raises(st.UserError, match="is longer than") as refused:
+        tiny(f"model.name={name}", "model.max_length=16", "train.sequence_length=48")
+    assert "; try --set train.sequence_length=16" in str(refused.value)
+    assert ("or --set model.max_length=48" in str(refused.value)) == (positions == "rope")

@@ -226,11 +226,14 @@ def refusals_of_length(run: Any) -> Iterator[str]:
     length, longest = run.train.sequence_length, run.model.max_length
     if length <= longest:
         return
-    text = f"train.sequence_length={length} is longer than model.max_length={longest}"
+    text = (
+        f"train.sequence_length={length} is longer than model.max_length={longest}; try --set "
+        f"train.sequence_length={longest}"
+    )
     if run.model.positions == "rope" and not run.model.rope_scaling:
         factor = -(-length // longest)
         text = (
-            f"{text}; try --set model.max_length={factor * longest} --set "
+            f"{text}, or --set model.max_length={factor * longest} --set "
             f"model.rope_scaling.kind=yarn --set model.rope_scaling.factor={factor} --set "
             f"model.rope_scaling.original_length={longest}"
         )
