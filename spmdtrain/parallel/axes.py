@@ -78,6 +78,7 @@ SETTINGS = {
     "time": "train.sequence_length",
     "stream_time": "train.sequence_length",
 }
+OF_EXPERTS = {"ffn": "model.experts.ffn"}  # the same, in a tensor with one matrix an expert
 
 
 def batch_shards(sizes: Mapping[str, int]) -> int:
@@ -250,7 +251,9 @@ def partition_spec(
             name_of_axis[axis] = name
         ways = math.prod(sizes[axis] for axis in mesh_axes)
         if size % ways:
-            raise _indivisible(at, kind, name, size, mesh_axes, ways)
+            settings = SETTINGS | OF_EXPERTS if "experts" in names else SETTINGS
+            where = f"{at}: {name}={size} is not divisible by {' x '.join(mesh_axes)} = {ways}"
+            raise _indivisible(where, kind, name, -(-size // ways) * ways, settings.get(name))
         if len(mesh_axes) > 1:
             spec.append(tuple(mesh_axes))
         else:
@@ -285,14 +288,10 @@ def _owned(rules: AxisRules, name: str) -> tuple[str, ...]:
     return tuple(axes)
 
 
-def _indivisible(
-    at: str, kind: str, name: str, size: int, mesh_axes: Sequence[str], ways: int
-) -> ConfigError:
-    larger = -(-size // ways) * ways
-    typed = f" (--set {SETTINGS[name]}={larger})" if name in SETTINGS else ""
+def _indivisible(what: str, kind: str, name: str, larger: int, setting: str | None) -> ConfigError:
+    typed = f" (--set {setting}={larger})" if setting else ""
     return ConfigError(
-        f"{at}: {name}={size} is not divisible by {' x '.join(mesh_axes)} = {ways}",
-        fix=f"{name} = {larger}{typed}, or --set rules.{kind}.{name}= to keep it whole",
+        what, fix=f"{name} = {larger}{typed}, or --set rules.{kind}.{name}= to keep it whole"
     )
 
 
