@@ -211,6 +211,14 @@ def test_the_files_beside_a_tokenizer_name_its_end_of_text(files, tokenizer_json
     assert tokenizer.decode(tokenizer.encode("hello there", parse_special=False)) == "hello there"
 
 
+@pytest.mark.parametrize("ids", ["x", [2, None], {"a": 1}, 2.0])
+def test_an_end_of_text_that_is_no_id_is_one_line(ids, tokenizer_json):
+    (tokenizer_json.parent / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    folder = str(tokenizer_json.parent)
+    with pytest.raises(DataError, match="eos_token_id of .* is no id of a token; found"):
+        end_of_text(open_tokenizer(folder), "auto", folder)
+
+
 # The token that transformers 4.57 and 5.24 put before a text with these files.
 BEGINS = [
     (["he"], {}, "he"),

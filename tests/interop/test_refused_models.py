@@ -94,6 +94,7 @@ def with_tensors(folder, change) -> None:
         ),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "odd": 1}}, "rope: odd=1 has no"),
         ({"hidden_size": None}, "lacks hidden_size"),
+        ({"hidden_size": 0}, "hidden_size=0 must be at least 1"),
         ({"num_hidden_layers": "3"}, "num_hidden_layers='3' must be a number"),
         (
             {"model_type": "qwen2", "layer_types": ["full_attention"]},

@@ -127,11 +127,11 @@ class Keys:
 
     def count(self, name: str) -> int:
         """Returns a whole number of at least 1. Raises ConfigError if there is none."""
-        value = self.whole(name)
-        if not value:
+        value = self.some(name)
+        if value is None:
             raise ConfigError(
                 f"{self.where} lacks {name}",
-                found=f"{name}={value!r}" if name in self else "no such key",
+                found=f"{name}=None" if name in self else "no such key",
                 fix="the config.json that the weights were published with",
             )
         return value

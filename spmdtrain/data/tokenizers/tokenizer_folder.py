@@ -65,17 +65,22 @@ def specials_named(folder: Path) -> list[str]:
 def ends_named(folder: Path) -> Iterator[str | int]:
     """Yields the ends of text named by the files next to a `tokenizer.json`: tokens, then ids.
 
-    Raises DataError if one of them is damaged.
+    Raises DataError if one of them is damaged, or names an end that is no id of a token.
     """
     for content in map(_read, _existing(folder, OF_TOKENS)):
         token = _text_of(content.get("eos_token"))
         if token:
             yield token
-    for content in map(_read, _existing(folder, OF_IDS)):
-        ids = content.get("eos_token_id")
-        for i in ids if isinstance(ids, list) else [ids]:
-            if type(i) is int:
-                yield i
+    for path in _existing(folder, OF_IDS):
+        ids = _read(path).get("eos_token_id")
+        listed = ids if isinstance(ids, list) else [ids] * (ids is not None)
+        if not all(type(each) is int for each in listed):
+            raise DataError(
+                f"eos_token_id of {path} is no id of a token",
+                found=f"{ids!r:.80}",
+                fix="an id, a list of ids, or null",
+            )
+        yield from listed
 
 
 def adds_begin(folder: Path) -> bool | None:
