@@ -73,7 +73,7 @@ def ends_named(folder: Path) -> Iterator[str | int]:
             yield token
     for path in _existing(folder, OF_IDS):
         ids = _read(path).get("eos_token_id")
-        listed = ids if isinstance(ids, list) else [ids] * (ids is not None)
+        listed: list[Any] = ids if isinstance(ids, list) else [ids] * (ids is not None)
         if not all(type(each) is int for each in listed):
             raise DataError(
                 f"eos_token_id of {path} is no id of a token",
