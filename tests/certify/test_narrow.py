@@ -25,6 +25,7 @@ BFLOAT16 = "precision.compute=bfloat16"
 FLOAT8 = (BFLOAT16, "precision.matmul=float8")
 ONE_DEVICE = ()
 PIPELINE = ("mesh.pipeline=2", "mesh.context=2", "mesh.data=2", "train.microbatch=6")
+RING = ("mesh.context=2", "mesh.data=2", "train.microbatch=6")
 SHARDED = ("mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "train.microbatch=6", "train.zero=1")
 EXPERTS = ("mesh.expert=2", "mesh.context=2", "mesh.tensor=2", "train.microbatch=12")
 
@@ -53,7 +54,7 @@ CASES = [
     ("gpt_oss_20b", (BFLOAT16, rule("adafactor")), ONE_DEVICE),  # sinks, windows, expert biases
     ("deepseek_v3", (BFLOAT16, rule("lion")), ONE_DEVICE),  # latents, shared experts, two tokens
     ("qwen3_30b_a3b", (BFLOAT16, rule("lamb")), EXPERTS),  # norms of queries and keys
-    ("llama3_8b", (BFLOAT16, *LINEAR, rule("sgd")), ONE_DEVICE),  # states and convolutions
+    ("llama3_8b", (BFLOAT16, *LINEAR, rule("sgd")), RING),  # states and convolutions over devices
     ("quickstart", (BFLOAT16, rule("sgd")), PIPELINE),
     ("quickstart", (BFLOAT16, *LORA, rule("schedule_free_adamw")), ONE_DEVICE),
     ("quickstart", (BFLOAT16, *NARROW, "train.z_loss=1e-3"), SHARDED),
