@@ -95,10 +95,10 @@ def with_scales(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         else:
             continue
         joined[matrix.name] = matrix
-        used |= {name, *(part.name for part in _parts_of(matrix))} - {matrix.name}
+        used |= {name, *(part.name for part in _parts_of(matrix))}
     left = {name: tensor for name, tensor in tensors.items() if name not in used}
-    for name, tensor in left.items():
-        if name not in joined and tensor.kind in (BYTES, FLOAT8):
+    for tensor in left.values():
+        if tensor.kind in (BYTES, FLOAT8):
             raise _without_scales(tensor, "the matrix that it belongs to", None)
     return left | joined
 
@@ -123,8 +123,13 @@ def _shapes_of_scales(matrix: Tensor, squares: tuple[int, ...]) -> set[tuple[int
     return {(), (1,), (1, 1), (rows,), (rows, 1), squares}
 
 
-def _in_4_bits(tensors: Mapping[str, Tensor], packed: Tensor, base: str, of_whole: str):
-    """Returns the matrix `base`.weight [O, I] of bytes [O, I / 2]."""
+def _in_4_bits(
+    tensors: Mapping[str, Tensor], packed: Tensor, base: str, of_whole: str
+) -> Float4Matrix:
+    """Returns the matrix `base`.weight [O, I] of bytes [O, I / 2].
+
+    `of_whole`: the ending of the scale of the matrix, `MULTIPLIES` or `DIVIDES`.
+    """
     scale, whole = tensors.get(base + WEIGHT + SCALE), tensors.get(base + of_whole)
     rows, columns = packed.shape if len(packed.shape) == 2 else (0, 0)
     wanted = (rows, 2 * columns // BLOCK)

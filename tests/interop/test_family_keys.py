@@ -137,7 +137,7 @@ def test_layers_of_ernie_have_experts_from_a_first_to_a_last(first, last, interv
     assert with_experts("ernie4_5_moe", **keys) == layers
 
 
-# What leaves no layer with experts. transformers runs such models with an mlp in all layers.
+# Keys that leave no layer with experts. transformers runs such models with an mlp in all layers.
 ALL_DENSE: dict[str, dict[str, Any]] = {
     **{
         name: {

@@ -189,7 +189,7 @@ def attended(config, q, k, v):
 
 
 def by_the_files_of_nemotron(config, t, hidden, tokens):
-    """As `by_the_files_of_qwen`, of a block with a plain mlp."""
+    """Returns what `by_the_files_of_qwen` does, for a block with a plain mlp."""
     t = {name: np.asarray(x, np.float64) for name, x in t.items()}
     of_attention, of_mlp = (
         {name.removeprefix(f"mtp.layers.{at}."): x for name, x in t.items()} for at in (0, 1)

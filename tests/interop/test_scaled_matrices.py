@@ -170,6 +170,13 @@ def test_other_numbers_are_refused(quantised, said, tmp_path):
         read_published(tmp_path)
 
 
+def test_the_older_key_of_compressed_tensors_is_refused(tmp_path):
+    older = {"compression_config": MIXED}
+    directories.write(tmp_path, directories.CONFIGS["qwen3"] | older)
+    with pytest.raises(CheckpointError, match=r"quantised \(compressed-tensors\)"):
+        read_published(tmp_path)
+
+
 def test_the_file_of_modelopt_alone_says_it_as_well(tmp_path):
     """Older versions wrote nothing into config.json."""
     directories.write(tmp_path, directories.CONFIGS["qwen3"])

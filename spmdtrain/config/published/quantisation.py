@@ -12,6 +12,7 @@ SQUARES = "fp8"  # the method with a scale for each square of 128 x 128
 IN_GROUPS = ("compressed-tensors", "modelopt", "fbgemm_fp8")
 # The bits of a float, and how many numbers of a row share a scale.
 KINDS = ((8, None), (4, 16))
+INPUT_SCALES = "pre_quant_scale"  # of a group whose inputs are multiplied before its matmuls
 # The file by which ModelOpt says it where config.json does not.
 OF_MODELOPT = "hf_quant_config.json"
 
@@ -21,7 +22,9 @@ def packing_of(folder: Path, values: Mapping[str, Any], of_family: str) -> str:
 
     Raises CheckpointError if they are quantised in a way that is not read.
     """
-    quantised = values.get("quantization_config") or values.get("compression_config")
+    quantised = values.get("quantization_config")
+    if older := values.get("compression_config"):
+        raise _refused(folder, older if isinstance(older, dict) else {})
     if not quantised:
         return SCALED if (folder / OF_MODELOPT).is_file() else ""
     known = quantised if isinstance(quantised, dict) else {}
@@ -41,13 +44,15 @@ def _groups(quantised: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     groups = quantised.get("config_groups")
     for group in groups.values() if isinstance(groups, dict) else ():
         weights = group.get("weights") if isinstance(group, dict) else None
-        extra = {"pre_quant_scale": group.get("pre_quant_scale")} if weights else {}
-        yield weights | extra if isinstance(weights, dict) else {}
+        if not isinstance(weights, dict):
+            yield {}
+        else:
+            yield {**weights, INPUT_SCALES: group.get(INPUT_SCALES)}
 
 
 def _is_read(weights: Mapping[str, Any]) -> bool:
     kind = (weights.get("num_bits"), weights.get("group_size"))
-    is_plain = weights.get("symmetric", True) and not weights.get("pre_quant_scale")
+    is_plain = weights.get("symmetric", True) and not weights.get(INPUT_SCALES)
     return weights.get("type") == "float" and kind in KINDS and is_plain
 
 
