@@ -151,6 +151,16 @@ def test_a_damaged_file_beside_a_tokenizer_is_named(name, content, tokenizer_jso
         open_tokenizer(str(tokenizer_json.parent))
 
 
+@pytest.mark.parametrize(
+    "name", ["tokenizer_config.json", "special_tokens_map.json", "generation_config.json"]
+)
+@pytest.mark.parametrize("content", ["[]", "null", '"eos"'])
+def test_a_file_beside_a_tokenizer_that_is_no_object_is_named(name, content, tokenizer_json):
+    (tokenizer_json.parent / name).write_text(content)
+    with pytest.raises(DataError, match=f"{name} is not an object of JSON; found .*; try down"):
+        end_of_text(open_tokenizer(str(tokenizer_json.parent)), "auto", str(tokenizer_json.parent))
+
+
 @pytest.mark.parametrize("is_marked", [True, False])
 @pytest.mark.parametrize("change", ["lost", "renumbered", "shared"])
 def test_a_special_token_whose_id_another_token_has_is_refused(change, is_marked, tokenizer_json):

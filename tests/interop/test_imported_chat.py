@@ -9,6 +9,7 @@ from chat_templates import CHATML, SMOLLM3
 from spmdtrain.cli import main
 from spmdtrain.data.chats.template_folder import folder_template
 from spmdtrain.data.token_files.tokens import open_tokens
+from spmdtrain.running.published.as_run import described, model_config
 from spmdtrain.running.published.export_run import export_run
 from spmdtrain.running.published.import_model import import_model
 
@@ -61,3 +62,31 @@ def test_a_template_comes_in_is_talked_to_and_goes_out(tmp_path, monkeypatch, ca
     exported = folder_template(tmp_path / "other", {})
     assert exported is not None and exported.text == SMOLLM3
     capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("{% if %}", "the template is not a Jinja template: "),
+        ([{"name": "a", "template": "x"}, {"name": "b", "template": "y"}], "found a, b"),
+        (3, "has a chat_template that is not one; found 3"),
+        (CHATML, None),
+        (None, None),
+    ],
+)
+def test_an_import_says_in_a_line_that_a_template_cannot_be_used(written, said, tmp_path):
+    """Its weights come in all the same."""
+    size = write_tokenizer(tmp_path)
+    names = tmp_path / "tokenizer_config.json"
+    names.write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": written}))
+    directories.write(tmp_path, directories.CONFIGS["llama"] | {"vocab_size": size})
+    data = described(*model_config(tmp_path))
+    if said is None:
+        assert data.remarks == ()
+        return
+    (line,) = data.remarks
+    assert line.startswith(f"{tmp_path}: its chat template cannot be used: ")
+    assert said in line
+    assert line.endswith("try another template: spmdtrain data prepare --chat --chat-template FILE")
+    assert "\n" not in line
+    assert data.end_of_text == 1

@@ -126,6 +126,21 @@ def test_a_config_that_means_something_else_is_refused(changes, line, folder):
     assert str(folder) in str(refused.value)
 
 
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+def test_a_dtype_that_torch_does_not_have_is_refused(name, folder):
+    plain = {"dtype": None, "torch_dtype": None}
+    for said, meant in (
+        *(("bfloat16", "bfloat16"), ("torch.float16", "float16"), (None, None)),
+        *(("float8_e4m3fn", None), ("float64", None)),
+    ):
+        rewrite(folder, **plain | {name: said})
+        assert read_published(folder).dtype == meant
+    for odd in ("float99", "", "BF16", 16, ["float32"], {}):
+        rewrite(folder, **plain | {name: odd})
+        with pytest.raises(ConfigError, match=f"{name}=.* must be float32, bfloat16, .*; try the"):
+            read_published(folder)
+
+
 def test_a_folder_without_config_json_is_said_to_be_that(folder):
     (folder / "config.json").unlink()
     with pytest.raises(

@@ -1,6 +1,7 @@
 """Reads the config.json of a published model: its family, and the settings of [model]."""
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,8 @@ ADAPTER = "adapter_config.json"
 LARGEST = 16 * 2**20  # bytes
 MOST_EXPERTS = 2**18  # in all layers
 DTYPES = ("float32", "bfloat16", "float16")
+# Others that torch has: weights in them are widened or refused by the files, which name their own.
+OTHER_DTYPES = re.compile("float64|float8_.*|half|float|double")
 # Models with a vision tower, of which only the text part is read, and the family of that part where
 # its own keys do not name it.
 OF_VISION = {
@@ -130,10 +133,22 @@ def as_published(folder: Path, values: dict[str, Any]) -> Published:
             "read; the indexers are kept as they are, and not trained"
         )
     _check_count(where, settings)
-    dtype = values.get("dtype", values.get("torch_dtype"))
-    if dtype not in DTYPES:
-        dtype = None
-    return Published(folder, name, values, settings, dtype, tuple(remarks), packing)
+    return Published(folder, name, values, settings, _dtype(keys), tuple(remarks), packing)
+
+
+def _dtype(keys: Keys) -> str | None:
+    """Returns the dtype that a file names; None if it is none that weights of a run have.
+
+    Raises ConfigError if torch has no such dtype.
+    """
+    name = "dtype" if "dtype" in keys else "torch_dtype"
+    value = keys.values.get(name)
+    if value is None:
+        return None
+    dtype = value.removeprefix("torch.") if isinstance(value, str) else ""
+    if dtype not in DTYPES and not OTHER_DTYPES.fullmatch(dtype):
+        raise keys.refused(name, value, f"{', '.join(DTYPES)} or another dtype of torch")
+    return dtype if dtype in DTYPES else None
 
 
 def _with_rope(values: dict[str, Any], family: Family) -> dict[str, Any]:

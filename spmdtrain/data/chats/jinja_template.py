@@ -27,6 +27,7 @@ from spmdtrain.data.chats.tool_calls import PARSE_ARGUMENTS, with_parsed_argumen
 from spmdtrain.data.tokenizers.tokenizer import Tokenizer
 
 SECONDS = 5  # of computing that a template may take for a conversation
+ANOTHER = "another template: spmdtrain data prepare --chat --chat-template FILE"
 FIRST_PRIVATE = 0xF0000  # characters from here on are for private use
 START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -266,11 +267,12 @@ class JinjaTemplate:
             cause = f"it has ended with the code {code}"
             if code == -signal.SIGXCPU:
                 cause = f"it computes for longer than {self._seconds} seconds"
-            raise DataError(f"{at}the template has failed: {cause}")
+            raise DataError(f"{at}the template has failed: {cause}", fix="" if where else ANOTHER)
         answer = json.loads(line)
         if "error" in answer:
             may_want_values = texts_of_arguments(request.get("messages", []))
             fix = answer["fix"] or (PARSE_ARGUMENTS if may_want_values else "")
+            fix = fix or ("" if where else ANOTHER)
             raise DataError(f"{at}{answer['error']}", fix=fix)
         return answer
 

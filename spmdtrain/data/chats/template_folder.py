@@ -12,7 +12,7 @@ from typing import Any
 from spmdtrain.config.errors import DataError
 from spmdtrain.config.named_file import read_named
 from spmdtrain.data.chats.encode_conversation import Template
-from spmdtrain.data.chats.jinja_template import JinjaTemplate, JinjaText
+from spmdtrain.data.chats.jinja_template import ANOTHER, JinjaTemplate, JinjaText
 from spmdtrain.data.chats.simple_template import SimpleTemplate
 from spmdtrain.data.tokenizers.tokenizer import Tokenizer
 from spmdtrain.data.tokenizers.tokenizer_folder import ends_named, named_tokens, read_config
@@ -35,7 +35,7 @@ def folder_template(folder: Path, variables: dict[str, Any]) -> JinjaText | None
         raise DataError(
             f"{folder / CONFIG} has several templates and none of them is the default",
             found=", ".join(texts),
-            fix="--chat-template FILE",
+            fix=ANOTHER,
         )
     return JinjaText(texts["default"], texts.get("tool_use"), variables=variables)
 
@@ -82,6 +82,16 @@ def with_tokens(text: JinjaText, folder: Path, tokenizer: Tokenizer) -> JinjaTex
     return text._replace(tokens=named_tokens(folder), ends=ends)
 
 
+def fault_of(text: JinjaText) -> DataError | None:
+    """Returns why a template cannot write a conversation; None if it can."""
+    with JinjaTemplate(text) as template:
+        try:
+            _ = template.frame
+        except DataError as error:
+            return error
+    return None
+
+
 def _texts_of(folder: Path) -> dict[str, str]:
     """Returns the templates of a folder by their names."""
     if (folder / TEMPLATE).is_file():
@@ -99,7 +109,9 @@ def _texts_of(folder: Path) -> dict[str, str]:
         texts, is_sound = {}, False
     if not is_sound:
         raise DataError(
-            f"{folder / CONFIG} has a chat_template that is not one", found=f"{value!r:.60}"
+            f"{folder / CONFIG} has a chat_template that is not one",
+            found=f"{value!r:.60}",
+            fix=ANOTHER,
         )
     if len(texts) == 1:
         return {"default": next(iter(texts.values()))}
@@ -110,6 +122,8 @@ def _read(path: Path) -> str:
     try:
         return read_named(path, LARGEST).decode()
     except OSError as error:
-        raise DataError(f"cannot read the template {path}: {error.strerror or error}") from None
+        what = f"cannot read the template {path}: {error.strerror or error}"
+        raise DataError(what, fix=ANOTHER) from None
     except UnicodeDecodeError:
-        raise DataError(f"the template {path} is not UTF-8 text") from None
+        what = f"the template {path} is not UTF-8 text"
+        raise DataError(what, fix=ANOTHER) from None

@@ -13,6 +13,7 @@ NAME = "tokenizer.json"
 OF_TOKENS = ("tokenizer_config.json", "special_tokens_map.json")
 # Files of models rather than tokenizers: they name an end of text by its id.
 OF_IDS = ("generation_config.json", "config.json")
+AGAIN = "downloading it again, or the folder without it"
 
 
 def tokenizer_file(name: str) -> Path:
@@ -107,9 +108,9 @@ def named_tokens(folder: Path) -> dict[str, str]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Returns the object in a file of JSON; none if there is no file, or no object in it.
+    """Returns the object in a file of JSON; an empty one if there is no file.
 
-    Raises DataError if it is not JSON.
+    Raises DataError if it is not JSON, or no object.
     """
     return _read(path) if path.is_file() else {}
 
@@ -124,8 +125,10 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # not JSON, or nested too deep
-        raise DataError(f"{path} is not JSON: {error}") from None
-    return content if isinstance(content, dict) else {}
+        raise DataError(f"{path} is not JSON: {error}", fix=AGAIN) from None
+    if not isinstance(content, dict):
+        raise DataError(f"{path} is not an object of JSON", found=f"{content!r:.40}", fix=AGAIN)
+    return content
 
 
 def _text_of(token: Any) -> str | None:

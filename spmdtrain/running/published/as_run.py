@@ -12,9 +12,9 @@ from spmdtrain.config.load import COMMAND_LINE, from_resolved
 from spmdtrain.config.published.longest import check_longest
 from spmdtrain.config.published.read_config import Published, read_published
 from spmdtrain.config.schema import RunConfig
-from spmdtrain.data.chats.template_folder import folder_template, with_tokens
+from spmdtrain.data.chats.template_folder import fault_of, folder_template, with_tokens
 from spmdtrain.data.tokenizers.text_ends import begin_of_text, end_of_text
-from spmdtrain.data.tokenizers.tokenizer import open_tokenizer
+from spmdtrain.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from spmdtrain.interop.companion_files import ORIGINAL, TOKENIZER
 
 LONGEST_SAMPLE = 1024  # tokens of the sequences that an imported run is evaluated on
@@ -29,6 +29,7 @@ class Described:
     begin_of_text: int | None
     fingerprint: str = ""
     template: dict[str, Any] | None = None  # the spec of its chat template
+    remarks: tuple[str, ...] = ()  # about the template
 
 
 def model_config(
@@ -65,7 +66,7 @@ def model_config(
 
 
 def described(published: Published, config: RunConfig) -> Described:
-    """Returns the tokenizer of a published model.
+    """Returns the tokenizer of a published model, with its chat template if that can be used.
 
     Raises DataError if the model has too few rows for it.
     """
@@ -86,7 +87,23 @@ def described(published: Published, config: RunConfig) -> Described:
         tokenizer, end = end_of_text(tokenizer, "auto", name)
     with contextlib.suppress(DataError):
         tokenizer, begin = begin_of_text(tokenizer, "auto", name)
-    template = folder_template(published.folder, {})
-    if template:
-        template = with_tokens(template, published.folder, tokenizer)
-    return Described(tokenizer.spec(), end, begin, template=template and template.spec)
+    template, fault = _usable_template(published.folder, tokenizer)
+    remarks = (f"{name}: its chat template cannot be used: {fault}",) if fault else ()
+    return Described(tokenizer.spec(), end, begin, template=template, remarks=remarks)
+
+
+def _usable_template(
+    folder: Path, tokenizer: Tokenizer
+) -> tuple[dict[str, Any] | None, DataError | None]:
+    """Returns the spec of the chat template in a folder, and why it cannot be used.
+
+    The weights are of use without one, so that is no error here.
+    """
+    try:
+        template = folder_template(folder, {})
+    except DataError as error:
+        return None, error
+    if template is None:
+        return None, None
+    template = with_tokens(template, folder, tokenizer)
+    return template.spec, fault_of(template)

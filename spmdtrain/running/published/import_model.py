@@ -63,6 +63,7 @@ def import_model(
     head = "tied head" if config.model.tied else "a separate head"
     lines = [
         *published.remarks,
+        *data.remarks,
         *remarks_on_export(config.model, published),
         f"{published.folder}: {published.family}, {setup.model.size:,} parameters, "
         f"{bytes_of(weights.tensors)}; {head}",
