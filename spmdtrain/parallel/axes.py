@@ -67,18 +67,23 @@ STACK_AXES = ("chunk", "stage", "layer")
 BATCH_AXES = ACTIVATION_RULES["batch"]
 STREAM = ("batch", "stream_time", "embed")  # the dims of the residual stream
 
-# The setting that determines the size of a logical axis, for messages. Heads have none here: their
-# settings depend on each other.
-SETTINGS = {
-    "vocab": "model.vocab",
-    "embed": "model.embed",
-    "channels": "model.embed",
-    "ffn": "model.ffn",
-    "position": "model.max_length",
-    "time": "train.sequence_length",
-    "stream_time": "train.sequence_length",
-}
-OF_EXPERTS = {"ffn": "model.experts.ffn"}  # the same, in a tensor with one matrix an expert
+# The setting that determines how many tokens there are, for messages.
+OF_TOKENS = {"time": "train.sequence_length", "stream_time": "train.sequence_length"}
+
+
+class IndivisibleError(ConfigError):
+    """The dim number `dim` of the tensor `at`, `size` long, does not divide into `ways` parts.
+
+    Which setting makes it `size` long is not known here: see train/fitting_sizes.py. `whole` is the
+    remedy that always helps.
+    """
+
+    def __init__(self, what: str, *, kind: str, at: str, axis: str, dim: int, size: int, ways: int):
+        self.at, self.axis, self.dim, self.size, self.ways = at, axis, dim, size, ways
+        self.whole = f"--set rules.{kind}.{axis}= to keep it whole"
+        larger = -(-size // ways) * ways
+        typed = f" (--set {OF_TOKENS[axis]}={larger})" if axis in OF_TOKENS else ""
+        super().__init__(what, fix=f"{axis} = {larger}{typed}, or {self.whole}")
 
 
 def batch_shards(sizes: Mapping[str, int]) -> int:
@@ -251,9 +256,10 @@ def partition_spec(
             name_of_axis[axis] = name
         ways = math.prod(sizes[axis] for axis in mesh_axes)
         if size % ways:
-            settings = SETTINGS | OF_EXPERTS if "experts" in names else SETTINGS
-            where = f"{at}: {name}={size} is not divisible by {' x '.join(mesh_axes)} = {ways}"
-            raise _indivisible(where, kind, name, -(-size // ways) * ways, settings.get(name))
+            what = f"{at}: {name}={size} is not divisible by {' x '.join(mesh_axes)} = {ways}"
+            raise IndivisibleError(
+                what, kind=kind, at=at, axis=name, dim=len(spec), size=size, ways=ways
+            )
         if len(mesh_axes) > 1:
             spec.append(tuple(mesh_axes))
         else:
@@ -286,13 +292,6 @@ def _owned(rules: AxisRules, name: str) -> tuple[str, ...]:
     by_rule = OWNED_BY_RULE.get(name, ())
     axes = [axis for axis in rules.get(name, ()) if axis == OWNING[name] or axis in by_rule]
     return tuple(axes)
-
-
-def _indivisible(what: str, kind: str, name: str, larger: int, setting: str | None) -> ConfigError:
-    typed = f" (--set {setting}={larger})" if setting else ""
-    return ConfigError(
-        what, fix=f"{name} = {larger}{typed}, or --set rules.{kind}.{name}= to keep it whole"
-    )
 
 
 def _did_you_mean(word: str, known: Collection[str], alike: float = 0.6) -> str:

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import AbstractModel, build_model
 from spmdtrain.models.choose import MakeModel, choose_model
-from spmdtrain.parallel.axes import make_rules
+from spmdtrain.parallel.axes import IndivisibleError, make_rules
 from spmdtrain.parallel.tensor_matmul import check_matmuls
 from spmdtrain.train import token_loss
 from spmdtrain.train.batch import choose_context_method, cut_batch
@@ -17,6 +17,7 @@ from spmdtrain.train.exchange import (
     gathered_weights,
     reductions_of,
 )
+from spmdtrain.train.fitting_sizes import propose_size
 from spmdtrain.train.items.items import Items
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.state import place_at_rest
@@ -54,9 +55,13 @@ def setup_alone(
     check_frozen(config, model, items)
     model.check_blocks(rules, batch_shape.sequences, config.train.sequence_length)
     loss = token_loss.choose(config, loss, items)
-    specs, padding, state = place_at_rest(
-        config, mesh, model, update_rules, config.train.zero, items
-    )
+    try:
+        specs, padding, state = place_at_rest(
+            config, mesh, model, update_rules, config.train.zero, items
+        )
+    except IndivisibleError as error:
+        propose_size(error, config, make, mesh.shape["pipeline"])
+        raise
     gathered = gathered_weights(model, specs)
     by_layers = gathered if table is None else {}
     return Setup(

@@ -52,10 +52,9 @@ def test_a_user_overrides_a_rule_and_adds_axes_of_an_own_model():
             (65, 8),
             ["blocks.w", "vocab=65 is not divisible by tensor = 2", "try vocab = 66"],
         ),
-        (("experts", "embed", "ffn"), (2, 8, 33), ["try ffn = 34 (--set model.experts.ffn=34)"]),
         (("embed",), (8, 8), ["blocks.w", "1 logical axes", "2 dims"]),
     ],
-    ids=["unknown name", "double use", "not divisible", "experts", "wrong rank"],
+    ids=["unknown name", "double use", "not divisible", "wrong rank"],
 )
 def test_what_cannot_be_resolved_is_refused_by_parameter_path_with_a_fix(names, shape, words):
     with pytest.raises(ConfigError) as error:
