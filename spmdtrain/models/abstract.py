@@ -25,6 +25,7 @@ from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.model import LanguageModel
 from spmdtrain.models.projection import (
     FullPrecision,
+    Fused,
     LoadBias,
     MatmulWeight,
     is_added,
@@ -66,6 +67,7 @@ class Parameter:
     is_of_adapter: bool = False
     is_full_precision: bool = False  # float32 at rest and in use
     is_load_bias: bool = False
+    fused: Fused | None = None  # the matrices that it holds; None: it is one
 
     @property
     def is_frozen(self) -> bool:
@@ -356,7 +358,7 @@ def _parameter(path: tuple, variable: nnx.Variable, layout: StageLayout) -> Para
     if path[:2] == ("blocks", "layer") and axes[:1] == ("layer",):
         shape = layout.shape + shape[1:]
         axes = layout.axes + axes[1:]
-    return Parameter(
+    parameter = Parameter(
         shape,
         axes,
         is_trained=not is_buffer,
@@ -367,6 +369,25 @@ def _parameter(path: tuple, variable: nnx.Variable, layout: StageLayout) -> Para
         is_full_precision=isinstance(variable, FullPrecision),
         is_load_bias=isinstance(variable, LoadBias),
     )
+    of_one = shape[parameter.apart :]
+    return replace(parameter, fused=_fused(path, variable.get_metadata().get("fused"), of_one))
+
+
+def _fused(path: tuple, fused: Any, of_one: tuple[int, ...]) -> Fused | None:
+    """Returns the matrices that a variable says it holds; `of_one`: the shape in one layer.
+
+    Raises ConfigError if they are not one of its dims.
+    """
+    if fused is None:
+        return None
+    is_dim = isinstance(fused, Fused) and -len(of_one) <= fused.dim < 0
+    size = of_one[fused.dim] if is_dim else None
+    if not is_dim or min(fused.sizes, default=0) < 1 or sum(fused.sizes) != size:
+        raise ConfigError(
+            f"{_dotted(path)}: fused={fused}, for a weight {list(of_one)} of one layer or expert",
+            fix="Fused(sizes, dim): sizes that add up to a dim, the last one as -1",
+        )
+    return fused
 
 
 def _check_parts(config: RunConfig, model: Any) -> LanguageModel:

@@ -65,6 +65,18 @@ class Weight(Protocol):
     def multiply(self, product: Product, x: jax.Array) -> jax.Array: ...
 
 
+@dataclass(frozen=True)
+class Fused:
+    """Several matrices that one weight holds side by side along a dim, for a single matmul.
+
+    It is metadata of a weight: `nnx.Param(x, out_sharding=axes, fused=Fused((64, 64, 128)))`. An
+    optimizer that looks at whole matrices, such as Muon, then sees each of them by itself.
+    """
+
+    sizes: tuple[int, ...]  # along the dim, in their order
+    dim: int = -1  # counted from the end: dims that stack layers come in front
+
+
 class MatmulWeight(nnx.Param):
     """A weight that only `ctx.column_parallel` or `ctx.row_parallel` reads.
 

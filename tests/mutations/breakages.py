@@ -42,6 +42,7 @@ SPARSITY = "tests/train/test_sparsity.py"
 SPARSE_GROUPS = f"'{SPARSITY}::test_every_mesh_has_the_zeros_of_one_device[sparsity.pattern=2:4]'"
 SCHEDULE_FREE = "tests/train/test_schedule_free.py"
 SOAP = "tests/train/test_soap.py"
+FUSED = "tests/train/test_fused_weights.py"
 ROUTERS = "tests/models/test_router.py"
 PRECISION = "tests/train/test_precision.py"
 RESUME = "tests/running/test_resume.py"
@@ -626,6 +627,13 @@ BREAKAGES = [
         "direction, base_state = base.update(updates, state.base, y)",
         "direction, base_state = base.update(updates, state.base, params)",
         f"{SCHEDULE_FREE} -k optax",
+    ),
+    Breakage(
+        "Muon scales each of several matrices by the longer side of their weight",
+        "train/updates/transformations/muon.py",
+        "    own[dim] = size\n",
+        "",
+        f"{FUSED} -k scaled_by_itself",
     ),
     Breakage(
         "SOAP's momentum stays in the bases before",

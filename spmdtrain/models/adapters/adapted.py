@@ -81,8 +81,7 @@ def _widths_of_delta(name: str, delta: DeltaConfig) -> tuple[int, ...]:
     """Returns the channels of each part in a key head of a weight of `DeltaMixer`."""
     if name == "rates_ehn":
         return (delta.group,) * 2
-    of_values = delta.group * delta.value_dim
-    return delta.key_dim, delta.key_dim, of_values, of_values
+    return *delta.mixed_widths, delta.mixed_widths[-1]
 
 
 def _side_by_side_parts(

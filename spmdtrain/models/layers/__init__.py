@@ -16,3 +16,4 @@ from spmdtrain.models.layers.rope import rotate as rotate
 from spmdtrain.models.layers.weights import bias as bias
 from spmdtrain.models.layers.weights import matmul_weight as matmul_weight
 from spmdtrain.models.layers.weights import weight as weight
+from spmdtrain.models.projection import Fused as Fused

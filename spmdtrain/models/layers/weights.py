@@ -11,7 +11,7 @@ from flax import nnx
 from pallas_kernels.chosen import Decisions, in_force
 from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.models.context import ForwardContext
-from spmdtrain.models.projection import MatmulWeight
+from spmdtrain.models.projection import Fused, MatmulWeight
 
 # The standard deviation of every weight matrix, as in GPT-2; residual projections divide it by
 # sqrt(2 layers).
@@ -34,10 +34,20 @@ def weight(
 
 
 def matmul_weight(
-    rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], std: float = INIT_STD
+    rngs: nnx.Rngs,
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    std: float = INIT_STD,
+    *,
+    fused: Fused | None = None,
 ) -> MatmulWeight:
-    """Draws weights like `weight`, only for `ctx.column_parallel` or `ctx.row_parallel`."""
-    return MatmulWeight(std * jax.random.normal(rngs.params(), shape), out_sharding=axes)
+    """Draws weights like `weight`, only for `ctx.column_parallel` or `ctx.row_parallel`.
+
+    `fused`: the matrices that it holds, if it holds several.
+    """
+    drawn = std * jax.random.normal(rngs.params(), shape)
+    further: dict[str, Any] = {} if fused is None else {"fused": fused}
+    return MatmulWeight(drawn, out_sharding=axes, **further)
 
 
 def recomputed(

@@ -8,7 +8,6 @@ Weight decay acts only on matrices (parameter_kinds.py), and so do rules that ne
 """
 
 import difflib
-import math
 import zlib
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
@@ -38,7 +37,6 @@ from spmdtrain.train.updates.parameter_kinds import is_matrix, is_table, stream_
 
 Transformation = optax.GradientTransformation
 EVERY = ParameterGroup(match="*")  # the group of what no group matches
-RMS_OF_ADAM = 0.2  # rms of an AdamW update, to which Muon's are scaled (arXiv:2502.16982)
 
 
 def make_optimizer(
@@ -153,25 +151,18 @@ def _lion(config: Lion, path: str, parameter: Parameter) -> Transformation:
 def _muon(config: Muon, path: str, parameter: Parameter) -> Transformation:
     """Returns Muon: orthogonalised momentum for the matrices of layers, AdamW for the rest.
 
-    See Jordan et al. 2024, kellerjordan.github.io/posts/muon. An update has the root mean square of
-    one of AdamW (arXiv:2502.16982), so both take the same learning rate and weight decay.
+    A weight that says which matrices it holds (`Fused`) is updated matrix by matrix, such as the
+    projections of linear-time mixers. Any other is one matrix: also attention's queries, keys and
+    values, and the gate and input of an mlp. An update has the root mean square of one of AdamW
+    (arXiv:2502.16982), so both take the same learning rate and weight decay.
     """
     if not is_matrix(path, parameter) or is_table(parameter):
         return _adamw(config, path, parameter)
-    from optax import contrib
+    from spmdtrain.train.updates.transformations.muon import muon
 
     shape = parameter.shape[parameter.apart :]
-    row = stream_dim(parameter)
-    others = tuple(dim for dim in range(len(shape)) if dim != row)
-    rows = shape[row]
-    columns = math.prod(shape) // rows
-    orthogonal = contrib.scale_by_muon(
-        beta=config.momentum,
-        weight_dimension_numbers=contrib.MuonDimensionNumbers((row,), others),
-    )
-    # All singular values of the update are about 1: its squares sum up to min(rows, columns).
-    size = RMS_OF_ADAM * max(rows, columns) ** 0.5
-    return optax.chain(orthogonal, optax.scale(size), *_decay(config, path, parameter))
+    orthogonal = muon(config.momentum, shape, stream_dim(parameter), parameter.fused)
+    return optax.chain(orthogonal, *_decay(config, path, parameter))
 
 
 def _schedule_free_adamw(

@@ -73,6 +73,11 @@ class DeltaConfig(Settings):
         return self.value_heads // self.key_heads
 
     @property
-    def mixed_width(self) -> int:
+    def mixed_widths(self) -> tuple[int, int, int]:
         """The channels of a key head that the convolution mixes: its query, key and values."""
-        return 2 * self.key_dim + self.group * self.value_dim
+        return self.key_dim, self.key_dim, self.group * self.value_dim
+
+    @property
+    def mixed_width(self) -> int:
+        """The sum of `mixed_widths`."""
+        return sum(self.mixed_widths)

@@ -19,6 +19,7 @@ from spmdtrain.models.layers.mixers.initial import drawn_taps
 from spmdtrain.models.layers.mixers.short_convolution import inputs_behind, short_convolution
 from spmdtrain.models.layers.recurrent_cache import RecurrentCache
 from spmdtrain.models.layers.weights import bias, hidden_std, matmul_weight, recomputed
+from spmdtrain.models.projection import Fused
 from spmdtrain.parallel.context.sequence_pieces import Pieces, on_pieces
 from spmdtrain.parallel.regions import Whole
 
@@ -38,7 +39,8 @@ class ConvMixer(nnx.Module):
         width = config.embed
         std = hidden_std(config)
         # B, C, and x.
-        self.in_e3c = matmul_weight(rngs, (width, 3, width), ("embed", None, CHANNELS), std)
+        shape, axes = (width, 3, width), ("embed", None, CHANNELS)
+        self.in_e3c = matmul_weight(rngs, shape, axes, std, fused=Fused((1, 1, 1), dim=-2))
         self.taps_cw = drawn_taps(rngs, (width, conv.taps), (CHANNELS,))
         out_std = std * (2 * config.layers) ** -0.5
         self.out_ce = matmul_weight(rngs, (width, width), (CHANNELS, "embed"), out_std)

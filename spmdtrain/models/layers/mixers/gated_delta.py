@@ -25,6 +25,7 @@ from spmdtrain.models.layers.mixers.short_convolution import (
 )
 from spmdtrain.models.layers.recurrent_cache import RecurrentCache
 from spmdtrain.models.layers.weights import INIT_STD, hidden_std, matmul_weight, recomputed
+from spmdtrain.models.projection import Fused
 from spmdtrain.parallel.context.sequence_pieces import Pieces, on_pieces
 from spmdtrain.parallel.regions import Whole
 
@@ -62,13 +63,14 @@ class DeltaMixer(nnx.Module):
             rank = delta.decay_rank or delta.key_dim
             narrow_decay = NarrowProjection(config, rngs, rank, (heads, group * delta.key_dim))
         self.narrow_gate, self.narrow_decay = narrow_gate, narrow_decay
-        fused = delta.mixed_width + (0 if narrow_gate else of_gate)
-        of_fused = ("embed", *OF_KEY_HEADS)
-        self.qkvz_ehn = matmul_weight(rngs, (config.embed, heads, fused), of_fused, std)
+        of_qkv = delta.mixed_widths
+        fused = Fused(of_qkv if narrow_gate else (*of_qkv, of_gate))
+        shape, axes = (config.embed, heads, sum(fused.sizes)), ("embed", *OF_KEY_HEADS)
+        self.qkvz_ehn = matmul_weight(rngs, shape, axes, std, fused=fused)
         # The rates of the value heads of a key head, then their decays.
-        numbers = group if narrow_decay else 2 * group
-        of_numbers = ("embed", "kv_heads", None)
-        self.rates_ehn = matmul_weight(rngs, (config.embed, heads, numbers), of_numbers, std)
+        fused = Fused((group,) if narrow_decay else (group, group))
+        shape, axes = (config.embed, heads, sum(fused.sizes)), ("embed", "kv_heads", None)
+        self.rates_ehn = matmul_weight(rngs, shape, axes, std, fused=fused)
         self.taps_hnw = drawn_taps(rngs, (heads, delta.mixed_width, delta.taps), OF_KEY_HEADS)
         # In the order of the value heads: those of a key head follow each other.
         self.decay_log = drawn_decay_log(rngs, delta.value_heads)

@@ -24,7 +24,7 @@ from spmdtrain.models.layers.mixers.short_convolution import inputs_behind, shor
 from spmdtrain.models.layers.norm import rms_normed
 from spmdtrain.models.layers.recurrent_cache import RecurrentCache
 from spmdtrain.models.layers.weights import hidden_std, matmul_weight, recomputed
-from spmdtrain.models.projection import FullPrecision
+from spmdtrain.models.projection import FullPrecision, Fused
 from spmdtrain.parallel.context.sequence_pieces import Pieces, on_pieces
 from spmdtrain.parallel.regions import Whole
 
@@ -51,11 +51,13 @@ class SsdMixer(nnx.Module):
         heads = (ssd.groups, ssd.group)
         std = hidden_std(config)
         # Of each head its gate, its values, and the time of the token.
-        own_shape = (config.embed, *heads, 2 * ssd.head_dim + 1)
-        self.zxt_ehrn = matmul_weight(rngs, own_shape, ("embed", *of_heads, "head_dim"), std)
+        fused = Fused((ssd.head_dim, ssd.head_dim, 1))
+        shape, axes = (config.embed, *heads, sum(fused.sizes)), ("embed", *of_heads, "head_dim")
+        self.zxt_ehrn = matmul_weight(rngs, shape, axes, std, fused=fused)
         # Of each group its keys, then its queries: B and C of the paper.
-        shared_shape = (config.embed, ssd.groups, 2 * ssd.state)
-        self.kq_ehn = matmul_weight(rngs, shared_shape, ("embed", of_groups, "head_dim"), std)
+        fused = Fused((ssd.state, ssd.state))
+        shape, axes = (config.embed, ssd.groups, sum(fused.sizes)), ("embed", of_groups, "head_dim")
+        self.kq_ehn = matmul_weight(rngs, shape, axes, std, fused=fused)
         of_values = (*of_heads, "head_dim")
         self.taps_hrvw = drawn_taps(rngs, (*heads, ssd.head_dim, ssd.taps), of_values)
         of_shared = (of_groups, "head_dim")
