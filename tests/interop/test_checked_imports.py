@@ -1,10 +1,15 @@
 """`import --check` tells rounding from a mistake, whatever a model makes of rounding."""
 
+import sys
+import types
+
 import directories
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spmdtrain.checkpoints.checkpoints import Checkpoints
+from spmdtrain.cli import main
 from spmdtrain.cli.published import check
 from spmdtrain.cli.published.check import TOLERANCE, check_logits, rounded_otherwise
 from spmdtrain.config.errors import ConfigError
@@ -43,3 +48,56 @@ def test_a_third_of_the_numbers_each_go_up_and_down_and_stay():
     up, down = np.nextafter(x, np.float32(np.inf)), np.nextafter(x, np.float32(-np.inf))
     for neighbour in (x, up, down):
         assert 600 < np.sum(moved == neighbour) < 800
+
+
+@pytest.mark.parametrize("fault", ["logits", "transformers", "ctrl-c"])
+def test_a_check_that_fails_leaves_no_run_behind(fault, tmp_path, monkeypatch, capfd):
+    """The same command without --check then makes it."""
+
+    def theirs(_, tokens):
+        if fault == "ctrl-c":
+            raise KeyboardInterrupt
+        if fault == "transformers":
+            raise ConfigError("transformers 0 does not load it", fix=check.UNCHECKED)
+        return np.ones((*tokens.shape, 131))
+
+    monkeypatch.setattr(check, "_theirs", theirs)
+    monkeypatch.setattr(check, "require_transformers", lambda: None)
+    directories.write(tmp_path / "model", directories.CONFIGS["llama"])
+    typed = ["import", str(tmp_path / "model"), "--out", str(tmp_path / "run")]
+    assert main([*typed, "--check"]) == (130 if fault == "ctrl-c" else 4)
+    assert not (tmp_path / "run").exists()
+    said = capfd.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1
+    assert fault == "ctrl-c" or "or no --check to import it all the same" in said.err
+    assert main(typed) == 0
+    assert "run: step 0; next: spmdtrain train" in capfd.readouterr().out
+
+
+def test_what_transformers_does_not_load_is_one_line(tmp_path, monkeypatch):
+    class Model:
+        @staticmethod
+        def from_pretrained(*_, **__):
+            raise KeyError("a\nkey")
+
+    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
+    monkeypatch.setattr(check, "class_in_transformers", lambda _: Model)
+    monkeypatch.setattr(check, "version", lambda _: "0.1")
+    with pytest.raises(ConfigError) as refused:
+        check._theirs(tmp_path, np.zeros((1, 3), int))
+    assert f"transformers 0.1 does not load {tmp_path}; found KeyError: " in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("method", ["save", "wait"])
+def test_an_import_that_was_interrupted_is_typed_again(method, tmp_path, monkeypatch, capfd):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    directories.write(tmp_path / "model", directories.CONFIGS["llama"])
+    typed = ["import", str(tmp_path / "model"), "--out", str(tmp_path / "run")]
+    with monkeypatch.context() as patched:
+        patched.setattr(Checkpoints, method, interrupted)
+        assert main(typed) == 130
+    assert main(typed) == 0
+    assert "run: step 0; next: spmdtrain train" in capfd.readouterr().out

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ OF_NO_AUTO_CLASS = {
     "mistral3": "Mistral3ForConditionalGeneration",
     "mistral4": "Mistral4ForCausalLM",
 }
+LONGEST = 300  # characters of an error of transformers
+UNCHECKED = "or no --check to import it all the same"
 TOLERANCE = 2e-6  # relative error of the root mean square, several times the noise of most models
 OF_NOISE = 3  # what a model enlarges rounding by decides: a difference of so many times its noise
 
@@ -33,7 +36,7 @@ def require_transformers() -> None:
         if find_spec(package) is None:
             raise ConfigError(
                 f"--check compares with transformers, and {package} is not installed",
-                fix="pip install torch transformers, or no --check",
+                fix=f"pip install torch transformers, {UNCHECKED}",
             )
 
 
@@ -62,7 +65,9 @@ def check_logits(folder: str | Path, setup: Setup, params: Mapping[str, jax.Arra
     tolerance = max(TOLERANCE, OF_NOISE * noise)
     if not difference <= tolerance:
         raise ConfigError(
-            f"{folder}: the {line}", asked=f"{tolerance:.0e}", fix="an issue that names the model"
+            f"{folder}: the {line}",
+            asked=f"{tolerance:.0e}",
+            fix=f"an issue that names it, {UNCHECKED}",
         )
     return line
 
@@ -106,11 +111,18 @@ def class_in_transformers(folder: str | Path) -> Any:
 def _theirs(folder: str | Path, tokens: np.ndarray) -> np.ndarray:
     import torch  # pyright: ignore[reportMissingImports]  in no extra of ours
 
-    model: Any = class_in_transformers(folder).from_pretrained(
-        folder,
-        local_files_only=True,
-        trust_remote_code=False,
-        attn_implementation="eager",  # other ones leave out score caps in transformers 4
-    )
+    try:
+        model: Any = class_in_transformers(folder).from_pretrained(
+            folder,
+            local_files_only=True,
+            trust_remote_code=False,
+            attn_implementation="eager",  # other ones leave out score caps in transformers 4
+        )
+    except Exception as error:  # noqa: BLE001 - another program's, which may raise anything
+        raise ConfigError(
+            f"transformers {version('transformers')} does not load {folder}",
+            found=f"{type(error).__name__}: {error}"[:LONGEST],
+            fix=f"another version of transformers, {UNCHECKED}",
+        ) from None
     with torch.no_grad():
         return model.float().eval()(torch.tensor(tokens)).logits.double().numpy()

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from spmdtrain.cli.devices import start_jax
@@ -69,13 +70,16 @@ def run_import(parsed: argparse.Namespace) -> int:
     start_jax(parsed, keeps_memory=True)
     from spmdtrain.running.published.import_model import import_model
 
-    imported = import_model(parsed.folder, parsed.out, overrides=overrides, ignored=parsed.ignore)
-    if is_first(parsed.process):
-        print(*imported.lines, sep="\n")
+    check = None
     if parsed.check:
         from spmdtrain.cli.published.check import check_logits
 
-        print(check_logits(parsed.folder, imported.setup, imported.params))
+        check = partial(check_logits, parsed.folder)
+    imported = import_model(
+        parsed.folder, parsed.out, overrides=overrides, ignored=parsed.ignore, check=check
+    )
+    if is_first(parsed.process):
+        print(*imported.lines, sep="\n")
     return DONE
 
 

@@ -24,7 +24,7 @@ LARGEST = 16 * 2**20  # bytes
 MOST_EXPERTS = 2**18  # in all layers
 DTYPES = ("float32", "bfloat16", "float16")
 # Others that torch has: weights in them are widened or refused by the files, which name their own.
-OTHER_DTYPES = re.compile("float64|float8_.*|half|float|double")
+OTHER_DTYPES = re.compile(r"float64|float\d_\w+|half|float|double")
 # Models with a vision tower, of which only the text part is read, and the family of that part where
 # its own keys do not name it.
 OF_VISION = {

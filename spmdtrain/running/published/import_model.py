@@ -6,7 +6,7 @@ optimizer state, so training begins in another directory.
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,9 @@ from spmdtrain.running.published.save_step_0 import save_step_0
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.shard import shard
 
+# What a caller makes sure of before anything is written; returns a line about it, or raises.
+Check = Callable[[Setup, dict[str, jax.Array]], str]
+
 
 @dataclass(frozen=True)
 class Imported:
@@ -42,12 +45,14 @@ def import_model(
     overrides: Sequence[str] = (),
     ignored: Sequence[str] = (),
     devices: Sequence[jax.Device] | None = None,
+    check: Check | None = None,
 ) -> Imported:
     """Imports the model in the directory `folder` as step 0 of the run directory `run`.
 
     `overrides` are settings that replace those of the model; e.g. `model.vocab` adds rows to the
-    vocabulary. `ignored` are patterns of tensors that are left out. All processes call it. Raises
-    UserError: see docs/hugging_face.md.
+    vocabulary. `ignored` are patterns of tensors that are left out. `check` is called with the
+    weights before the run is written, so one that raises leaves nothing behind. All processes call
+    it. Raises UserError: see docs/hugging_face.md.
     """
     run = as_path(run, "run")
     started = time.monotonic()
@@ -58,6 +63,7 @@ def import_model(
     check_room(run, setup)
     params, weights = read_weights(setup, published, ignored)
     seconds = time.monotonic() - started
+    checked = [] if check is None else [check(setup, params)]
     save_step_0(run, setup, published, params, data)
     size = sum(tensor.size for tensor in weights.tensors.values())
     head = "tied head" if config.model.tied else "a separate head"
@@ -69,6 +75,7 @@ def import_model(
         f"{bytes_of(weights.tensors)}; {head}",
         f"{len(weights.tensors)} of {len(weights.in_files)} tensors read in {seconds:.1f} s "
         f"({size / 1e6 / seconds:,.3g} MB/s)",
+        *checked,
         f"{run}: step 0; next: spmdtrain train CONFIG --set train.init_from={run}",
     ]
     return Imported(setup, params, lines)
