@@ -89,15 +89,14 @@ def test_what_transformers_does_not_load_is_one_line(tmp_path, monkeypatch):
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("method", ["save", "wait"])
-def test_an_import_that_was_interrupted_is_typed_again(method, tmp_path, monkeypatch, capfd):
+def test_an_import_that_was_interrupted_is_typed_again(tmp_path, monkeypatch, capfd):
     def interrupted(*_):
         raise KeyboardInterrupt
 
     directories.write(tmp_path / "model", directories.CONFIGS["llama"])
     typed = ["import", str(tmp_path / "model"), "--out", str(tmp_path / "run")]
     with monkeypatch.context() as patched:
-        patched.setattr(Checkpoints, method, interrupted)
+        patched.setattr(Checkpoints, "save", interrupted)
         assert main(typed) == 130
     assert main(typed) == 0
     assert "run: step 0; next: spmdtrain train" in capfd.readouterr().out
