@@ -615,6 +615,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 16,
         },
     },
+    "olmo2 with yarn, by rope_parameters": CONFIGS["olmo2"]
+    | {
+        "rope_theta": None,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 500.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
     "phi3, short": CONFIGS["phi3"]
     | {"max_position_embeddings": 16, "original_max_position_embeddings": 16},
     "phi3 without longrope, with a window": CONFIGS["phi3"]

@@ -81,6 +81,29 @@ def test_both_forms_say_the_same_where_the_import_had_the_newer_one(name, scalin
         assert function_in(without(form, keys)) == function_of(model)
 
 
+@pytest.mark.parametrize("scaling", drawn_models.SCALINGS)
+def test_what_only_transformers_5_scales_stays_and_is_not_made(scaling):
+    """OLMo 2's class refuses all but linear in version 4. OLMo 3's loads in both."""
+    model = drawn_models.scaled_by_hand("olmo2", scaling)
+    _, keys = write_config(
+        drawn_models.scaled_by_hand("qwen3", scaling), None, dtype="float32", tokens={}, run=Path()
+    )
+    of_rope = {name: keys[name] for name in ("rope_theta", "rope_scaling")}
+    published = as_published(Path(), directories.CONFIGS["olmo2"] | of_rope)
+    assert (
+        function_of(as_model(published.settings))["rope_scaling"]
+        == (function_of(model)["rope_scaling"])
+    )
+    family, keys = write_config(
+        as_model(published.settings), published, dtype="float32", tokens={}, run=Path()
+    )
+    assert family == "olmo2" and keys["rope_scaling"] == of_rope["rope_scaling"]
+    assert function_in(without(OLD_FORM, keys)) == function_in(without(NEW_FORM, keys))
+    if scaling not in NO_CLASS["olmo2"]:
+        family, _ = write_config(model, None, dtype="float32", tokens={}, run=Path())
+        assert family == ("olmo2" if scaling == "linear" else "olmo3")
+
+
 @pytest.mark.parametrize(
     ("more", "named"),
     [

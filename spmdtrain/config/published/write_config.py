@@ -79,7 +79,7 @@ def _described(
 ) -> tuple[str, dict[str, Any]] | None:
     """Returns the family of a model, and its config.json; None if no family computes it."""
     wanted = function_of(model)
-    if base is not None:
+    if base is not None and not _is_new_in_4(model, base):
         dropped = DROPPED if model.multi_token else (*DROPPED, *ANNOUNCING)
         imported = {name: value for name, value in base.keys.items() if name not in dropped}
         family = FAMILIES[base.family]
@@ -94,6 +94,8 @@ def _described(
                 return base.family, keys
     is_plain = model.experts is None and model.latent is None
     for name, family in FAMILIES.items():
+        if _is_refused_by_4(family, model):
+            continue
         made = _written(family, name, model)
         if is_plain and made.keys() & OF_ROUTERS:
             continue  # no dense model becomes one of experts that it does not have
@@ -101,6 +103,21 @@ def _described(
         if _reads_as(keys, model) == wanted:
             return name, keys
     return None
+
+
+def _is_new_in_4(model: TransformerConfig, base: Published) -> bool:
+    """Returns True if a run has a scaling that transformers 4 refuses in the family of its base,
+    and that the base did not have: another family may have it in both versions.
+    """
+    given = base.settings.get("rope_scaling") or {}
+    is_given = model.rope_scaling is not None and given.get("kind") == model.rope_scaling.kind
+    return not is_given and _is_refused_by_4(FAMILIES[base.family], model)
+
+
+def _is_refused_by_4(family: Family, model: TransformerConfig) -> bool:
+    """Returns True if the family's class in transformers 4 refuses the scaling of a model."""
+    kinds = family.rope_kinds_in_4
+    return bool(kinds) and model.rope_scaling is not None and model.rope_scaling.kind not in kinds
 
 
 def function_of(model: TransformerConfig) -> dict[str, Any]:
@@ -249,7 +266,7 @@ def _rope(family: Family, model: TransformerConfig) -> dict[str, Any]:
         return {}
     keys = write_rope(
         model,
-        strictly=family.strict_scaling,
+        strictly=() if _is_refused_by_4(family, model) else family.strict_scaling,
         by_kind=family.rope_by_kind,
         in_tables=family.rope_in_tables,
     )

@@ -56,6 +56,8 @@ class Family:
     default_rope: Mapping[str, Any] = field(default_factory=dict)  # if a file says nothing of it
     rope_keys: tuple[str, ...] = ()  # of rotary positions, which `read` takes
     rope_kinds: tuple[str, ...] = ()  # the scalings that its class accepts; none: all
+    # The scalings that its class in transformers 4 accepts, if version 5 accepts more.
+    rope_kinds_in_4: tuple[str, ...] = ()
     # All that `rope_scaling` may hold beside its type, if its class in transformers 4 is strict.
     strict_scaling: tuple[str, ...] = ()
     is_gpt2: bool = False

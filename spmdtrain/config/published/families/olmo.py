@@ -60,7 +60,7 @@ OLMO = {
         settings=OLMO_LIKE,
         read=read_biases,
         write=write_biases,
-        rope_kinds=("linear",),
+        rope_kinds_in_4=("linear",),
         strict_scaling=("factor",),
     ),
     "olmo3": Family(
