@@ -11,9 +11,10 @@ import pytest
 from spmdtrain.cli import main
 from spmdtrain.cli.parser import make_parser
 from spmdtrain.cli.typable import make_typable
-from spmdtrain.config import ConfigError
+from spmdtrain.config import ConfigError, UserError
 
 ROOT = Path(__file__).parent.parent
+ERRORS = {kind.__name__ for kind in (UserError, *UserError.__subclasses__())}
 
 
 def literals(node: ast.expr) -> Iterator[str]:
@@ -68,6 +69,24 @@ def test_every_try_of_an_error_names_what_is_there():
     assert len(TRIES) > 100
     wrong = {where: found for where, text in TRIES if (found := wrong_with(text))}
     assert wrong == {}
+
+
+# Where people bring files of others, which they cannot know as well as their own.
+OF_OTHERS = ("interop", "config/published", "running/published")
+
+
+def test_every_refusal_of_a_published_file_says_what_to_try():
+    silent, spoken = [], 0
+    for room in OF_OTHERS:
+        for path in sorted((ROOT / "spmdtrain" / room).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if not isinstance(node, ast.Call) or getattr(node.func, "id", "") not in ERRORS:
+                    continue
+                if any(word.arg == "fix" for word in node.keywords):
+                    spoken += 1
+                else:
+                    silent.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert silent == [] and spoken > 80
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import stat
 from pathlib import Path
 
 LARGEST = 16 * 2**20  # bytes
+AGAIN = "downloading it again"  # the remedy for a published file that is damaged
 
 
 def read_named(path: str | Path, largest: int = LARGEST) -> bytes:

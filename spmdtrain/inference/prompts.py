@@ -16,6 +16,7 @@ from spmdtrain.data.tokenizers.tokenizer import Tokenizer
 from spmdtrain.inference.trained_run import OpenedRun
 
 NOTHING = "--prompt is empty: there is nothing to continue"
+SOME = '--prompt "TEXT"'
 
 
 class Prompts(NamedTuple):
@@ -95,7 +96,7 @@ def _is_conversation(item: Any) -> bool:
 
 def _full(prompts: list[np.ndarray]) -> list[np.ndarray]:
     if not all(len(prompt) for prompt in prompts):
-        raise ConfigError(NOTHING)
+        raise ConfigError(NOTHING, fix=SOME)
     return prompts
 
 
@@ -113,7 +114,7 @@ def ids_of(ids: Any, vocab: int) -> list[np.ndarray]:
     is_ids = array.ndim in (1, 2) and np.issubdtype(array.dtype, np.integer)
     # numpy reads an empty list as floats.
     if not array.size and array.ndim in (1, 2):
-        raise ConfigError(NOTHING)
+        raise ConfigError(NOTHING, fix=SOME)
     if not is_ids:
         raise ConfigError(
             f"a prompt of shape {array.shape} and dtype {array.dtype}",
@@ -133,7 +134,7 @@ def texts_to_stop(stop: Any) -> list[str]:
     is_list = isinstance(stop, list | tuple)
     texts = list(stop) if is_list else [stop]
     if not all(isinstance(text, str) and text for text in texts):
-        raise ConfigError("--stop is not a text", found=f"{texts!r:.60}")
+        raise ConfigError("--stop is not a text", found=f"{texts!r:.60}", fix='--stop "TEXT"')
     return texts
 
 

@@ -53,7 +53,10 @@ def write_reference(
         raise ConfigError("the reference is computed without a pipeline", fix="mesh.fsdp or tensor")
     theirs, ours = map(tokenizer_fingerprint, (source.tokenizer_spec, opened.tokenizer_spec))
     if theirs != ours:
-        raise DataError(f"{source.path} was made with another tokenizer than that of {run}")
+        raise DataError(
+            f"{source.path} was made with another tokenizer than that of {run}",
+            fix=f"spmdtrain data prepare FILE --chat --pairs --tokenizer {run} --out NAME",
+        )
     numbers = _log_probabilities(opened, source.path)
     if jax.process_index() == 0:
         write_references(source, numbers, str(run), opened.step)

@@ -57,7 +57,8 @@ class OpenedRun:
         """
         if self.tokenizer_spec is None:
             raise CheckpointError(
-                f"{self.run} was trained on tokens without a tokenizer: there is no text"
+                f"{self.run} was trained on tokens without a tokenizer: there is no text",
+                fix="its ids, by spmdtrain.generate in Python",
             )
         return from_spec(self.tokenizer_spec)
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from spmdtrain.config.errors import CheckpointError
+from spmdtrain.config.named_file import AGAIN
 from spmdtrain.config.published.read_config import Published
 from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.interop.names.entry import EMBED, FURTHER, HEAD, OURS, POSITIONS, Entry
@@ -21,7 +22,7 @@ from spmdtrain.interop.names.model_table import layout_of, table_of
 from spmdtrain.interop.names.spellings import SAY_NOTHING, name_in, spelled, spelling_of
 from spmdtrain.interop.packings import UNPACKINGS, open_published
 from spmdtrain.interop.pieces import AnyMapped, Index, Shape, other_shapes
-from spmdtrain.interop.safetensors_files import AGAIN, Tensor
+from spmdtrain.interop.safetensors_files import Tensor
 
 ROWS_AT_ONCE = 4096  # of a matrix that is compared or averaged
 AT_ONCE = 2**16  # numbers that are looked at: they stay in the cache of a core

@@ -17,6 +17,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from spmdtrain.config.errors import CheckpointError, UserError
+from spmdtrain.config.named_file import AGAIN
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -30,7 +31,6 @@ PACKED = {"U8": np.dtype(np.uint8)}
 PACKED_NAMES = ("_blocks", "_scales")
 POINTER = b"version https://git-lfs"
 LARGEST_INDEX = 256 * 2**20  # bytes
-AGAIN = "downloading it again"
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def open_file(path: Path, kinds: Mapping[str, Any] = DTYPES) -> dict[str, Tensor
     try:
         size = path.stat().st_size
         if not path.is_file():
-            raise CheckpointError(f"{path} is not a regular file")
+            raise CheckpointError(f"{path} is not a regular file", fix=AGAIN)
         with path.open("rb") as file:
             start = file.read(len(POINTER))
         if start == POINTER:
@@ -172,7 +172,8 @@ def open_file(path: Path, kinds: Mapping[str, Any] = DTYPES) -> dict[str, Tensor
     except UserError:
         raise
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from None
+        what = f"{path} cannot be read: {_reason(error)}"
+        raise CheckpointError(what, fix=f"a file that you may read, or {AGAIN}") from None
     except (SafetensorError, ValueError) as error:
         raise _damaged(path, size, error) from None
     return {name: _tensor(path, name, entry, first, kinds) for name, entry in header.items()}

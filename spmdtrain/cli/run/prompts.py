@@ -15,6 +15,7 @@ from spmdtrain.data.chats.json_texts import are_messages, messages_of, refuse_me
 # In place of the text of --chat: a conversation whose questions are lines of standard input.
 TALK = object()
 MARK = "> "  # the prompt on a terminal, before a question is typed
+LINE_OF_JSON = '{"prompt": "text"} or {"messages": [{"role": "user", "content": "text"}]}'
 LINES_OF_JSON = (".jsonl", ".ndjson")
 HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # of surrogates: not text
 
@@ -68,7 +69,8 @@ def _of_file(name: str) -> list[Prompt]:
     try:
         content = read_named(path).decode("utf-8-sig")  # with Windows' byte order mark
     except OSError as error:
-        raise ConfigError(f"--prompts {path} cannot be read: {error.strerror}") from None
+        what = f"--prompts {path} cannot be read: {error.strerror}"
+        raise ConfigError(what, fix="a file with one prompt per line") from None
     except UnicodeDecodeError:
         raise ConfigError(f"--prompts {path} is not UTF-8 text") from None
     if path.suffix.lower() in LINES_OF_JSON:
@@ -91,7 +93,9 @@ def _of_line(line: str, where: str) -> Prompt:
         row = json.loads(line)
         written = json.dumps(row, ensure_ascii=False)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--prompts {where} is not a line of JSON: {error}") from None
+        raise ConfigError(
+            f"--prompts {where} is not a line of JSON: {error}", fix=LINE_OF_JSON
+        ) from None
     if HALF_A_PAIR.search(written):
         raise ConfigError(f"--prompts {where} has half a surrogate pair", found=f"{line:.60}")
     prompt = _prompt_of(row, where)
@@ -101,7 +105,7 @@ def _of_line(line: str, where: str) -> Prompt:
     raise ConfigError(
         f"--prompts {where} is not a prompt",
         found=f"{line:.60}",
-        fix='{"prompt": "text"} or {"messages": [{"role": "user", "content": "text"}]}',
+        fix=LINE_OF_JSON,
     )
 
 

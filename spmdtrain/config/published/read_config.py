@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdtrain.config.errors import ConfigError
+from spmdtrain.config.named_file import AGAIN
 from spmdtrain.config.published.class_keys import unread_by_class
 from spmdtrain.config.published.families.activations import PLAIN
 from spmdtrain.config.published.families.all_families import FAMILIES
@@ -179,11 +180,9 @@ def _read(folder: Path) -> dict[str, Any]:
         ) from None
     except (ValueError, RecursionError) as error:
         cause = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise ConfigError(f"{path} is not JSON: {cause}", fix="downloading it again") from None
+        raise ConfigError(f"{path} is not JSON: {cause}", fix=AGAIN) from None
     if not isinstance(document, dict):
-        raise ConfigError(
-            f"{path} is not a table", found=f"{document!r:.40}", fix="downloading it again"
-        )
+        raise ConfigError(f"{path} is not a table", found=f"{document!r:.40}", fix=AGAIN)
     return document
 
 

@@ -29,6 +29,7 @@ from spmdtrain.config.schema import (
 
 # Keys of an imported file that name its origin, code that came with it, or layers left out.
 DROPPED = ("quantization_config", "auto_map", "_name_or_path")
+BY_OUR_NAMES = "the weights by our names: spmdtrain.weights(RUN) in Python"
 ANNOUNCING = (OF_QWEN, OWN_TABLES, *OF_FURTHER)  # of blocks that a model may have left out
 # Keys of rotary positions in both forms: transformers 5 reads nothing of the newer one if the older
 # one is there.
@@ -57,7 +58,7 @@ def write_config(
     if (family_and_keys := _described(model, base, dtypes, tokens)) is None:
         raise ConfigError(
             f"{run} {_no_family(model, base)}",
-            fix="the weights by our names: spmdtrain.weights(RUN) in Python",
+            fix=BY_OUR_NAMES,
         )
     return family_and_keys
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdtrain.config.errors import DataError
+from spmdtrain.config.named_file import AGAIN
 from spmdtrain.data.tokenizers.tokenizer import open_tokenizer, tokenizer_fingerprint
 from spmdtrain.data.tokenizers.tokenizer_folder import NAME
 
@@ -54,7 +55,8 @@ def _content(spec: Spec) -> dict[str, Any]:
     try:
         return json.loads(tokenizers.Tokenizer.from_str(spec["json"]).to_str())
     except ValueError as error:
-        raise DataError(f"{spec['path']} is not a Hugging Face tokenizer.json: {error}") from None
+        what = f"{spec['path']} is not a Hugging Face tokenizer.json: {error}"
+        raise DataError(what, fix=AGAIN) from None
 
 
 def _difference_of_files(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from spmdtrain.config.errors import DataError
+from spmdtrain.config.named_file import AGAIN
 from spmdtrain.data.tokenizers.offsets import Encoding, marks
 from spmdtrain.data.tokenizers.windows import LONGEST, encode_in_windows, grouped
 
@@ -259,6 +260,7 @@ class HuggingFaceTokenizer:
                 f"the tokenizer {self._path} is damaged: its model gives an id that it does "
                 "not list",
                 found=f"{max(ids)} of {self.size}",
+                fix=AGAIN,
             )
         return np.array(ids, np.int32)
 
@@ -272,7 +274,8 @@ class HuggingFaceTokenizer:
         except BaseException as error:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
-            raise DataError(f"{self._path} {what}: {str(error)[:QUOTED]}") from None
+            what = f"{self._path} {what}: {str(error)[:QUOTED]}"
+            raise DataError(what, fix=f"{AGAIN}, or another tokenizer") from None
 
 
 def _refuse_aborting(content: str, path: str) -> None:
@@ -292,7 +295,8 @@ def _refuse_aborting(content: str, path: str) -> None:
         return  # the package refuses what is not a tokenizer
     if not is_sound:
         raise DataError(
-            f"{path} is not a Hugging Face tokenizer.json: a merge lacks the prefix {prefix!r:.40}"
+            f"{path} is not a Hugging Face tokenizer.json: a merge lacks the prefix {prefix!r:.40}",
+            fix=AGAIN,
         )
 
 

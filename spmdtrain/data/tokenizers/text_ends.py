@@ -101,7 +101,10 @@ def _with_named(tokenizer: Tokenizer, token: str, name: str, does: str) -> tuple
     """
     i = tokenizer.id_of(token)
     if i is None:
-        raise DataError(f"the tokenizer {name} has no token {token!r} to {does} a text with")
+        raise DataError(
+            f"the tokenizer {name} has no token {token!r} to {does} a text with",
+            fix=f"a token of its own, or none, for --{does}-of-text",
+        )
     return _with_control(tokenizer, token), i
 
 

@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from spmdtrain.config.errors import DataError
+from spmdtrain.config.named_file import AGAIN
 from spmdtrain.data.tokenizers.offsets import Encoding
 
 UNDECODABLE = "\ufffd"
@@ -148,7 +149,8 @@ class CharacterTokenizer(_NoSpecialTokens):
             at = int(unknown.argmax())
             raise DataError(
                 f"character {text[at]!r} (U+{ord(text[at]):04X}) at position {at} is not among the "
-                f"{self.size} characters of the tokenizer"
+                f"{self.size} characters of the tokenizer",
+                fix="a text without it, or training with the tokenizer `bytes`",
             )
         return ids.astype(np.int32)
 
@@ -197,9 +199,11 @@ def open_tokenizer(name: str, texts: Iterable[str] | None = None) -> Tokenizer:
         refuse_other_library(path)
         content = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise DataError(f"{name} is not a Hugging Face tokenizer.json: not UTF-8 text") from None
+        what = f"{name} is not a Hugging Face tokenizer.json: not UTF-8 text"
+        raise DataError(what, fix=AGAIN) from None
     except OSError as error:
-        raise DataError(f"cannot read the tokenizer {name}: {error.strerror}") from None
+        what = f"cannot read the tokenizer {name}: {error.strerror}"
+        raise DataError(what, fix="a file that you may read") from None
     return HuggingFaceTokenizer(content, str(name), specials_named(path.parent))
 
 
@@ -219,14 +223,16 @@ def from_spec(spec: dict) -> Tokenizer:
         }:
             if hashlib.sha256(content.encode()).hexdigest() != digest:
                 raise DataError(
-                    f"the stored copy of the tokenizer {path} does not have its recorded sha256"
+                    f"the stored copy of the tokenizer {path} does not have its recorded sha256",
+                    fix="a copy of the run or of the token file from before",
                 )
             control = others.get("control", [])
             if isinstance(control, list) and all(isinstance(token, str) for token in control):
                 from spmdtrain.data.tokenizers.huggingface_tokenizer import HuggingFaceTokenizer
 
                 return HuggingFaceTokenizer(content, path, control)
-    raise DataError(f"not a tokenizer that this version knows: {json.dumps(spec)[:80]}")
+    what = f"not a tokenizer that this version knows: {json.dumps(spec)[:80]}"
+    raise DataError(what, fix="a newer version of spmdtrain")
 
 
 def tokenizer_fingerprint(spec: dict | None) -> str:

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from spmdtrain.config.errors import DataError
+from spmdtrain.config.named_file import AGAIN
 from spmdtrain.config.run_files import ORIGINAL
 
 NAME = "tokenizer.json"
 OF_TOKENS = ("tokenizer_config.json", "special_tokens_map.json")
 # Files of models rather than tokenizers: they name an end of text by its id.
 OF_IDS = ("generation_config.json", "config.json")
-AGAIN = "downloading it again, or the folder without it"
+WITHOUT = f"{AGAIN}, or the folder without it"
 
 
 def tokenizer_file(name: str) -> Path:
@@ -123,11 +124,12 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from None
+        what = f"cannot read {path}: {error.strerror}"
+        raise DataError(what, fix="a file that you may read") from None
     except (ValueError, RecursionError) as error:  # not JSON, or nested too deep
-        raise DataError(f"{path} is not JSON: {error}", fix=AGAIN) from None
+        raise DataError(f"{path} is not JSON: {error}", fix=WITHOUT) from None
     if not isinstance(content, dict):
-        raise DataError(f"{path} is not an object of JSON", found=f"{content!r:.40}", fix=AGAIN)
+        raise DataError(f"{path} is not an object of JSON", found=f"{content!r:.40}", fix=WITHOUT)
     return content
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdtrain.config.errors import CheckpointError, ConfigError
+from spmdtrain.config.named_file import AGAIN
 from spmdtrain.config.schema import FinetuneConfig, RunConfig
 
 CONFIG = "adapter_config.json"
@@ -105,7 +106,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         what = f"{folder} is not a peft adapter: {CONFIG}: {error.strerror}"
         raise CheckpointError(what, fix="the folder that holds it") from None
     except ValueError as error:
-        raise CheckpointError(f"{folder / CONFIG} is damaged: {error}") from None
+        what = f"{folder / CONFIG} is damaged: {error}"
+        raise CheckpointError(what, fix=AGAIN) from None
     return document
 
 

@@ -194,7 +194,8 @@ def _also_trained(
     for path, x in values.items():
         if any(fnmatchcase(path, pattern) for pattern in config.finetune.also_train):
             if path not in table:
-                raise ConfigError(f"{path} is trained, but no tensor of {family} holds it")
+                what = f"{path} is trained, but no tensor of {family} holds it"
+                raise ConfigError(what, fix="spmdtrain export RUN DIR --to hf")
             yield path, x
 
 

@@ -201,7 +201,7 @@ def _merged_layers(
         opened = held.enter_context(contextlib.closing(SavedSteps(run)))
         newest = opened.newest()
         if newest is None:
-            raise CheckpointError(f"{run} holds no checkpoint")
+            raise CheckpointError(f"{run} holds no checkpoint", fix="training it first")
         others.append(OfRun(run, Layers(opened, newest, ema=export.ema), finetune, target.model))
     if export.base is None:
         return MergedLayers(first, others, first.own_shapes())

@@ -82,6 +82,6 @@ def _export(run: Path, step: int) -> list[str]:
         if out.is_dir():  # of a run that went back, or was resumed before this step
             shutil.rmtree(out)
     except OSError as error:
-        raise StorageError(f"cannot write {out}: {error.strerror}") from None
+        raise StorageError(f"cannot write {out}: {error.strerror}", fix="removing it") from None
     with apart():  # the other processes go on training
         return export_run(run, out, step=step)

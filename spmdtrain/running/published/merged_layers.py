@@ -189,6 +189,9 @@ def weights_of_base(
     published = read_published(Path(base))
     if published.family != family:
         raise ConfigError(
-            f"--base {base} belongs to another family", asked=family, found=published.family
+            f"--base {base} belongs to another family",
+            asked=family,
+            found=published.family,
+            fix="the folder that train.init_from of the run names",
         )
     return Weights(published, model, shapes)

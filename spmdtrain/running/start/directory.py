@@ -34,7 +34,7 @@ def open_directory(directory: Path, fresh: bool) -> Iterator[None]:
                 held.enter_context(only_run(directory))
             except OSError as error:
                 what = f"cannot write the run directory {directory}: {error.strerror}"
-                raise StorageError(what) from None
+                raise StorageError(what, fix="another --run, where you may write") from None
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("run directory")
         yield
