@@ -1,15 +1,11 @@
 """What runs where nobody names an implementation and nothing was measured."""
 
-import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+from absent_gpu import needs_compiler, printed
 
 from pallas_kernels.attention import api as attention_api
 from pallas_kernels.attention.problem import Inputs, Problem, call_of
@@ -18,8 +14,6 @@ from pallas_kernels.grouped import api as grouped_api
 from pallas_kernels.inverse import api as inverse_api
 from pallas_kernels.norm import api as norm_api
 from pallas_kernels.recurrence import api as chunks_api
-
-ROOT = Path(__file__).parents[2]
 
 
 def call(queries: int) -> AttentionCall:
@@ -123,27 +117,14 @@ NORMS = ["norm_backward", "norm_forward"]
 BIASES = ["gelu_gradient", "joined_heads"]  # of the one layer
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 11) or not importlib.util.find_spec("jax_cuda13_plugin"),
-    reason="needs jax 0.11 and its CUDA plugin",
-)
+@needs_compiler
 def test_training_steps_that_cudnn_refuses_run_our_kernels_and_have_no_scores_in_memory():
     """Whole steps for an H100, in the default configuration: packed, and with a window and a cap.
 
     The second has a table that gives its norms to XLA. No array is as large as the scores of
     one head, and none has a tile of them, which XLA's attention has.
     """
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILED],
-        env=environment | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(printed(COMPILED).splitlines()[-1])
     print(found)
     for name in ("documents", "capped"):
         seen = found[name]

@@ -1,21 +1,15 @@
 """What XLA's CUDA compiler makes of experts, for eight H100s that are not there."""
 
-import importlib.util
 import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
-import jax
 import pytest
+from absent_gpu import needs_compiler, printed
 
 from spmdtrain.parallel.experts.sending import bucket_of
 
 pytestmark = pytest.mark.long
 
-TESTS = Path(__file__).parents[1]
 EXPERTS, CHOICES, EMBED = 24, 2, 128
 TOKENS = 4 * 512  # of a device's microbatch
 WAYS = {"fsdp": 2, "expert": 4}
@@ -60,18 +54,9 @@ print(json.dumps({{
 """
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 11) or not importlib.util.find_spec("jax_cuda13_plugin"),
-    reason="needs jax 0.11 and its CUDA plugin",
-)
+@needs_compiler
 def test_tokens_travel_over_expert_and_weights_do_not():
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    paths = [TESTS.parent, TESTS, TESTS / "train"]
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))
-    command = [sys.executable, "-c", STEP]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(printed(STEP, folders=["train"]).splitlines()[-1])
 
     exchanges = [each for each in found["collectives"] if each[0] == "all-to-all"]
     assert {axis for _, axis, _ in exchanges} == {"expert"}

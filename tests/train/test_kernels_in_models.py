@@ -2,15 +2,10 @@
 one cannot run.
 """
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import numpy as np
 import pytest
+from absent_gpu import needs_compiler, printed
 from helpers import batches_of, mesh_of, tiny
 
 from spmdtrain.config import ConfigError
@@ -50,7 +45,6 @@ MESHES = {
         "pipeline.schedule=zero_bubble",
     ),
 }
-ROOT = Path(__file__).parents[2]
 
 
 def setup_with(attention: str, settings: tuple[str, ...]) -> Setup:
@@ -121,17 +115,9 @@ print(calls, len(gathers))
 """
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 11) or not importlib.util.find_spec("jax_cuda13_plugin"),
-    reason="needs jax 0.11 and its CUDA plugin",
-)
+@needs_compiler
 @pytest.mark.parametrize(("attention", "stages"), [("triton", 2), ("mosaic", 1)])
 def test_a_step_for_8_gpus_gathers_nothing_around_its_kernels(attention, stages):
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", GPU_STEP, attention, str(stages)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    calls, gathers = map(int, done.stdout.split())
+    calls, gathers = map(int, printed(GPU_STEP, attention, str(stages)).split())
     assert calls >= 3, "forward, dq, dk and dv"
     assert gathers == 0

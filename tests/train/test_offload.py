@@ -1,16 +1,11 @@
 """train.remat = "offload": the numbers of full recomputation, and layers' inputs on the host."""
 
 import dataclasses
-import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
+from absent_gpu import needs_compiler, printed
 from helpers import MESHES, tiny, trained
 
 from spmdtrain.config import ConfigError
@@ -38,7 +33,6 @@ def test_a_pipeline_is_refused():
 
 
 DEEP = ("model.layers=12", "model.embed=64", "train.sequence_length=512", "train.global_batch=8")
-TESTS = Path(__file__).parents[1]
 MEMORY = """
 from spmdtrain.processes.xla_flags import set_xla_flags
 set_xla_flags(deviceless=True)
@@ -56,18 +50,10 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 11) or not importlib.util.find_spec("jax_cuda13_plugin"),
-    reason="needs jax 0.11 and its CUDA plugin",
-)
+@needs_compiler
 def test_the_compiled_step_keeps_the_inputs_of_layers_on_the_host():
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
     # Both as loops: what is offloaded always is one.
-    command = [sys.executable, "-c", MEMORY, *DEEP, "train.scan_layers=true"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(printed(MEMORY, *DEEP, "train.scan_layers=true").splitlines()[-1])
     (full, nothing), (device, host) = found["full"], found["offload"]
     workload = workload_of(tiny(*DEEP, "train.remat=full"), tiny().mesh.sizes)
     assert nothing == 0 and host == 12 * kept_bytes(workload)

@@ -1,15 +1,10 @@
 """Training in blocks of 8-bit floats: every mesh has the numbers of one device."""
 
-import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
+from absent_gpu import needs_compiler, printed
 from helpers import MESHES_OF_WEIGHTS, gradients, prepared
 
 from spmdtrain.config import ConfigError
@@ -107,21 +102,11 @@ print(json.dumps([text.count('custom_call_target="__cudnn$blockScaledDot"'), sha
 
 
 @pytest.mark.long
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 11) or not importlib.util.find_spec("jax_cuda13_plugin"),
-    reason="needs jax's CUDA plugin and its compiler",
-)
+@needs_compiler
 def test_every_projection_is_cudnns_on_blackwell():
     """Forward and both gradients of four projections, on data x tensor, as compiled for B200."""
     narrow = ("mesh.data=2", "mesh.tensor=2", "precision.compute=bfloat16", MXFP8)
-    tests = str(Path(__file__).parents[1])
-    path = os.pathsep.join([tests, os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", TEXT, *WIDE, *narrow]
-    run = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    calls, others = json.loads(run.stdout.splitlines()[-1])
+    calls, others = json.loads(printed(TEXT, *WIDE, *narrow).splitlines()[-1])
     assert calls == 12
     assert others, "no matmul of attention or the head was found: is the text read?"
     for sizes in map(set, others):
