@@ -73,6 +73,9 @@ class RunFiles:
         match saved:
             case {"config": {"model": {"vocab": int()}}, "origin": dict()}:
                 return saved
+            case {"model_type": str()}:
+                fix = f"spmdtrain import {self.directory} --out RUN, and that run"
+                raise self._is_none(CONFIG, " is that of a published model", fix)
             case _:
                 raise self._is_none(CONFIG, " holds no resolved config")
 
@@ -120,10 +123,12 @@ class RunFiles:
             raise self._is_none(name, f": {_cause(error)}") from None
         raise self._is_none(name, " is not a regular file")
 
-    def _is_none(self, name: str, why: str) -> CheckpointError:
+    def _is_none(
+        self, name: str, why: str, fix: str = "the directory of a run, which has a config.json"
+    ) -> CheckpointError:
         return CheckpointError(
             f"{self.directory} is not a run directory: {self.directory / name}{why}",
-            fix="the directory of a run, which has a config.json",
+            fix=fix,
         )
 
 

@@ -40,7 +40,9 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
             fix=str(path.with_name(close)) if close else "",
         ) from None
     except OSError as error:
-        raise ConfigError(f"{what} cannot be read: {error.strerror}") from None
+        raise ConfigError(
+            f"{what} cannot be read: {error.strerror}", fix="the TOML file of a run"
+        ) from None
     try:
         return parse_toml(content.decode("utf-8-sig"))  # with Windows' byte order mark
     except ValueError as error:  # also for text that is not UTF-8, and a number of 5,000 digits

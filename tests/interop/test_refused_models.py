@@ -9,6 +9,7 @@ from pathlib import Path
 import directories
 import numpy as np
 import pytest
+from helpers import described_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
@@ -22,7 +23,7 @@ from spmdtrain.config.published.write_config import as_model
 from spmdtrain.interop.pieces import Shape
 from spmdtrain.interop.published_weights import Weights
 from spmdtrain.interop.safetensors_files import open_file, open_tensors
-from spmdtrain.running.published.as_run import model_config
+from spmdtrain.running.published.as_run import described, model_config
 
 LLAMA = directories.CONFIGS["llama"]
 
@@ -415,3 +416,35 @@ def test_the_command_ends_with_the_code_of_what_is_wrong(folder, tmp_path, capsy
     shutil.rmtree(folder)
     assert code("--out", run) == 4
     assert not Path(run).exists()
+
+
+def files_in(folder) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_published_model_is_never_taken_for_a_run_nor_a_run_for_one(folder, tmp_path, capsys):
+    """Nor is anything written into its folder, whose config.json a run would replace."""
+    before = files_in(folder)
+    text = "[model]\nlayers = 1\nembed = 16\nheads = 1\n[data]\ncorpus = 'synthetic'\n"
+    (tmp_path / "c.toml").write_text(f"{text}[train]\nsteps = 1\n[mesh]\ndata = -1\n")
+    config, model = str(tmp_path / "c.toml"), str(folder)
+    damaged = "is a published model, which a run would damage; try another --"
+    for typed, code, said in (
+        (["import", model, "--out", model], 10, f"{damaged}out"),
+        (["train", config, "--run", model], 10, f"{damaged}run"),
+        (["train", config, "--run", model, "--fresh"], 10, f"{damaged}run"),
+        (["sample", model], 6, f"of a published model; try spmdtrain import {model} --out RUN"),
+        (["export", model, str(tmp_path / "out"), "--to", "hf"], 6, "of a published model; try"),
+        (["import", str(described_run()), "--out", "r"], 4, "is a run already, and no published"),
+    ):
+        assert main(typed) == code, typed
+        assert said in capsys.readouterr().err
+        assert files_in(folder) == before
+
+
+def test_an_import_without_a_tokenizer_says_so(folder):
+    alone = f"{folder} holds no tokenizer.json: the run has no tokenizer, and reads ids alone"
+    assert described(*model_config(folder)).remarks == (alone,)
+    (folder / "tokenizer.model").touch()
+    (line,) = described(*model_config(folder)).remarks
+    assert line.startswith(f"{alone}; found tokenizer.model; try the tokenizer.json of the same")

@@ -224,6 +224,11 @@ def _unknown_family(folder: Path, values: Mapping[str, Any]) -> ConfigError:
     elif values.get("text_config"):
         part = "a text part"
     what = f"{folder}: model_type {name!r:.80} is not supported"
+    if "config" in values and "origin" in values:
+        raise ConfigError(
+            f"{folder} is a run already, and no published model",
+            fix=f"train.init_from={folder} in training, or spmdtrain export {folder} DIR --to hf",
+        )
     if name is None:
         what = f"{folder / NAME} names no model_type"
     return ConfigError(what, found=part, fix=f"one of {KNOWN}")

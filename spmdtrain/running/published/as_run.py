@@ -13,10 +13,12 @@ from spmdtrain.config.published.longest import check_longest
 from spmdtrain.config.published.read_config import Published, read_published
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.chats.template_folder import fault_of, folder_template, with_tokens
+from spmdtrain.data.tokenizers.other_libraries import CONVERTED
 from spmdtrain.data.tokenizers.text_ends import begin_of_text, end_of_text
 from spmdtrain.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from spmdtrain.interop.companion_files import ORIGINAL, TOKENIZER
 
+OF_OTHER_LIBRARIES = ("tokenizer.model", "tekken.json", "vocab.json", "tiktoken.model")
 LONGEST_SAMPLE = 1024  # tokens of the sequences that an imported run is evaluated on
 
 
@@ -29,7 +31,7 @@ class Described:
     begin_of_text: int | None
     fingerprint: str = ""
     template: dict[str, Any] | None = None  # the spec of its chat template
-    remarks: tuple[str, ...] = ()  # about the template
+    remarks: tuple[str, ...] = ()  # about what it cannot use
 
 
 def model_config(
@@ -71,7 +73,7 @@ def described(published: Published, config: RunConfig) -> Described:
     Raises DataError if the model has too few rows for it.
     """
     if not (published.folder / TOKENIZER).is_file():
-        return Described(None, None, None)
+        return Described(None, None, None, remarks=(_without_tokenizer(published.folder),))
     name = str(published.folder)
     tokenizer = open_tokenizer(name)
     vocab = config.model.vocab or 0
@@ -90,6 +92,13 @@ def described(published: Published, config: RunConfig) -> Described:
     template, fault = _usable_template(published.folder, tokenizer)
     remarks = (f"{name}: its chat template cannot be used: {fault}",) if fault else ()
     return Described(tokenizer.spec(), end, begin, template=template, remarks=remarks)
+
+
+def _without_tokenizer(folder: Path) -> str:
+    """Returns a line about a folder whose tokenizer is none that can be read."""
+    others = [name for name in OF_OTHER_LIBRARIES if (folder / name).is_file()]
+    line = f"{folder} holds no {TOKENIZER}: the run has no tokenizer, and reads ids alone"
+    return f"{line}; found {', '.join(others)}; try {CONVERTED}" if others else line
 
 
 def _usable_template(

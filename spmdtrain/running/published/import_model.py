@@ -22,6 +22,7 @@ from spmdtrain.running.published.as_run import described, model_config
 from spmdtrain.running.published.read_weights import read_weights
 from spmdtrain.running.published.room import check_room
 from spmdtrain.running.published.save_step_0 import save_step_0
+from spmdtrain.running.start.directory import refuse_published
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.shard import shard
 
@@ -69,8 +70,8 @@ def import_model(
     head = "tied head" if config.model.tied else "a separate head"
     lines = [
         *published.remarks,
-        *data.remarks,
         *remarks_on_export(config.model, published),
+        *data.remarks,
         f"{published.folder}: {published.family}, {setup.model.size:,} parameters, "
         f"{bytes_of(weights.tensors)}; {head}",
         f"{len(weights.tensors)} of {len(weights.in_files)} tensors read in {seconds:.1f} s "
@@ -91,6 +92,7 @@ def _devices(config: RunConfig) -> Sequence[jax.Device] | None:
 
 
 def _refuse_full(run: Path) -> None:
+    refuse_published(run, "another --out")
     newest = newest_step(run)
     if newest is not None:
         raise CheckpointError(f"{run} already holds step {newest}", fix="another --out")

@@ -13,7 +13,8 @@ from jax.experimental import multihost_utils
 
 from spmdtrain.checkpoints.files.hostile import ODD, strange_in
 from spmdtrain.config.errors import CheckpointError, ConfigError, StorageError
-from spmdtrain.config.run_files import newest_step
+from spmdtrain.config.published.read_config import is_published
+from spmdtrain.config.run_files import CONFIG, newest_step
 
 MOST_ASIDE = 1000  # runs that --fresh has set aside
 
@@ -22,12 +23,14 @@ MOST_ASIDE = 1000  # runs that --fresh has set aside
 def open_directory(directory: Path, fresh: bool) -> Iterator[None]:
     """Holds the directory for this run. With `fresh`, an older run is renamed, never deleted.
 
-    Process 0 creates and locks it while the others wait. Raises StorageError if it cannot.
+    Process 0 creates and locks it while the others wait. Raises StorageError if it cannot, or if
+    the directory is that of a published model.
     """
     with contextlib.ExitStack() as held:
         if jax.process_index() == 0:
             try:
                 refuse_links(directory)
+                refuse_published(directory, "another --run")
                 if fresh and directory.exists():
                     _set_aside(directory)
                 directory.mkdir(parents=True, exist_ok=True)
@@ -38,6 +41,14 @@ def open_directory(directory: Path, fresh: bool) -> Iterator[None]:
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("run directory")
         yield
+
+
+def refuse_published(directory: Path, fix: str) -> None:
+    """Raises StorageError for the folder of a published model, whose config.json a run would
+    replace by its own.
+    """
+    if (directory / CONFIG).is_file() and is_published(directory):  # not a pipe
+        raise StorageError(f"{directory} is a published model, which a run would damage", fix=fix)
 
 
 def refuse_links(directory: Path) -> None:
