@@ -311,6 +311,32 @@ def test_both_tables_of_a_large_vocabulary_have_whole_gradients_at_the_end_of_a_
     assert grown == pytest.approx(at_rest + (2 * 4 + 2) * elements, rel=1e-3)
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("scans", [False, True])
+def test_the_gradient_of_the_embedding_is_scattered_beside_what_written_out_layers_keep(
+    scans, accumulation
+):
+    """In float32, if a step has several microbatches; a loop over layers keeps nothing then."""
+
+    def held(vocab: int, remat: str = "dots") -> memory.Memory:
+        model = ("model.embed=64", f"model.vocab={vocab}")
+        steps = (f"train.global_batch={4 * accumulation}", "train.microbatch=1")
+        layout = ("mesh.data=4", f"train.scan_layers={scans}", f"train.remat={remat}", *steps)
+        config = tiny(*model, *layout, "model.tied=false", "precision.compute=bfloat16")
+        return memory.step_memory(workload_of(config, dict(config.mesh.sizes)))
+
+    elements = 2**20 * 64
+    wide, narrow = held(2**21), held(2**20)
+    sums = 4 if accumulation > 1 else 0
+    of_both_tables = 2 * elements * (3 * 4 + 2 + 2 + sums)  # weights, moments; a copy, gradients
+    scattered = 4 * elements if sums and not scans else 0
+    assert wide.total - narrow.total == pytest.approx(of_both_tables + scattered, rel=1e-3)
+    if scattered:
+        less = held(2**21, "full")
+        assert wide.total - less.total == wide.activations - less.activations > 0
+        assert wide.logits == 0
+
+
 def test_recurrences_of_a_turn_have_their_arrays_at_once():
     sizes = ("key_heads=2", "value_heads=4", "key_dim=8", "value_dim=6", "taps=3")
     delta = [f"model.delta.{size}" for size in sizes]

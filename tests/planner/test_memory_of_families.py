@@ -1,5 +1,8 @@
 """The memory of small models of each family with other layers than attention and an mlp, or with
 attention of its own, against the real step compiled for GPUs that are not there.
+
+The estimate differs from XLA's account by a share that is known for each family. A small band
+around it shows the loss of a single term, which a bound for all families cannot.
 """
 
 import importlib.util
@@ -119,6 +122,28 @@ FAMILIES = {
 }
 
 
+BAND = 0.01
+# The estimate over XLA's account, less one, with jax 0.12.0.
+OFF = {
+    "qwen3_5": -0.047,
+    "qwen3_5_moe": 0.027,
+    "gemma4": -0.043,
+    "gemma4 with shared keys": 0.046,
+    "gemma4 with experts": -0.001,
+    "nemotron_h": -0.020,
+    "kimi_linear": 0.042,
+    "lfm2_moe": 0.075,
+    "granitemoehybrid": 0.030,
+    # XLA keeps the float32 products that sum up to the gradients of taps, skips and norms until the
+    # end of the backward pass: 34 MB of all layers, and 31 MB more of the last two. In a model with
+    # the state space alone it keeps less, and the deviation is -7.9 %.
+    "falcon_h1": -0.125,
+    "llama4": 0.030,
+    "olmo_hybrid": -0.034,
+    "mistral4": 0.005,
+}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_total_memory_of_a_family(family: str, tmp_path: Path):
     config = RunConfig(
@@ -134,4 +159,5 @@ def test_total_memory_of_a_family(family: str, tmp_path: Path):
     path.write_text(to_toml(config))
     found = compiled_estimate([str(path), "--hardware", "h100"])
     held = memory_in(found["compiled"]).held
-    assert found["memory_bytes_per_device"]["total"] == pytest.approx(held, rel=0.2)
+    off = found["memory_bytes_per_device"]["total"] / held - 1
+    assert off == pytest.approx(OFF[family], abs=BAND)

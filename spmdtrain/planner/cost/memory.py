@@ -480,13 +480,18 @@ def _accumulated_memory(
     at_backward -= freed
     at_optimizer = FLOAT32 * elements + (gradients if sums else 0.0) + _streamed_bytes(workload)
     at_embedding = sums + compute_copy + gradients + _whole_table_gradients(workload)
+    # In a microbatch that is written out XLA leaves the gradients of matrices for last: what layers
+    # keep is still there when the gradient of the embedding is scattered, in float32.
+    at_scatter = 0.0
+    if sums and not workload.scans_layers and workload.trained.share == 1:
+        at_scatter = sums + compute_copy + gradients + activations + FLOAT32 * table + waiting
 
-    peak = max(at_head, at_backward, at_optimizer, at_embedding)
+    peak = max(at_head, at_backward, at_optimizer, at_embedding, at_scatter)
     if peak == at_optimizer:
         return _memory(workload, parameters, optimizer, peak, gradients=FLOAT32 * elements)
     if peak == at_embedding:
         return _memory(workload, parameters, optimizer, peak, gradients=sums + gradients)
-    if peak == at_backward:
+    if peak in (at_backward, at_scatter):
         return _memory(
             workload,
             parameters,
