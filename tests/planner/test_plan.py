@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -23,8 +24,8 @@ from spmdtrain.planner.cost.step_time import step_time
 from spmdtrain.planner.cost.workload import MeshShape
 from spmdtrain.planner.estimate import estimate
 from spmdtrain.planner.own_model import OwnModel
+from spmdtrain.planner.plan import Plan, search
 from spmdtrain.planner.plan import plan as plan_config
-from spmdtrain.planner.plan import search
 
 ROOT = Path(__file__).parent.parent.parent
 A100 = DEVICES["a100-80"]
@@ -40,6 +41,11 @@ LLAMA_8B = workload_with(
     global_batch=256,
     optimizer="lamb",  # whose moments stay on the device
 )
+
+
+@cache
+def plans_of_llama() -> list[Plan]:
+    return search(LLAMA_8B, 64, H100, software("spmdtrain", "h100"))
 
 
 @pytest.mark.seconds
@@ -60,7 +66,7 @@ def test_plans_are_in_order_and_say_why_they_lost():
 @pytest.mark.seconds
 def test_the_residual_stream_is_split_wherever_tensor_divides_the_tokens():
     setting = "rules.activations.stream_time=context,tensor"
-    for plan in search(LLAMA_8B, 64, H100, software("spmdtrain", "h100")):
+    for plan in plans_of_llama():
         assert (setting in plan.settings) == (plan.workload.mesh.tensor > 1)
     odd = LLAMA_8B.with_settings(train={"sequence_length": 4095})
     plans = search(odd, 64, H100, software("spmdtrain", "h100"))
@@ -70,7 +76,7 @@ def test_the_residual_stream_is_split_wherever_tensor_divides_the_tokens():
 @pytest.mark.seconds
 def test_matmuls_go_in_pieces_where_that_is_faster_and_fits():
     found = {}
-    for plan in search(LLAMA_8B, 64, H100, software("spmdtrain", "h100")):
+    for plan in plans_of_llama():
         workload = plan.workload
         assert plan.memory == step_memory(workload)
         if workload.sequence_parallel and plan.fits:

@@ -99,6 +99,7 @@ def qkv_columns(model: TransformerConfig) -> tuple[int, int]:
     return of_heads, sum(columns for columns, _, splits in qkv_matmuls(model) if not splits)
 
 
+@lru_cache(maxsize=1000)
 def whole_matrices(model: TransformerConfig) -> float:
     """Counts the elements of a layer's matrices that `tensor` does not split."""
 
@@ -238,6 +239,7 @@ def _mean(
     return sum(share * of_part(alike) for share, alike in shares)
 
 
+@lru_cache(maxsize=1000)
 def layer_matrices(model: TransformerConfig) -> float:
     """Counts the parameters of one layer that multiply every token, except those of experts.
 
@@ -302,6 +304,7 @@ def expert_parameters(model: TransformerConfig) -> float:
     return expert_matrices(model) + expert_share(model) * biases
 
 
+@lru_cache(maxsize=1000)
 def layer_parameters(model: TransformerConfig) -> float:
     """Counts the parameters of one layer, except those of its experts."""
     vectors = norms(model) * model.embed * vectors_per_norm(model)
@@ -364,6 +367,7 @@ def norms(model: TransformerConfig) -> float:
     return _all_norms(model) / model.layers + bool(model.token_layers)
 
 
+@lru_cache(maxsize=1000)
 def _all_norms(model: TransformerConfig) -> int:
     """Counts the norms of all layers."""
     places = [model.norm_places_of(mixer) for mixer in model.layer_mixers]

@@ -290,8 +290,10 @@ class TransformerConfig(Settings):
     )
 
     def __hash__(self) -> int:
-        # `extra` is a table, which has no hash. Models of the same sizes are seldom unequal.
-        return hash((self.layers, self.embed, self.heads, self.ffn, self.vocab, self.experts))
+        # `extra` is a table, which has no hash. Costs look up parts of one model, and of models of
+        # other lengths, side by side: equal hashes would have them compared field by field.
+        sizes = self.layers, self.embed, self.heads, self.ffn, self.vocab, self.max_length
+        return hash((*sizes, self.mixers, self.mlps, self.experts))
 
     def derived(self) -> dict[str, Any]:
         """Returns sizes and biases; `max_length` follows from another section, see RunConfig."""
