@@ -13,7 +13,6 @@ from jax.experimental import multihost_utils
 
 from spmdtrain.checkpoints.files.hostile import ODD, strange_in
 from spmdtrain.config.errors import CheckpointError, ConfigError, StorageError
-from spmdtrain.config.published.read_config import is_published
 from spmdtrain.config.run_files import CONFIG, newest_step
 
 MOST_ASIDE = 1000  # runs that --fresh has set aside
@@ -47,7 +46,11 @@ def refuse_published(directory: Path, fix: str) -> None:
     """Raises StorageError for the folder of a published model, whose config.json a run would
     replace by its own.
     """
-    if (directory / CONFIG).is_file() and is_published(directory):  # not a pipe
+    if not (directory / CONFIG).is_file():  # a new directory, or a pipe in it
+        return
+    from spmdtrain.config.published.read_config import is_published
+
+    if is_published(directory):
         raise StorageError(f"{directory} is a published model, which a run would damage", fix=fix)
 
 
