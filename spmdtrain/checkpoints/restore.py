@@ -204,7 +204,7 @@ def read_newest_good(
     """
     read_one = read_newest(checkpoints, read)
     if read_one is None:
-        fix = "training first: spmdtrain train CONFIG --run RUN"
+        fix = "training first: spmdtrain train CONFIG --run RUN, or the whole import once more"
         raise CheckpointError(f"{run} holds no checkpoint", fix=fix)
     step, result, damaged = read_one
     if not damaged:
