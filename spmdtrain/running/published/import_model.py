@@ -26,7 +26,7 @@ from spmdtrain.running.start.directory import refuse_published
 from spmdtrain.train.setup import Setup
 from spmdtrain.train.shard import shard
 
-# What a caller makes sure of before anything is written; returns a line about it, or raises.
+# Called with the weights before anything is written: returns a line about them, or raises.
 Check = Callable[[Setup, dict[str, jax.Array]], str]
 
 
