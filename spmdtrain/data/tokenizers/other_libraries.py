@@ -5,6 +5,8 @@ from pathlib import Path
 
 from spmdtrain.config.errors import DataError
 
+# The names that such files have in the folder of a published model.
+NAMES = ("tokenizer.model", "tekken.json", "vocab.json", "tiktoken.model")
 MOST_READ = 1 << 16  # bytes that tell a format
 RANK = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+")  # a line of tiktoken
 CONVERTED = (

@@ -13,12 +13,11 @@ from spmdtrain.config.published.longest import check_longest
 from spmdtrain.config.published.read_config import Published, read_published
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.data.chats.template_folder import fault_of, folder_template, with_tokens
-from spmdtrain.data.tokenizers.other_libraries import CONVERTED
+from spmdtrain.data.tokenizers.other_libraries import CONVERTED, NAMES
 from spmdtrain.data.tokenizers.text_ends import begin_of_text, end_of_text
 from spmdtrain.data.tokenizers.tokenizer import Tokenizer, open_tokenizer
 from spmdtrain.interop.companion_files import ORIGINAL, TOKENIZER
 
-OF_OTHER_LIBRARIES = ("tokenizer.model", "tekken.json", "vocab.json", "tiktoken.model")
 LONGEST_SAMPLE = 1024  # tokens of the sequences that an imported run is evaluated on
 
 
@@ -96,7 +95,7 @@ def described(published: Published, config: RunConfig) -> Described:
 
 def _without_tokenizer(folder: Path) -> str:
     """Returns a line about a folder whose tokenizer is none that can be read."""
-    others = [name for name in OF_OTHER_LIBRARIES if (folder / name).is_file()]
+    others = [name for name in NAMES if (folder / name).is_file()]
     line = f"{folder} holds no {TOKENIZER}: the run has no tokenizer, and reads ids alone"
     return f"{line}; found {', '.join(others)}; try {CONVERTED}" if others else line
 
