@@ -32,6 +32,12 @@ GPT2 = {
     "layer_norm_epsilon": 1e-5,
     "torch_dtype": "float32",
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 LIKE_LLAMA = {
     "vocab_size": VOCAB,
     "hidden_size": 48,
@@ -618,12 +624,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "olmo2 with yarn, by rope_parameters": CONFIGS["olmo2"]
     | {
         "rope_theta": None,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 500.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 16,
-        },
+        "rope_parameters": YARN,
     },
     "phi3, short": CONFIGS["phi3"]
     | {"max_position_embeddings": 16, "original_max_position_embeddings": 16},
@@ -699,13 +700,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         | {
             "partial_rotary_factor": None,
             "rope_theta": None,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 500.0,
-                "factor": 4.0,
-                "original_max_position_embeddings": 16,
-                "partial_rotary_factor": share,
-            },
+            "rope_parameters": YARN | {"partial_rotary_factor": share},
         }
         for family, share in (("glm4_moe", 0.25), ("qwen3_5_text", 0.5))
     },
