@@ -5,7 +5,7 @@
                              [--json FILE] [--dry]
 
 `ours` is the framework's own compiled step on its own batches, with the kernels that were measured
-on this GPU, and `unrolled` the same with `train.scan_layers = false`. `bare` is one jax.jit written
+on this GPU, and `loop` the same with `train.scan_layers = true`. `bare` is one jax.jit written
 by hand, `torch` plain PyTorch with torch.compile, flash attention, autocast to bfloat16 over
 float32 weights and fused AdamW. All start from the same values and batches, and their first
 losses must agree with ours. `maxtext` has values of its own. Each round is a process of its own,
@@ -39,8 +39,8 @@ ROOT = Path(__file__).parents[2]
 # and Adam makes a whole step of a gradient that is 0 but for rounding, as a key bias has.
 LOSS_TOLERANCE = {False: (2e-3, 5e-3), True: (1e-5, 1e-3)}
 OURS = "ours"
-UNROLLED = "unrolled"
-CONTENDERS = (OURS, UNROLLED, "bare", "torch", "maxtext")
+LOOP = "loop"
+CONTENDERS = (OURS, LOOP, "bare", "torch", "maxtext")
 OF_DEVICE = ("device", "parameters", "tokens", "flops_per_token", "peak")
 
 
@@ -59,16 +59,16 @@ def in_child(who: str, shape: str, chosen: argparse.Namespace) -> None:
     else:
         import in_jax
 
-        if who == UNROLLED:
-            written_out = config.train.model_copy(update={"scan_layers": False})
-            config = config.model_copy(update={"train": written_out})
+        if who == LOOP:
+            as_loop = config.train.model_copy(update={"scan_layers": True})
+            config = config.model_copy(update={"train": as_loop})
         found = in_jax.measured(config, chosen, by_hand=who == "bare")
     print(json.dumps(found))
 
 
 def python_of(who: str) -> str | None:
     """Returns the interpreter that has what a contender needs; None where nothing has it."""
-    if who in (OURS, UNROLLED, "bare"):
+    if who in (OURS, LOOP, "bare"):
         return sys.executable
     own = ROOT / f".venv-{who}" / "bin" / "python"
     needed = {"torch": ("torch",), "maxtext": ("maxtext", "MaxText")}[who]

@@ -10,8 +10,11 @@ from typing import Literal
 from pallas_kernels.gpus import is_nvidia
 from spmdtrain.config.schema import RunConfig
 
+CPU = "cpu"  # jax's `device_kind` of one
 # Each takes 0.7 s of compiling on one core: 48 of them half a minute.
 WRITTEN_OUT = 48
+# XLA for CPUs holds a third more temporaries without a loop, as it does not order layers by memory.
+WRITTEN_OUT_ON_CPU = 8
 # Axes that split no layer. What a layer gathers or sums over others has only been seen in loops.
 WHOLE_LAYERS = {"data"}
 
@@ -32,6 +35,13 @@ def is_loop(
     """Returns what `scans_layers` does, given the settings on which it depends."""
     if setting != "auto":
         return setting
-    splits_layers = any(size > 1 for axis, size in sizes.items() if axis not in WHOLE_LAYERS)
     # XLA orders the transfers of what is offloaded by the loop's turns.
-    return splits_layers or offloads or layers > WRITTEN_OUT or not is_nvidia(device_kind)
+    return offloads or layers > _most_written_out(sizes, device_kind)
+
+
+def _most_written_out(sizes: Mapping[str, int], device_kind: str) -> int:
+    """Returns the largest number of layers that are written out."""
+    split = {axis for axis, size in sizes.items() if size > 1}
+    if is_nvidia(device_kind):
+        return WRITTEN_OUT if split <= WHOLE_LAYERS else 0
+    return WRITTEN_OUT_ON_CPU if device_kind == CPU and not split else 0

@@ -188,7 +188,8 @@ def test_kill_9_loses_at_most_the_steps_since_the_last_checkpoint(
     "mesh",
     [
         *(("mesh.data=2", "mesh.tensor=4"), ("mesh.data=8",), ()),
-        *(("mesh.fsdp=4", "mesh.context=2"), ("train.scan_layers=false",)),
+        ("mesh.fsdp=4", "mesh.context=2"),
+        ("mesh.data=2", "train.scan_layers=false"),
     ],
     ids=lambda mesh: " ".join(mesh) or "one device",
 )

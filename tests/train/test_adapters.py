@@ -356,7 +356,7 @@ STAGES = ("mesh.pipeline=2", "train.microbatch=4")
 # Runs whose differences from one device had grown by 30 to 100 times a step.
 GREW = {
     "experts, pipeline": (EXPERTS, STAGES),
-    "experts, layers written out": (EXPERTS, ("train.scan_layers=false",)),
+    "experts, layers as a loop": (EXPERTS, ("train.scan_layers=true",)),
     "schedule-free, pipeline": (("optimizer.name=schedule_free_adamw",), STAGES),
 }
 

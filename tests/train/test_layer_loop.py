@@ -5,12 +5,14 @@ from helpers import prepared, tiny
 
 from spmdtrain.config import ConfigError
 from spmdtrain.parallel.mesh import AXES
-from spmdtrain.train.layer_loop import WRITTEN_OUT, scans_layers
+from spmdtrain.train.layer_loop import WRITTEN_OUT, WRITTEN_OUT_ON_CPU, scans_layers
 
 H200 = "NVIDIA H200"
 # (what runs where) -> (device, mesh axes of more than one device, settings, is it a loop?)
 CASES = {
-    "one CPU": ("cpu", {}, (), True),
+    "one CPU": ("cpu", {}, (), False),
+    "one CPU, as many layers as are written out": ("cpu", {}, ("model.layers=8",), False),
+    "one CPU, one layer more": ("cpu", {}, ("model.layers=9",), True),
     "one H200": (H200, {}, (), False),
     "an H100 by another name": ("NVIDIA H100 80GB HBM3", {}, (), False),
     "one GPU of AMD": ("AMD Instinct MI300X", {}, (), True),
@@ -27,7 +29,11 @@ CASES = {
     "recomputed": (H200, {}, ("train.remat=full",), False),
     "inputs on the host": (H200, {}, ("train.remat=offload",), True),
     "a loop by hand": (H200, {}, ("train.scan_layers=true",), True),
-    "written out by hand on a CPU": ("cpu", {}, ("train.scan_layers=false",), False),
+    "written out by hand on a CPU": (
+        *("cpu", {}),
+        ("train.scan_layers=false", "model.layers=9"),
+        False,
+    ),
     "written out by hand, deep": (
         *(H200, {"fsdp": 8}),
         ("train.scan_layers=false", "model.layers=49", "train.remat=offload"),
@@ -44,8 +50,14 @@ def test_the_rule(case):
 
 
 def test_the_cases_stand_on_both_sides_of_the_bound():
-    depths = [tiny(*CASES[case][2]).model.layers for case in CASES]
-    assert {WRITTEN_OUT, WRITTEN_OUT + 1} <= set(depths)
+    depths = {
+        device: {
+            tiny(*settings).model.layers for of, _, settings, _ in CASES.values() if of == device
+        }
+        for device in ("cpu", H200)
+    }
+    assert {WRITTEN_OUT, WRITTEN_OUT + 1} <= depths[H200]
+    assert {WRITTEN_OUT_ON_CPU, WRITTEN_OUT_ON_CPU + 1} <= depths["cpu"]
 
 
 def test_a_pipeline_is_a_loop_unless_asked_otherwise():

@@ -52,7 +52,7 @@ LAYOUTS = {
         "mesh.context=2",
         "train.microbatch=1",
     ),
-    "written out": ("train.scan_layers=false", "train.remat=dots"),
+    "written out": ("mesh.data=2", "train.scan_layers=false", "train.remat=dots"),
 }
 
 

@@ -104,7 +104,8 @@ class TrainConfig(Settings):
         default="auto",
         description="run all layers as one loop; false writes each out: what the backward pass "
         "needs is not copied into stacks, and compiling takes longer; auto writes up to 48 layers "
-        "out on NVIDIA GPUs that split none of them (docs/scan_layers.md)",
+        "out on NVIDIA GPUs that split none of them, and up to 8 on one CPU device "
+        "(docs/scan_layers.md)",
     )
     zero: Literal[0, 1] = Field(
         default=0, description="1: gradients and optimizer state are split over data (ZeRO-1)"
