@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import jaxlib
 import pytest
+from absent_gpu import needs_compiler, printed
 from jaxlib.xla_client import generate_pjrt_gpu_plugin_options
 
 import spmdtrain as st
@@ -184,3 +185,28 @@ def test_without_gpus_nothing_is_said_of_their_memory(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     xla_flags.set_memory_share()
     assert SHARE not in os.environ
+
+
+LONE_SUM = """
+from spmdtrain.processes.xla_flags import set_xla_flags
+set_xla_flags(deviceless=True)
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from spmdtrain.planner.cost.hardware import hardware
+from spmdtrain.planner.deviceless import described_devices
+mesh = Mesh(np.array(described_devices(hardware("h100"), 64)), "x")
+whole = PartitionSpec()
+total = jax.shard_map(
+    lambda x: jax.lax.psum(x, "x"), mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False
+)
+x = jax.ShapeDtypeStruct((2,), np.float32, sharding=NamedSharding(mesh, whole))
+print(jax.jit(total).lower(x).compile().as_text())
+"""
+
+
+@pytest.mark.seconds
+@needs_compiler
+def test_a_lone_sum_over_64_devices_compiles():
+    """Without our flag its kernel of XLA ends the process (jaxlib 0.12)."""
+    assert "all-reduce-start" in printed(LONE_SUM)
