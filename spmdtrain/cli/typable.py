@@ -14,7 +14,7 @@ SETTING = re.compile(r"--set ['\"]?([a-z_]+(?:\.[\w.]+)+)")
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 # Another command to type instead of this one, with other options.
 OTHER_COMMAND = re.compile(r"\b(?:spmdtrain|pip|make|srun|sbatch|env|apt) .*|`.*?`")
-ALTERNATIVES = re.compile(r",? or (?=-|another |[a-z]+ = )")
+ALTERNATIVES = re.compile(r",? or (?=-|another |training |[a-z]+ = )")
 
 
 def make_typable(error: UserError, parsed: argparse.Namespace) -> None:
