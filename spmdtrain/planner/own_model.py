@@ -101,7 +101,9 @@ def with_traced_optimizer_state(config: RunConfig, workload: Workload) -> Worklo
     if config.model.make:
         return workload
     beside_weights = config.optimizer.model_copy(update={"memory": "device"})
-    config = config.model_copy(update={"optimizer": beside_weights})
+    # One device has many microbatches, which the state does not depend on.
+    at_once = config.train.model_copy(update={"microbatch": None})
+    config = config.model_copy(update={"optimizer": beside_weights, "train": at_once})
     alone = replace(workload, mesh=MeshShape(), zero=0)
     _, of_optimizer = exact_state(config, alone.mesh.sizes)
     _, elements = held_elements(alone, resident_elements(alone))

@@ -42,11 +42,13 @@ class BatchShape(NamedTuple):
     sequences: int
 
 
-def cut_batch(config: TrainConfig, rules: Rules, name: str = "train.global_batch") -> BatchShape:
+def cut_batch(run: RunConfig, rules: Rules, name: str = "train.global_batch") -> BatchShape:
     """Returns the shape of `train.global_batch` on this mesh.
 
-    Raises ConfigError if it does not divide. `name` is what the user calls it.
+    Raises ConfigError if it does not divide, or has more microbatches than `precision.accumulate`
+    can sum. `name` is what the user calls it.
     """
+    config = run.train
     sizes = {axis: rules.sizes[axis] for axis in BATCH_AXES}
     batch = config.global_batch
     at_once = batch_shards(sizes) * (config.microbatch or 1)
@@ -62,7 +64,9 @@ def cut_batch(config: TrainConfig, rules: Rules, name: str = "train.global_batch
         rules.sizes,
         at="train.sequence_length",
     )
-    return BatchShape(batch // sequences, sequences)
+    shape = BatchShape(batch // sequences, sequences)
+    run.precision.check_sum(shape.accumulation)
+    return shape
 
 
 def _does_not_divide(

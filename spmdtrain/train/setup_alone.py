@@ -48,7 +48,7 @@ def setup_alone(
     config, make = choose_model(config, make)
     rules = make_rules(config.rules, mesh.shape)
     check_matmuls(config, rules, mesh)
-    batch_shape = cut_batch(config.train, rules)
+    batch_shape = cut_batch(config, rules)
     model = build_model(config, make, mesh.shape["pipeline"], config.pipeline.chunks)
     table = find_pipeline(config, model, batch_shape.accumulation)
     model, update_rules = with_rules(config, model)

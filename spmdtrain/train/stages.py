@@ -27,7 +27,7 @@ def setup_of(setup: Setup, stage: TimedStage) -> Setup:
         return setup
     config = setup.config.in_stage(stage)
     number = stages_of(setup).index(stage)
-    batch_shape = cut_batch(config.train, setup.rules, f"train.stages[{number}].global_batch")
+    batch_shape = cut_batch(config, setup.rules, f"train.stages[{number}].global_batch")
     table = find_pipeline(config, setup.model, batch_shape.accumulation)
 
     def in_stage(config: RunConfig) -> RunConfig:

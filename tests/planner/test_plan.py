@@ -103,6 +103,7 @@ SMALL = (
         ("compression.codec=int8", "compression.within=2"),
         ("precision.matmul=float8", "precision.scaling=delayed"),
         ("precision.matmul=mxfp8", "train.scan_layers=false"),
+        ("precision.accumulate=bfloat16", "train.global_batch=128"),
         ("train.scan_layers=false",),
         ("train.remat=offload",),
         ("optimizer.memory=host",),

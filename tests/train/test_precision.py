@@ -6,9 +6,11 @@ from collections import Counter
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from helpers import prepared
+from helpers import gradients, prepared
 
+from spmdtrain.config import ConfigError
 from spmdtrain.train import step
 from spmdtrain.train.setup import Setup
 
@@ -62,9 +64,27 @@ def test_matmuls_are_of_compute_precision_however_weights_rest(what, layout):
 @pytest.mark.parametrize(("accumulate", "compute"), list(itertools.product(DTYPES, DTYPES)))
 def test_gradients_add_up_in_the_precision_of_accumulation(layout, accumulate, compute):
     asked = f"precision.accumulate={accumulate}", f"precision.compute={compute}"
-    gradients, sums = lowered("make_gradients", *LAYOUTS[layout], *asked).out_info
-    assert {leaf.dtype for leaf in gradients.values()} == {jnp.dtype(accumulate)}
+    found, sums = lowered("make_gradients", *LAYOUTS[layout], *asked).out_info
+    assert {leaf.dtype for leaf in found.values()} == {jnp.dtype(accumulate)}
     assert {leaf.dtype for leaf in sums.values()} == {jnp.dtype("float32")}
+
+
+def test_more_microbatches_than_bfloat16_sums_are_refused():
+    """Of 1,024 equal ones half is lost, and of 256 they are 6 % off."""
+    asked = ("train.microbatch=1", "precision.accumulate=bfloat16")
+    prepared(*asked, "train.global_batch=64")
+    with pytest.raises(ConfigError, match="65 microbatches"):
+        prepared(*asked, "train.global_batch=65")
+
+
+@pytest.mark.long
+def test_as_many_microbatches_as_are_taken_have_the_gradient_of_float32():
+    batch = ("train.global_batch=64",)
+    _, want = gradients(batch)
+    _, got = gradients((*batch, "precision.accumulate=bfloat16"), ("train.microbatch=1",))
+    for path, x in want.items():
+        off = np.linalg.norm(np.float32(got[path]) - x) / np.linalg.norm(x)
+        assert off < 0.02, f"{path}: {off:.3f}"
 
 
 SHAPED = ("train.label_smoothing=0.1", "train.z_loss=1e-4")

@@ -72,10 +72,15 @@ class Accepted:
         return None
 
     def _refusal_of_parts(self, workload: Workload) -> ConfigError | None:
-        """Returns the error for a device whose part of a matmul in blocks has no whole ones.
+        """Returns the error for more microbatches than can be summed, or for a device whose part
+        of a matmul in blocks has no whole ones.
 
         The config accepts the settings of the layout.
         """
+        try:
+            self._config.precision.check_sum(workload.accumulation)
+        except ConfigError as error:
+            return error
         if not self._config.precision.in_blocks:
             return None
         parts = workload.mesh, workload.microbatch, workload.sequence_parallel
