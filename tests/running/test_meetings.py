@@ -352,6 +352,27 @@ def test_a_fragment_moves_its_weights_alone_and_a_late_one_half_the_way(tmp_path
         )
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("outer", ["average", "nesterov"])
+def test_changes_below_the_spacing_of_bfloat16_add_up_over_meetings(tmp_path, outer):
+    """One of four islands moves by a spacing, as rounding at random would let it."""
+    settings = ("precision.params=bfloat16", "islands.every=1", f"islands.outer={outer}")
+    group = Group(tmp_path, (2,) * 4, *settings)
+    path = "norm.scale_e"
+    spacing, momentum, want = 2**-7, 0.0, 1.0
+    for step in range(1, 9):
+        params = group.states[0].params
+        up = params | {path: params[path] + jnp.bfloat16(spacing)}
+        group.states[0] = replace(group.states[0], params=up)
+        group.send(step)
+        group.take(step, step)
+        momentum = 0.9 * momentum + spacing / 4
+        want += spacing / 4 if outer == "average" else 0.7 * (0.9 * momentum + spacing / 4)
+    for state in group.states:
+        np.testing.assert_allclose(state.items["outer"][path], want, rtol=1e-6)
+        assert np.all(state.params[path] == jnp.bfloat16(want))
+
+
 def test_places_are_in_blocks_and_in_the_order_of_paths():
     places = PlacesInRow.of({"b": (3, 5), "a": (BLOCK + 1,)})
     assert (places.starts, places.length) == ({"a": 0, "b": 2 * BLOCK}, 3 * BLOCK)

@@ -46,7 +46,7 @@ def make_meet(setup: Setup, places: PlacesInRow, in_step: bool, mix: float) -> M
     codec = codec_of_changes(settings)
 
     def change(outer: Weights, params: Weights) -> tuple[OnDevices, jax.Array]:
-        changes = {path: outer[path] - params[path].astype(jnp.float32) for path in places.starts}
+        changes = {path: _change(outer[path], params[path]) for path in places.starts}
         finite = [jnp.isfinite(x).all() for x in changes.values()]
         return _as_row(setup, places, codec, changes), jnp.stack(finite).all()
 
@@ -66,6 +66,18 @@ def make_meet(setup: Setup, places: PlacesInRow, in_step: bool, mix: float) -> M
         jax.jit(change, out_shardings=(split(setup.mesh), everywhere)),
         jax.jit(take, out_shardings=rest, donate_argnums=(0, 1, 2)),
     )
+
+
+def _change(outer: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns how far the weights x have come from where the meeting before left them, float32.
+
+    That is the outer weights in the dtype of x. What its rounding took from them is no change: it
+    would come back to the outer weights, and whatever is less than a spacing of x be lost for good.
+    A cast to and fro would not do, because XLA leaves it out on GPUs.
+    """
+    info = jnp.finfo(x.dtype)
+    begun = jax.lax.reduce_precision(outer, info.nexp, info.nmant)
+    return begun - x.astype(jnp.float32)
 
 
 class Copying(NamedTuple):
