@@ -3,9 +3,9 @@
 A third item is the step of the meeting that a signal has cut short, otherwise 0: the island has
 left its change, and takes the result when it goes on.
 
-Between two meetings an island moves away from the outer weights. Its change is d_i = outer - x_i
-(with the outer weights in the dtype of x_i), a gradient of sorts, and the mean change of the islands d moves the outer weights (DiLoCo,
-arXiv:2311.08105):
+Between two meetings an island moves away from the outer weights. Its change is d_i = outer - x_i, a
+gradient of sorts, with the outer weights in the dtype of x_i. The mean change of the islands d
+moves the outer weights (DiLoCo, arXiv:2311.08105):
 
     nesterov:  m = momentum * m + d,  outer = outer - rate * (momentum * m + d)
     average:   outer = outer - d
