@@ -13,11 +13,13 @@ nvidia-cuda-nvcc, nvidia-nvvm; `pip install --no-deps`), no driver. cuDNN is com
 nvidia-cudnn-cu13 too, and for one GPU: jax's checks of a call hardly depend on the GPU, and
 cuDNN plans on the GPU that runs it.
 
-A compiler that aborts loses only its own case: cases run in a child process, which is restarted
-after an abort.
+A compiler that aborts loses only its own case: cases run in child processes, which are restarted
+after an abort. A child compiles for one GPU, whatever else there is to compile for it: to start one
+takes longer than most cases.
 """
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -184,8 +186,21 @@ def mosaic_faults(folder: Path) -> str:
     return "; ".join(faults)
 
 
-def compile_cases(work: Work, skip: int) -> None:
-    """Compiles, as the child, all cases but the first `skip`.
+def compile_works() -> None:
+    """Compiles, as the child, the works that come in, a line of [*work, skip] each.
+
+    Prints what `compile_cases` prints of each, and then null in a line.
+    """
+    with tempfile.TemporaryDirectory() as reports:
+        os.environ["MOSAIC_GPU_DUMP_TO"] = reports
+        for line in sys.stdin:
+            *work, skip = json.loads(line)
+            compile_cases(Work(*work), skip, Path(reports))
+            print(json.dumps(None), flush=True)
+
+
+def compile_cases(work: Work, skip: int, reports: Path) -> None:
+    """Compiles, as the child, all cases but the first `skip`; ptxas writes into `reports`.
 
     Prints two JSON objects per case, one per line: {"case"} before it starts, then {"case",
     "seconds"} with "calls" (kernels in the compiled program), "refused" or "error".
@@ -202,8 +217,6 @@ def compile_cases(work: Work, skip: int) -> None:
         from jax._src.cudnn import fused_attention_stablehlo
 
         fused_attention_stablehlo.check_compute_capability = lambda _: True
-    reports = tempfile.TemporaryDirectory()
-    os.environ["MOSAIC_GPU_DUMP_TO"] = reports.name
 
     def place(x):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P()))
@@ -220,7 +233,7 @@ def compile_cases(work: Work, skip: int) -> None:
                 text = step.lower(arrays).compile().as_text()
             assert text is not None, "the compiler shows no text"
             outcome["calls"] = sum(text.count(f'="{call}') for call in KERNEL_CALLS)
-            if faults := mosaic_faults(Path(reports.name)):
+            if faults := mosaic_faults(reports):
                 outcome["error"] = faults
         except Refused as refused:
             outcome["refused"] = str(refused)
@@ -230,38 +243,60 @@ def compile_cases(work: Work, skip: int) -> None:
         print(json.dumps(outcome), flush=True)
 
 
-def compile_in_child(work: Work) -> Iterator[dict]:
-    """Yields the outcomes of `compile_cases`, and an "error" for a case that aborts it."""
-    done = 0
-    while True:
-        command = [sys.executable, "-m", "pallas_kernels.aot", "--child"]
-        command += [*map(str, work), str(done)]
-        child = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        )
-        assert child.stdout is not None, "it is a pipe"
-        started = None
-        for line in child.stdout:
-            outcome = json.loads(line)
-            if len(outcome) == 1:
-                started = outcome["case"]
-            else:
-                started = None
-                done += 1
-                yield outcome
-        code = child.wait()
-        if code == 0:
-            return
-        if started is None:
-            raise SystemExit(
-                f"the compiling process ended with {code} outside any case: {' '.join(command)}"
+class Child:
+    """The process that compiles for a GPU; another GPU, or an abort, takes another one."""
+
+    def __init__(self) -> None:
+        self._gpu = ""
+        self._process: subprocess.Popen[str] | None = None
+
+    def outcomes(self, work: Work) -> Iterator[dict]:
+        """Yields the outcomes of `compile_cases`, and an "error" for a case that aborts it."""
+        done = 0
+        while True:
+            process = self._process_for(work.gpu)
+            assert process.stdin is not None and process.stdout is not None, "they are pipes"
+            print(json.dumps([*work, done]), file=process.stdin, flush=True)
+            started = None
+            for line in process.stdout:
+                outcome = json.loads(line)
+                if outcome is None:
+                    return
+                if len(outcome) == 1:
+                    started = outcome["case"]
+                else:
+                    started = None
+                    done += 1
+                    yield outcome
+            code = process.wait()
+            if started is None:
+                raise SystemExit(
+                    f"the compiling process ended with {code} outside any case: {work}"
+                )
+            self._process = None
+            done += 1
+            yield {"case": started, "error": f"aborted the compiler ({code})"}
+
+    def close(self) -> None:
+        """Ends the process, which ends by itself where no more works come in."""
+        if self._process is not None:
+            self._process.communicate()
+            self._process = None
+
+    def _process_for(self, gpu: str) -> subprocess.Popen[str]:
+        if gpu != self._gpu:
+            self.close()
+        if self._process is None:
+            self._gpu = gpu
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "pallas_kernels.aot", "--child"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                env=os.environ | {"JAX_PLATFORMS": "cpu"},
             )
-        done += 1
-        yield {"case": started, "error": f"aborted the compiler ({code})"}
+        return self._process
 
 
 def combinations(
@@ -304,10 +339,16 @@ def has_cudnn() -> bool:
         return False
 
 
-def report(work: Work) -> Counter:
+def report_all(works: Iterator[Work]) -> dict[Work, Counter]:
+    """Reports one work after another in a child; other threads may take from the same `works`."""
+    with contextlib.closing(Child()) as child:
+        return {work: report(work, child) for work in works}
+
+
+def report(work: Work, child: Child) -> Counter:
     """Prints a line per case; counts "compiled", "failed" and ("refused", reason)."""
     counts = Counter()
-    for outcome in compile_in_child(work):
+    for outcome in child.outcomes(work):
         if "error" in outcome:
             kind = "failed"
             details = outcome["error"]
@@ -340,16 +381,18 @@ def main() -> None:
     parser.add_argument(
         "--jobs", type=int, default=max((os.cpu_count() or 1) // 2, 1), help="compilers at a time"
     )
-    parser.add_argument("--child", nargs=6, help=argparse.SUPPRESS)
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.child:
-        gpu, op, implementation, first, only, skip = chosen.child
-        return compile_cases(Work(gpu, op, implementation, int(first), only), int(skip))
+        return compile_works()
     works = combinations(chosen.gpus, chosen.ops, chosen.implementations, chosen.first, chosen.only)
+    counts: dict[Work, Counter] = {}
     with ThreadPoolExecutor(chosen.jobs) as pool:
-        counts = dict(zip(works, pool.map(report, works), strict=True))
+        for reported in pool.map(report_all, [iter(works)] * chosen.jobs):
+            counts |= reported
     total = Counter()
-    for work, outcomes in counts.items():
+    for work in works:
+        outcomes = counts[work]
         own = {"compiled": outcomes["compiled"], "refused": 0, "failed": outcomes["failed"]}
         for kind, count in outcomes.items():
             if isinstance(kind, tuple):
