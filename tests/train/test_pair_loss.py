@@ -12,9 +12,11 @@ from helpers import MESHES, SPLIT, initial_weights, prepared
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.logits import logits_of as logits_of_head
 from spmdtrain.train.compared.in_order import placed_arrays, plain_arrays
+from spmdtrain.train.fresh import init_state
 from spmdtrain.train.gradients.differentiable import make_loss
+from spmdtrain.train.gradients.inputs import StepInputs
 from spmdtrain.train.gradients.pair_loss import FIGURES, PAIR_LOSSES, Answers, sum_pairs
-from spmdtrain.train.step import make_gradients
+from spmdtrain.train.step import find_gradients_of, make_gradients
 
 # Each loss, with its settings by the names of its formula.
 KINDS = {
@@ -223,3 +225,28 @@ def test_an_answer_that_is_certain_has_finite_odds():
     value, gradient = jax.jit(jax.value_and_grad(loss))(sums_bs)
     assert np.isfinite(value) and np.isfinite(gradient).all()
     assert gradient[0, 0] == -0.5 and (gradient[0, 4:] == 0).all()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["simpo", "orpo"])
+def test_float16_has_the_gradients_of_float32_however_long_sequences_are(kind, monkeypatch):
+    """A scale so small stands for a batch of so many more sequences: means over an answer's tokens
+    have small gradients, which a scale over all tokens would make smaller still.
+    """
+    monkeypatch.setattr(f"{__name__}.LENGTH", 256)
+    monkeypatch.setattr(f"{__name__}.PAIRS", [[(120, 110)]] * 8)
+    longer = ("train.sequence_length=256", "train.microbatch=2")
+
+    def gradients_in(*precision: str) -> dict[str, np.ndarray]:
+        setup = prepared_for(kind, *longer, *precision)
+        params = placed_arrays(setup, initial_weights(*SETTINGS, *longer))
+        items = init_state(setup).items
+        find = jax.jit(find_gradients_of(setup))
+        found = find(params, StepInputs(jnp.int32(0), batch_of(setup), items=items))
+        return plain_arrays(setup, found.gradients)
+
+    want = gradients_in()
+    got = gradients_in("precision.compute=float16", "precision.loss_scale=8")
+    for path, x in want.items():
+        off = np.linalg.norm(got[path] - x) / np.linalg.norm(x)
+        assert off < 0.01, f"{path}: {off:.3f}"

@@ -205,6 +205,11 @@ class TrainConfig(Settings):
         return self.preference == "dpo"
 
     @property
+    def averages_answers(self) -> bool:
+        """True if the loss of a pair takes the mean over the tokens of an answer, not their sum."""
+        return self.preference in ("simpo", "orpo")
+
+    @property
     def of_preference(self) -> dict[str, float]:
         """The settings of the preference loss, e.g. {"beta": 0.1} for dpo."""
         defaults = PREFERENCE_SETTINGS[self.preference]

@@ -54,9 +54,12 @@ def cotangent(config: RunConfig, loss_scale: LossScale) -> jax.Array:
     """Returns the cotangent of the sum of all losses, a float32 scalar.
 
     It is the scale over the tokens of a batch, rounded to a power of two, the same in every layout.
+    Where the loss takes the mean over an answer's tokens, their gradients have been divided by
+    their number: it is the scale over the sequences.
     """
-    tokens = config.train.global_batch * config.train.sequence_length
-    return loss_scale.scale * 2.0 ** -round(math.log2(tokens))
+    train = config.train
+    number = train.global_batch * (1 if train.averages_answers else train.sequence_length)
+    return loss_scale.scale * 2.0 ** -round(math.log2(number))
 
 
 def _make_inputs(setup: Setup) -> Callable[[StepInputs], StepInputs]:
