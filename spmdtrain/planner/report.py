@@ -23,7 +23,7 @@ def estimate_values(estimate: Estimate) -> dict[str, Any]:
     """Returns the JSON object of `estimate`; `plan` gives a list of them."""
     time = estimate.time
     workload = estimate.workload
-    layout = workload.mesh.sizes | {
+    layout = dict(workload.mesh.sizes) | {
         "microbatch": workload.microbatch,
         "accumulation": workload.accumulation,
         "schedule": workload.schedule if workload.mesh.pipeline > 1 else None,

@@ -26,7 +26,7 @@ def needed_traffic(workload: Workload) -> dict[str, float]:
     Weights and gradients that `fsdp` and `expert` split together are under "fsdp+expert", as in the
     report of a compiled step.
     """
-    sizes = workload.mesh.sizes
+    sizes = dict(workload.mesh.sizes)
     dense_axes = _dense_axes(workload)
     sizes[dense_axes] = workload.dense_group.size
     experts = own_expert_elements(workload)

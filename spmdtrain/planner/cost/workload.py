@@ -7,6 +7,7 @@ write published runs of other software down as settings, in layouts that no conf
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from spmdtrain.config.published.teacher import teacher_settings
@@ -42,14 +43,13 @@ class MeshShape:
     def devices(self) -> int:
         return math.prod(self.sizes.values())
 
-    @property
+    @cached_property
     def batch_shards(self) -> int:
         """The number of parts into which the batch is split."""
         return batch_shards(self.sizes)
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        # A search asks 100,000 times: `fields` would take most of what this does.
+    @cached_property  # a search asks a million times
+    def sizes(self) -> Mapping[str, int]:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     def stride(self, axis: str) -> int:
@@ -266,7 +266,7 @@ class Workload:
             tokens = -(-tokens // self.mesh.tensor)
         return Dispatch(self.model.experts, tokens, self.exchange_group.size, imbalance)
 
-    @property
+    @cached_property
     def layers_per_stage(self) -> int:
         """The number of layers of the fullest stage, including padding.
 
@@ -276,7 +276,7 @@ class Workload:
         first = self.model.experts.first_dense if self.model.experts else 0
         return self.chunks * self.layers_per_chunk + first + shape.further_tokens(self.model)
 
-    @property
+    @cached_property
     def layers_per_chunk(self) -> int:
         """The number of layers of the fullest chunk, including padding."""
         of_round = shape.layers_of_round(self.model)
