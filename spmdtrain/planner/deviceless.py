@@ -9,6 +9,7 @@ differ a little from a compile on the GPU.
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from spmdtrain.planner.cost.memory import host_bytes
 from spmdtrain.planner.cost.workload import workload_of
 
 
-def compile_step(config: RunConfig, sizes: dict[str, int], device: Hardware) -> dict[str, Any]:
+def compile_step(config: RunConfig, sizes: Mapping[str, int], device: Hardware) -> dict[str, Any]:
     """Compiles the step; returns the contents of RUN/compiled.json, "overlap" and "traffic".
 
     They come from hlo.report, hlo.overlaps and hlo.traffic. The last two are None if the text does
@@ -45,7 +46,7 @@ def compile_step(config: RunConfig, sizes: dict[str, int], device: Hardware) -> 
         return report | {"overlap": None, "traffic": None, "unread": str(error)}
 
 
-def executable(config: RunConfig, sizes: dict[str, int], device: Hardware) -> tuple[Any, Any]:
+def executable(config: RunConfig, sizes: Mapping[str, int], device: Hardware) -> tuple[Any, Any]:
     """Returns (the compiled step, a jax.stages.Compiled that cannot run; its mesh)."""
     import jax
 
