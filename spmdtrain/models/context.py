@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spmdtrain.models.projection import Product, Weight, multiply
+from spmdtrain.models.scaled import scaled
 from spmdtrain.parallel.tensor_matmul import (
     Names,
     TensorMatmul,
@@ -155,7 +156,7 @@ class ForwardContext:
         keep_rate = 1 - rate
         keys = _fold_in(self.noise_b, site)
         keep = jax.vmap(lambda key: jax.random.bernoulli(key, keep_rate, x.shape[1:]))(keys)
-        return jnp.where(self.as_tokens(keep), x / keep_rate, 0).astype(x.dtype)
+        return jnp.where(self.as_tokens(keep), scaled(x, 1 / keep_rate), 0)
 
     @property
     def zigzag(self) -> int:

@@ -26,6 +26,7 @@ from spmdtrain.models.layers.cache import ModelCache, StackCache
 from spmdtrain.models.layers.norm import MakeNorm, normed, normed_with_stream
 from spmdtrain.models.layers.weights import INIT_STD
 from spmdtrain.models.logits import logits_of
+from spmdtrain.models.scaled import scaled
 from spmdtrain.models.stack import MakeBlock, Round, SideLosses, Stack, sum_losses, with_losses
 from spmdtrain.parallel.axes import STREAM
 
@@ -113,9 +114,7 @@ class Block(nnx.Module):
     def _added(self, x_bte: jax.Array, y_bte: jax.Array, ctx: ForwardContext, site: int):
         """Returns the stream with the output of a part added."""
         y_bte = ctx.dropout(y_bte, site)
-        if self.residual_scale != 1:
-            y_bte = y_bte * self.residual_scale
-        return ctx.constrain(x_bte + y_bte, *STREAM)
+        return ctx.constrain(x_bte + scaled(y_bte, self.residual_scale), *STREAM)
 
 
 def _rows(table_te: jax.Array, positions_bt: jax.Array) -> jax.Array:
@@ -267,7 +266,7 @@ class Transformer(nnx.Module):
         self.further = further
         self.indexer = _indexers(model) if model.indexer else None
         self.further_after_norm = bool(model.multi_token and model.multi_token.after_norm)
-        self.embed_factor = model.embed_factor
+        self.embed_factor, self.is_root = model.embed_factor, model.embed_scale == "sqrt"
         self.logit_scale, self.logit_cap = model.logit_factor, model.logit_cap
         if model.tied:
             self.unembed_ve = None
@@ -305,10 +304,11 @@ class Transformer(nnx.Module):
     def _of_tokens(self, tokens_bt: jax.Array, ctx: ForwardContext) -> jax.Array:
         """Returns the embeddings of tokens, without their positions."""
         x_bte = self.tokens(tokens_bt, ctx)
-        if self.embed_factor != 1:
+        factor: jax.Array | float = self.embed_factor
+        if self.is_root:
             # In its dtype, like Gemma's training: in bfloat16 the root of 3072 is 55.5.
-            x_bte = x_bte * jnp.asarray(self.embed_factor, x_bte.dtype)
-        return x_bte
+            factor = jnp.asarray(factor, x_bte.dtype).astype(jnp.float32)
+        return scaled(x_bte, factor)
 
     def _table(self) -> jax.Array:
         return (self.tokens.table_ve if self.unembed_ve is None else self.unembed_ve)[...]

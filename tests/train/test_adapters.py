@@ -4,16 +4,20 @@ import zlib
 from functools import cache
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 from helpers import MESHES_OF_WEIGHTS, batches_of, mesh_of, tiny, trained
 
 import spmdtrain as st
 from spmdtrain.config.errors import ConfigError
 from spmdtrain.interop.peft.adapter_files import read_adapters
+from spmdtrain.models.adapters.adapted import AdaptedWeight, Adapter, LinearPart
 from spmdtrain.models.adapters.by_path import merged
 from spmdtrain.models.adapters.quantised import dequantised
+from spmdtrain.models.projection import MatmulWeight, Product
 from spmdtrain.planner.cost.memory import SAFE_SHARE
 from spmdtrain.planner.estimate import estimate
 from spmdtrain.running.compile_step import lower_step
@@ -146,6 +150,36 @@ def test_a_model_with_adapters_computes_what_the_merged_one_does():
         got = st.make_eval_step(setup)(params, batch)
         want = st.make_eval_step(plain)(weights, batch)
     assert float(got[0]) == pytest.approx(float(want[0]), rel=1e-6)
+
+
+def test_magnitudes_of_a_run_in_bfloat16_are_not_rounded():
+    """Rounded ones would change a base before it learns anything."""
+    setup = setup_of("precision.compute=bfloat16", "finetune.also_train=")
+    magnitudes = [path for path in setup.model.parameters if path.endswith(".magnitude")]
+    assert magnitudes
+    assert {setup.model.dtype(path, "bfloat16") for path in magnitudes} == {"float32"}
+
+    random = np.random.default_rng(0)
+    drawn = (random.standard_normal(shape) for shape in ((64, 96), (64, 3), (512, 64)))
+    w, a, x = (jnp.asarray(each, "bfloat16") for each in drawn)
+    norms = jnp.linalg.norm(w.astype(jnp.float32), axis=0)
+
+    def run(x: jax.Array, magnitude: jax.Array) -> np.ndarray:
+        adapter = Adapter(
+            nnx.Param(a), nnx.Param(jnp.zeros((3, 96), w.dtype)), nnx.Param(magnitude)
+        )
+        adapted = AdaptedWeight(MatmulWeight(w), (LinearPart("up"),), setup.config.finetune, 0)
+        adapted.up = adapter
+        product = Product(lambda x, w, *_, **__: x @ w, ("ffn",), True, lambda x, *_: x)
+        return np.asarray(adapted.multiply(product, x[None])[0], np.float64)
+
+    base = np.asarray(x @ w, np.float64)
+    np.testing.assert_array_equal(run(x, norms), base)
+    factors = random.uniform(0.5, 1.5, 96)
+    got = run(x, norms * jnp.asarray(factors, jnp.float32))
+    slopes = (got * base).sum(0) / (base * base).sum(0)
+    # Of each output; a rounded factor is up to 4e-3 off, and those near 1 round back to it.
+    assert np.abs(slopes / factors - 1)[np.abs(factors - 1) > 0.05].max() < 1e-3
 
 
 def test_a_run_begins_with_a_base_and_trains_adapters_alone(tmp_path):

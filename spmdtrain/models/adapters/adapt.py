@@ -22,7 +22,7 @@ from spmdtrain.models.adapters.adapted import (
     parts_of,
 )
 from spmdtrain.models.adapters.quantised import as_buffers
-from spmdtrain.models.projection import MatmulWeight, matmul_weights
+from spmdtrain.models.projection import FullPrecision, MatmulWeight, matmul_weights
 from spmdtrain.parallel.axes import STACK_AXES
 
 # The linear layers of blocks, by their names in published models and in peft.
@@ -154,7 +154,7 @@ def _adapter(
     magnitude = None
     if config.kind == "dora":
         ones = jnp.ones((*stack, math.prod(outs)))
-        magnitude = nnx.Param(ones, out_sharding=(*axes[:stacked], whole[cut]), is_added=True)
+        magnitude = FullPrecision(ones, out_sharding=(*axes[:stacked], whole[cut]), is_added=True)
     return Adapter(
         MatmulWeight(a, out_sharding=(*whole[:cut], "rank"), is_added=True),
         nnx.Param(b, out_sharding=(*axes[:stacked], "rank", *whole[cut:]), is_added=True),

@@ -20,6 +20,7 @@ from flax import nnx
 from spmdtrain.config.schema import DeltaConfig, FinetuneConfig, TransformerConfig
 from spmdtrain.models.adapters.quantised import QuantisedWeight, dequantised
 from spmdtrain.models.projection import Product
+from spmdtrain.models.scaled import scaled
 
 SLOTS, CHANNELS = -2, -1  # the dims along which parts lie side by side: of slots, or the last
 
@@ -140,16 +141,16 @@ class AdaptedWeight(nnx.Module):
             of_part = part.of(y)
             if adapter is None:
                 added.append(jnp.zeros_like(of_part))
-                factors.append(jnp.ones(of_part.shape[2:], y.dtype))
+                factors.append(jnp.ones(of_part.shape[2:], jnp.float32))
                 continue
             b = adapter.b[...]
             added.append(jnp.tensordot(low[..., : len(b)], b, 1))
             low = low[..., len(b) :]
             if adapter.magnitude is not None:
                 factors.append(self._factor(product, part, adapter))
-        y = y + self.scale * self._side_by_side(added)
+        y = y + scaled(self._side_by_side(added), self.scale)
         has_magnitudes = len(factors) == len(added)
-        return y * self._side_by_side(factors).astype(y.dtype) if has_magnitudes else y
+        return scaled(y, self._side_by_side(factors)) if has_magnitudes else y
 
     def _side_by_side(self, parts: list[jax.Array]) -> jax.Array:
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts, self.parts[0].side)

@@ -10,6 +10,7 @@ from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers.weights import bias, hidden_std, matmul_weight, recomputed
 from spmdtrain.models.projection import FullPrecision
+from spmdtrain.models.scaled import scaled
 
 XIELU_BETA, XIELU_EPSILON = 0.5, -1e-6
 
@@ -142,7 +143,7 @@ class Mlp(nnx.Module):
             if self.up_bias is not None:
                 h = h + self.up_bias[...]
             if self.gate_factor != 1:
-                h = h * jnp.array([[self.gate_factor], [1]], h.dtype)
+                h = scaled(h, jnp.array([[self.gate_factor], [1]], jnp.float32))
             h = ctx.constrain(h, "batch", "time", *self.up_axes)
             if self.slopes is None:
                 h = recomputed(ACTIVATIONS[self.activation], ctx)(h)
@@ -151,4 +152,4 @@ class Mlp(nnx.Module):
         y = ctx.row_parallel(h, self.down_fe, ("ffn",))
         if self.down_bias is not None:
             y = y + self.down_bias[...]
-        return y if self.out_factor == 1 else y * self.out_factor
+        return scaled(y, self.out_factor)

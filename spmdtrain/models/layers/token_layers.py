@@ -15,6 +15,7 @@ from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers.norm import Norm, norm_scale, rms_normed
 from spmdtrain.models.layers.weights import hidden_std, matmul_weight, weight
+from spmdtrain.models.scaled import scaled
 
 PART = "token_layers"  # what layers read of `ForwardContext.read`
 OF_TOKENS = ("batch", "time", None)
@@ -53,12 +54,12 @@ class TokenLayers(nnx.Module):
         assert ctx.ids_bt is not None, "a context with the ids of tokens"
         shape = (*ctx.ids_bt.shape, self.layers, self.dim)
         projected = ctx.column_parallel(x_bte, self.project_ef, (None,))
-        projected = projected.reshape(shape) * x_bte.shape[-1] ** -0.5
+        projected = scaled(projected.reshape(shape), x_bte.shape[-1] ** -0.5)
         scale_p = self.scale_p[...].astype(jnp.float32) + self.offset
         projected = rms_normed(projected, scale_p, (3,), self.epsilon, ctx)
         rows = ctx.constrain(ctx.lookup(self.table_vf[...], ctx.ids_bt), *OF_TOKENS)
         rows = rows.reshape(shape) * jnp.asarray(self.dim**0.5, rows.dtype)
-        both = jnp.moveaxis((projected + rows) * 2**-0.5, 2, 0)
+        both = jnp.moveaxis(scaled(projected + rows, 2**-0.5), 2, 0)
         return replace(ctx, read={**ctx.read, PART: ctx.constrain(both, None, *OF_TOKENS)})
 
 

@@ -25,6 +25,7 @@ from spmdtrain.models.layers.norm import rms_normed
 from spmdtrain.models.layers.recurrent_cache import RecurrentCache
 from spmdtrain.models.layers.weights import hidden_std, matmul_weight, recomputed
 from spmdtrain.models.projection import FullPrecision, Fused
+from spmdtrain.models.scaled import scaled
 from spmdtrain.parallel.context.sequence_pieces import Pieces, on_pieces
 from spmdtrain.parallel.regions import Whole
 
@@ -83,8 +84,7 @@ class SsdMixer(nnx.Module):
         ssd = self.ssd
         of_heads, of_groups, split = _head_axes(ssd)
         axes = _axes(ssd)
-        if ssd.in_factor != 1:
-            x_bte = x_bte * ssd.in_factor
+        x_bte = scaled(x_bte, ssd.in_factor)
         own = ctx.column_parallel(x_bte, self.zxt_ehrn, (*of_heads, "head_dim"))
         gate, value, time = jnp.split(own, [ssd.head_dim, 2 * ssd.head_dim], -1)
         shared = ctx.column_parallel(x_bte, self.kq_ehn, (of_groups, "head_dim"))
@@ -114,8 +114,7 @@ class SsdMixer(nnx.Module):
         y, *grown = ctx.local_map(local, inputs, axes, out)
         y = self._gated(checkpoint_name(y, SAVED), gate, ctx)
         y = ctx.row_parallel(y, self.out_hrve, (*of_heads, "head_dim"))
-        if ssd.out_factor != 1:
-            y = y * ssd.out_factor
+        y = scaled(y, ssd.out_factor)
         return y, RecurrentCache(grown[0], tuple(grown[1:])) if grown else None
 
     def _gated(self, y: jax.Array, gate: jax.Array, ctx: ForwardContext) -> jax.Array:
@@ -195,9 +194,9 @@ def _mixed(ssd: SsdConfig, pieces: Pieces, *arrays: jax.Array | None) -> tuple[j
     x = SsdInputs(*arrays)
     dtype = x.value.dtype
     _, of_value, of_key, of_query, of_time = ssd.factors
-    of_shared = jnp.repeat(jnp.array([of_key, of_query], dtype), ssd.state)
-    value = pieces.split(x.value * jnp.asarray(of_value, dtype))
-    shared = pieces.split(x.shared * of_shared)
+    of_shared = jnp.repeat(jnp.array([of_key, of_query], jnp.float32), ssd.state)
+    value = pieces.split(scaled(x.value, of_value))
+    shared = pieces.split(scaled(x.shared, of_shared))
     documents = find_starts(pieces, x.segments, value, ssd.taps - 1)
     has_cache = x.state is not None
 

@@ -10,6 +10,7 @@ from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers.cache import CacheOfBoth
 from spmdtrain.models.layers.mixers.state_space import SsdMixer
+from spmdtrain.models.scaled import scaled
 
 
 class TwoMixers(nnx.Module):
@@ -43,13 +44,9 @@ class TwoMixers(nnx.Module):
     ) -> tuple[Any, CacheOfBoth | None]:
         of_attention, of_ssd = cache or (None, None)
         call: Any = self.attention
-        out, of_attention = call(_scaled(x_bte, self.in_factor), ctx, of_attention)
+        out, of_attention = call(scaled(x_bte, self.in_factor), ctx, of_attention)
         y_bte, *side_losses = out if isinstance(out, tuple) else (out,)
         of_state, of_ssd = self.ssd(x_bte, ctx, of_ssd)
-        y_bte = _scaled(y_bte, self.out_factor) + of_state
+        y_bte = scaled(y_bte, self.out_factor) + of_state
         grown = None if of_ssd is None else CacheOfBoth(of_attention, of_ssd)
         return (y_bte, *side_losses) if side_losses else y_bte, grown
-
-
-def _scaled(x_bte: jax.Array, factor: float) -> jax.Array:
-    return x_bte if factor == 1 else x_bte * factor
