@@ -2,13 +2,14 @@
 
 import json
 import math
+import re
 from functools import cache
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from helpers import tiny
+from helpers import prepared, tiny
 
 import spmdtrain as st
 from spmdtrain.cli import main
@@ -17,6 +18,7 @@ from spmdtrain.config.schema import DataConfig, MixSource
 from spmdtrain.data.source import EvalSet
 from spmdtrain.train import evaluation
 from spmdtrain.train.evaluation import Predicted, mean_loss, window_losses
+from spmdtrain.train.step import make_losses
 
 SMALL = (
     "model.layers=1",
@@ -162,3 +164,12 @@ def test_nothing_to_evaluate_is_an_error_where_one_number_is_asked_for(monkeypat
     monkeypatch.setattr(evaluation, "window_losses", lambda *_: [])
     with pytest.raises(DataError, match="there is nothing to evaluate: no token with a loss"):
         st.make_evaluate(setup, data)(st.init_state(setup))
+
+
+@pytest.mark.parametrize("layout", [(), ("mesh.pipeline=2", "train.microbatch=4")], ids=str)
+def test_an_evaluation_in_bfloat16_sums_as_training_does(layout):
+    """On CPUs also in matmuls, so that both have one loss on a mesh that splits what they sum."""
+    setup = prepared("precision.compute=bfloat16", *layout)
+    losses = jax.jit(make_losses(setup)).lower(setup.state.params, setup.batch)
+    outputs = re.findall(r"stablehlo\.dot_general .* -> tensor<\S*x(\w+)>", losses.as_text())
+    assert outputs and set(outputs) == {"f32"}

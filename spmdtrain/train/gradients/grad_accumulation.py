@@ -156,7 +156,8 @@ def make_losses(setup: Setup, parts: Parts) -> Callable[..., Any]:
         _, sums = jax.lax.scan(one, None, batch)
         return sum_over_shards(jax.tree.map(jnp.sum, sums), setup.rules)
 
-    return manual_region(local, setup.mesh, MANUAL_AXES, (resting_specs_in(setup), BATCH), P())
+    wide = summing_wide(setup, local)
+    return manual_region(wide, setup.mesh, MANUAL_AXES, (resting_specs_in(setup), BATCH), P())
 
 
 def _make_forward(setup: Setup, parts: Parts, *, training: bool) -> Callable[..., Losses]:

@@ -99,7 +99,7 @@ def make_losses(setup: Setup, parts: Parts) -> Callable[..., Any]:
         of_head, of_layers = losses(program, table, setup.model.stage_layout, *weights)
         return _sums(setup, of_head, of_layers, batch, training=False)
 
-    run = _whole_over_batch(setup, local, lambda _: P())
+    run = _whole_over_batch(setup, summing_wide(setup, local), lambda _: P())
     return lambda params, batch: run(params, None, batch)
 
 
