@@ -1,6 +1,7 @@
 """Adapters of a frozen model: what they compute, on any mesh, and what is trained and kept."""
 
 import zlib
+from collections.abc import Callable
 from functools import cache
 
 import jax
@@ -159,27 +160,42 @@ def test_magnitudes_of_a_run_in_bfloat16_are_not_rounded():
     assert magnitudes
     assert {setup.model.dtype(path, "bfloat16") for path in magnitudes} == {"float32"}
 
+    w, x, multiplied = adapted_by_magnitudes(setup)
+    norms = jnp.linalg.norm(w.astype(jnp.float32), axis=0)
+    base = np.asarray(x @ w, np.float64)
+    np.testing.assert_array_equal(multiplied(x, norms), base)
+    factors = np.random.default_rng(1).uniform(0.5, 1.5, 96)
+    got = np.asarray(multiplied(x, norms * jnp.asarray(factors, jnp.float32)), np.float64)
+    slopes = (got * base).sum(0) / (base * base).sum(0)
+    # Of each output; a rounded factor is up to 4e-3 off, and those near 1 round back to it.
+    assert np.abs(slopes / factors - 1)[np.abs(factors - 1) > 0.05].max() < 1e-3
+
+
+def test_the_gradient_of_magnitudes_keeps_no_activations_in_float32():
+    w, x, multiplied = adapted_by_magnitudes(setup_of("precision.compute=bfloat16"))
+    _, of_gradient = jax.vjp(multiplied, x, jnp.ones(w.shape[1]))
+    kept = [each for each in jax.tree.leaves(of_gradient) if each.size >= len(x) * w.shape[1]]
+    assert kept and {each.dtype for each in kept} == {jnp.dtype("bfloat16")}
+
+
+def adapted_by_magnitudes(setup: st.Setup) -> tuple[jax.Array, jax.Array, Callable[..., jax.Array]]:
+    """A weight [64, 96], a batch of its inputs, both in bfloat16, and (inputs, magnitudes) ->
+    outputs of the weight with an adapter that changes nothing but magnitudes.
+    """
     random = np.random.default_rng(0)
     drawn = (random.standard_normal(shape) for shape in ((64, 96), (64, 3), (512, 64)))
     w, a, x = (jnp.asarray(each, "bfloat16") for each in drawn)
-    norms = jnp.linalg.norm(w.astype(jnp.float32), axis=0)
 
-    def run(x: jax.Array, magnitude: jax.Array) -> np.ndarray:
+    def multiplied(x: jax.Array, magnitude: jax.Array) -> jax.Array:
         adapter = Adapter(
             nnx.Param(a), nnx.Param(jnp.zeros((3, 96), w.dtype)), nnx.Param(magnitude)
         )
         adapted = AdaptedWeight(MatmulWeight(w), (LinearPart("up"),), setup.config.finetune, 0)
         adapted.up = adapter
         product = Product(lambda x, w, *_, **__: x @ w, ("ffn",), True, lambda x, *_: x)
-        return np.asarray(adapted.multiply(product, x[None])[0], np.float64)
+        return adapted.multiply(product, x[None])[0]
 
-    base = np.asarray(x @ w, np.float64)
-    np.testing.assert_array_equal(run(x, norms), base)
-    factors = random.uniform(0.5, 1.5, 96)
-    got = run(x, norms * jnp.asarray(factors, jnp.float32))
-    slopes = (got * base).sum(0) / (base * base).sum(0)
-    # Of each output; a rounded factor is up to 4e-3 off, and those near 1 round back to it.
-    assert np.abs(slopes / factors - 1)[np.abs(factors - 1) > 0.05].max() < 1e-3
+    return w, x, multiplied
 
 
 def test_a_run_begins_with_a_base_and_trains_adapters_alone(tmp_path):

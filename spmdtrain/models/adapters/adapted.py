@@ -150,7 +150,10 @@ class AdaptedWeight(nnx.Module):
                 factors.append(self._factor(product, part, adapter))
         y = y + scaled(self._side_by_side(added), self.scale)
         has_magnitudes = len(factors) == len(added)
-        return scaled(y, self._side_by_side(factors)) if has_magnitudes else y
+        if not has_magnitudes:
+            return y
+        # The gradient of the factors reads y, which would otherwise be kept in float32.
+        return jax.checkpoint(scaled)(y, self._side_by_side(factors))
 
     def _side_by_side(self, parts: list[jax.Array]) -> jax.Array:
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts, self.parts[0].side)
