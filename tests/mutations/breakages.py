@@ -1594,14 +1594,14 @@ BREAKAGES = [
     Breakage(
         "adds attention beside a state space without its factor",
         "models/layers/mixers/two_mixers.py",
-        "_scaled(y_bte, self.out_factor) + of_state",
+        "scaled(y_bte, self.out_factor) + of_state",
         "y_bte + of_state",
         f"'{OF_FAMILY}[falcon_h1]'",
     ),
     Breakage(
         "leaves the factor of a gate out",
         "models/layers/mlp.py",
-        "h * jnp.array([[self.gate_factor], [1]], h.dtype)",
+        "scaled(h, jnp.array([[self.gate_factor], [1]], jnp.float32))",
         "h",
         f"'{OF_FAMILY}[falcon_h1]'",
     ),
@@ -1636,14 +1636,14 @@ BREAKAGES = [
     Breakage(
         "leaves the root of a half of a layer's channels to the norm behind them",
         "models/layers/token_layers.py",
-        "both = jnp.moveaxis((projected + rows) * 2**-0.5, 2, 0)",
+        "both = jnp.moveaxis(scaled(projected + rows, 2**-0.5), 2, 0)",
         "both = jnp.moveaxis(projected + rows, 2, 0)",
         "tests/models/test_token_layers.py",
     ),
     Breakage(
         "leaves the root of the width to the norm of a layer's channels",
         "models/layers/token_layers.py",
-        "projected.reshape(shape) * x_bte.shape[-1] ** -0.5",
+        "scaled(projected.reshape(shape), x_bte.shape[-1] ** -0.5)",
         "projected.reshape(shape)",
         "tests/models/test_token_layers.py",
     ),

@@ -156,8 +156,8 @@ def make_losses(setup: Setup, parts: Parts) -> Callable[..., Any]:
         _, sums = jax.lax.scan(one, None, batch)
         return sum_over_shards(jax.tree.map(jnp.sum, sums), setup.rules)
 
-    wide = summing_wide(setup, local)
-    return manual_region(wide, setup.mesh, MANUAL_AXES, (resting_specs_in(setup), BATCH), P())
+    specs = (resting_specs_in(setup), BATCH)
+    return manual_region(summing_wide(setup, local), setup.mesh, MANUAL_AXES, specs, P())
 
 
 def _make_forward(setup: Setup, parts: Parts, *, training: bool) -> Callable[..., Losses]:
