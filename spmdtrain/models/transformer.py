@@ -266,7 +266,8 @@ class Transformer(nnx.Module):
         self.further = further
         self.indexer = _indexers(model) if model.indexer else None
         self.further_after_norm = bool(model.multi_token and model.multi_token.after_norm)
-        self.embed_factor, self.is_root = model.embed_factor, model.embed_scale == "sqrt"
+        self.embed_factor = model.embed_factor
+        self.rounds_embed_factor = model.embed_scale == "sqrt"
         self.logit_scale, self.logit_cap = model.logit_factor, model.logit_cap
         if model.tied:
             self.unembed_ve = None
@@ -305,7 +306,7 @@ class Transformer(nnx.Module):
         """Returns the embeddings of tokens, without their positions."""
         x_bte = self.tokens(tokens_bt, ctx)
         factor: jax.Array | float = self.embed_factor
-        if self.is_root:
+        if self.rounds_embed_factor:
             # In its dtype, like Gemma's training: in bfloat16 the root of 3072 is 55.5.
             factor = jnp.asarray(factor, x_bte.dtype).astype(jnp.float32)
         return scaled(x_bte, factor)

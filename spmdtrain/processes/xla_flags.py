@@ -60,8 +60,8 @@ FLAGS = (
         why="XLA turns a lone sum of few numbers over 64 devices into a Triton kernel that does "
         "not compile: 'size mismatch when packing elements for LLVM struct expected 2 but got 1'",
         since="needed with jax 0.12 (8 and 128 devices compile without it, as do 256 numbers)",
-        changed="a lone sum over 64 H100 compiles instead of ending the process, as llama3_8b on "
-        "fsdp 64 had one",
+        changed="a lone sum over 64 H100 compiles instead of ending the process, as it once did in "
+        "llama3_8b on fsdp 64",
     ),
     Flag(
         "xla_gpu_enable_latency_hiding_scheduler",

@@ -167,7 +167,7 @@ def test_magnitudes_of_a_run_in_bfloat16_are_not_rounded():
     factors = np.random.default_rng(1).uniform(0.5, 1.5, 96)
     got = np.asarray(multiplied(x, norms * jnp.asarray(factors, jnp.float32)), np.float64)
     slopes = (got * base).sum(0) / (base * base).sum(0)
-    # Of each output; a rounded factor is up to 4e-3 off, and those near 1 round back to it.
+    # A rounded factor would be up to 4e-3 off. Those near 1 round back to it with the output.
     assert np.abs(slopes / factors - 1)[np.abs(factors - 1) > 0.05].max() < 1e-3
 
 

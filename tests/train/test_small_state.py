@@ -47,7 +47,7 @@ def test_a_moment_in_8_bits_is_near_and_right_on_average(name, spacing):
     many = drawn(4000, lambda key: decoded(name, encoded(name, x, key)))
     error = np.maximum(many.std(0) / 4000**0.5, 1e-6)
     assert np.all(np.abs(many.mean(0) - x) < 6 * error)
-    # Of all of them together: a tenth of a percent too much in each step adds up over steps.
+    # All of them together: a tenth of a percent too much in each step adds up over steps.
     shares = np.float64(many[:, 1:] - x[1:]) / np.asarray(unit)[1:]
     assert abs(shares.mean()) < 6 * shares.std() / shares.size**0.5
 

@@ -144,8 +144,8 @@ def host_fingerprint(x: np.ndarray, first: int = 0) -> Fingerprint:
 def _by_blocks(x: np.ndarray, device: jax.Device, first: int = 0) -> Fingerprint:
     """Returns `fingerprint(x, first)`, computed by a device that is the host.
 
-    It takes blocks of the words, in order: one program for arrays of every shape. It reads them
-    where they are, as long as memory that starts at a cache line lets it.
+    It takes blocks of the words, in order: one program for arrays of every shape. Blocks that
+    start at a cache line are read where they are, and others are copied.
     """
     words = _host_words(x)
     end = words.size - words.size % BLOCK

@@ -80,20 +80,15 @@ class PrecisionConfig(Settings):
         "doubles; default: 2000",
     )
 
-    @property
-    def most_summed(self) -> int | None:
-        """The largest number of microbatches whose gradients can be summed; None: no limit."""
-        return MOST_SUMMED if self.accumulate == "bfloat16" else None
-
     def check_sum(self, microbatches: int) -> None:
         """Raises ConfigError if the gradients of so many microbatches would be lost in their sum,
         which stops growing.
         """
-        if self.most_summed is not None and microbatches > self.most_summed:
+        if self.accumulate == "bfloat16" and microbatches > MOST_SUMMED:
             raise ConfigError(
                 f"precision.accumulate={self.accumulate!r} loses gradients: a sum of "
                 f"{microbatches} microbatches stops growing",
-                asked=f"at most {self.most_summed} microbatches",
+                asked=f"at most {MOST_SUMMED} microbatches",
                 fix="--set precision.accumulate=float32, or a larger train.microbatch",
             )
 
