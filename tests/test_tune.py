@@ -11,8 +11,9 @@ from helpers import tiny
 from pallas_kernels.calls import AttentionCall, NormCall
 from pallas_kernels.tuning import Table
 from pallas_kernels.tuning.work import share_of_sheet
-from spmdtrain.cli import main
+from spmdtrain.cli import devices, main
 from spmdtrain.cli.machine import kernels, tune
+from spmdtrain.cli.run import train
 from spmdtrain.config import load
 
 CONFIG = """
@@ -88,14 +89,14 @@ def test_a_run_measures_what_its_machine_does_not_know(
 ):
     config = tiny(*settings)
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    monkeypatch.setattr(kernels, "has_nvidia_driver", lambda: driver)
+    monkeypatch.setattr(devices, "has_nvidia_driver", lambda: driver)
     commands = []
     monkeypatch.setattr(kernels, "_run", commands.append)
     if known:
         entry = {"implementation": "xla"}
         Table().add("G", {"one": entry}, {kernels.program(config, 1): ["one"]})
     parsed = argparse.Namespace(config="c.toml", set=[], simulate_devices=simulated)
-    kernels.before_training(parsed, config)
+    train._measure_kernels(parsed, config)
     assert [command[5:] for command in commands] == ([] if asked is None else [asked])
 
 

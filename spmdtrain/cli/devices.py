@@ -105,6 +105,12 @@ def has_nvidia_driver() -> bool:
     return Path("/proc/driver/nvidia/version").exists() or Path("/dev/nvidiactl").exists()
 
 
+def opens_gpus(parsed: argparse.Namespace) -> bool:
+    """Returns True if this machine has a GPU, and a command with these arguments may open it."""
+    hidden = os.environ.get("JAX_PLATFORMS") == "cpu" or parsed.simulate_devices is not None
+    return not hidden and has_nvidia_driver()
+
+
 def _is_no_plugin_error(record: logging.LogRecord) -> bool:
     return "plugin configuration error" not in str(record.msg)
 

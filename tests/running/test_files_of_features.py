@@ -52,6 +52,7 @@ ROOMS_OFF = (
     *("spmdtrain.lab.certify", "spmdtrain.inference", "spmdtrain.interop", "spmdtrain.launch"),
     *("spmdtrain.planner", "spmdtrain.show", "spmdtrain.config.published"),
     *("spmdtrain.cli.data", "spmdtrain.cli.planning", "spmdtrain.cli.published"),
+    *("spmdtrain.cli.machine",),
     *("spmdtrain.data.mixtures", "spmdtrain.data.prepare", "spmdtrain.data.texts"),
     *("spmdtrain.lab.diff", "spmdtrain.lab.replay", "spmdtrain.lab.strategies"),
     *("spmdtrain.pipeline.executor", "spmdtrain.pipeline.draw"),

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 
-from spmdtrain.cli.devices import has_nvidia_driver
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.running.report import stages
 
@@ -25,9 +24,6 @@ def before_training(parsed: argparse.Namespace, config: RunConfig) -> None:
     The first process of a machine measures, and the others wait for it. If anything goes wrong, one
     line says so and the run continues with the fixed order.
     """
-    hidden = os.environ.get("JAX_PLATFORMS") == "cpu" or parsed.simulate_devices is not None
-    if config.kernels.tune == "off" or hidden or not has_nvidia_driver():
-        return
     from pallas_kernels.tuning import Table
 
     count = device_count(config, None)

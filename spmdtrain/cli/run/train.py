@@ -4,8 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spmdtrain.cli.devices import start_jax
-from spmdtrain.cli.machine.kernels import before_training
+from spmdtrain.cli.devices import opens_gpus, start_jax
 from spmdtrain.cli.shared_arguments import add_config, add_devices, positive_int
 from spmdtrain.config import DONE, UserError, load, to_toml
 from spmdtrain.processes import pulse
@@ -72,7 +71,7 @@ def run_train(parsed: argparse.Namespace) -> int:
 
 
 def _train(parsed: argparse.Namespace, config: "RunConfig", directory: str) -> int:
-    before_training(parsed, config)
+    _measure_kernels(parsed, config)
     stages.enter("starting jax")
     start_jax(parsed, keeps_memory=True)
     from spmdtrain.running.guards.out_of_memory import OutOfMemoryError
@@ -87,6 +86,14 @@ def _train(parsed: argparse.Namespace, config: "RunConfig", directory: str) -> i
         raise _with_remedy(error) from None
     pulse.tell(pulse.DONE, outcome.step)
     return outcome.exit_code
+
+
+def _measure_kernels(parsed: argparse.Namespace, config: "RunConfig") -> None:
+    if config.kernels.tune == "off" or not opens_gpus(parsed):
+        return
+    from spmdtrain.cli.machine.kernels import before_training
+
+    before_training(parsed, config)
 
 
 def _with_remedy(error: "OutOfMemoryError") -> "OutOfMemoryError":

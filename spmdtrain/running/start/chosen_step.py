@@ -12,10 +12,8 @@ from spmdtrain.running.report.reporter import Reporter
 from spmdtrain.train.state import TrainState
 
 
-def check_chosen(run: Path, step: int | None, config: RunConfig, fresh: bool) -> None:
+def check_chosen(run: Path, step: int, config: RunConfig, fresh: bool) -> None:
     """Refuses a step to which the run cannot go back. Reads directory names only."""
-    if step is None:
-        return
     if fresh:
         what = f"--step {step} goes back in a run, but --fresh starts a new one"
         raise ConfigError(what, fix="one of them at a time")

@@ -21,7 +21,6 @@ from spmdtrain.running.report.reporter import Hook, check
 from spmdtrain.running.report.sinks import MakeSink
 from spmdtrain.running.report.summary import Prediction
 from spmdtrain.running.start.agreement import check_start
-from spmdtrain.running.start.chosen_step import check_chosen
 
 if TYPE_CHECKING:
     from spmdtrain.running.start.elastic import Adapted
@@ -98,7 +97,10 @@ def prepare(
     ready, data = open_data(config, seams["data"])
     seams = with_own_parts(ready, seams)
     check_start(config, data, seams, directory, fresh, step)
-    check_chosen(directory, step, ready, fresh)
+    if step is not None:
+        from spmdtrain.running.start.chosen_step import check_chosen
+
+        check_chosen(directory, step, ready, fresh)
     adapted = None
     if not fresh and newest_step(directory) is not None:
         from spmdtrain.running.start.elastic import adapt
