@@ -130,13 +130,13 @@ _heads.defvjp(_heads_forward, _heads_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gelu(_name: str, products, bias_f):
-    return jax.nn.gelu((products + bias_f).astype(products.dtype))
+def _gelu(name: str, products, bias_f):
+    return _implementation(name).gelu((products + bias_f).astype(products.dtype))
 
 
-def _gelu_forward(_name, products, bias_f):
+def _gelu_forward(name, products, bias_f):
     biased = (products + bias_f).astype(products.dtype)
-    return jax.nn.gelu(biased), (biased, jnp.zeros((0,), bias_f.dtype))
+    return _implementation(name).gelu(biased), (biased, jnp.zeros((0,), bias_f.dtype))
 
 
 def _gelu_backward(name, residuals, gradient):

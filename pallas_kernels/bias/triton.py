@@ -1,4 +1,4 @@
-"""Implements the backward passes on Triton.
+"""Implements the backward passes on Triton; the forward pass is cuBLAS's.
 
 A program owns some columns, and walks over a share of the rows. It keeps the sums of its columns in
 registers and writes them once; XLA adds the sums of all programs. So there are no atomics, and
@@ -23,6 +23,9 @@ PROGRAMS_OF_A_CORE = 4
 CORES = 132  # of a GPU that is not listed: an H100's
 GELU_FACTOR = 0.7978845608028654  # sqrt(2 / pi)
 GELU_CUBIC = 0.044715
+
+# In this form alone XLA takes the epilogue of cuBLAS's matmul for it, which computes in float32.
+gelu = jax.nn.gelu
 
 
 def refusal(shape: tuple[int, ...], interpreted: bool) -> str:

@@ -1,7 +1,11 @@
-"""Implements the backward passes in plain jax, for devices that our kernels do not support."""
+"""Implements both passes in plain jax, for devices that our kernels do not support."""
 
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels.wide import rounded_once
+
+gelu = rounded_once(jax.nn.gelu)
 
 
 def joined(dq_btkgd, dk_btkd, dv_btkd, _name: str) -> tuple[jax.Array, jax.Array]:

@@ -1656,7 +1656,7 @@ BREAKAGES = [
     ),
     Breakage(
         "adds no half to the lower slope of xIELU",
-        "models/layers/mlp.py",
+        "models/layers/mlp_activations.py",
         "XIELU_BETA + jax.nn.softplus(alpha_n",
         "0 + jax.nn.softplus(alpha_n",
         f"'{OF_FAMILY}[apertus]'",

@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from spmdtrain.config.schema import RulesConfig
-from spmdtrain.models.layers.mlp import gelu, swiglu
+from spmdtrain.models.layers.mlp_activations import gelu, swiglu
 from spmdtrain.parallel.axes import AXES, BATCH_AXES, make_rules
 from spmdtrain.parallel.experts import make_experts
 from spmdtrain.parallel.experts.expert_weights import ExpertWeights

@@ -16,7 +16,7 @@ from helpers import batches_of, mesh_of, tiny
 import spmdtrain as st
 from spmdtrain.inference.sample import make_logits
 from spmdtrain.models.layers import weight
-from spmdtrain.models.layers.mlp import swiglu
+from spmdtrain.models.layers.mlp_activations import swiglu
 from spmdtrain.models.layers.weights import matmul_weight
 from spmdtrain.parallel import experts
 from spmdtrain.parallel.experts import make_experts

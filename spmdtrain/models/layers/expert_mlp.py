@@ -15,7 +15,8 @@ from flax import nnx
 from spmdtrain.compiled.step_parts import part
 from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.models.context import ForwardContext
-from spmdtrain.models.layers.mlp import ACTIVATIONS, Mlp
+from spmdtrain.models.layers.mlp import Mlp
+from spmdtrain.models.layers.mlp_activations import ACTIVATIONS
 from spmdtrain.models.layers.norm import MakeNorm, Norm, normed
 from spmdtrain.models.layers.router import TOKEN, Router
 from spmdtrain.models.layers.weights import INIT_STD, hidden_std, matmul_weight, recomputed
@@ -121,13 +122,13 @@ def _of_gated_inputs(
     experts: Callable[..., jax.Array], x_bte: jax.Array, gates_btk: jax.Array, ids_btk: jax.Array
 ) -> jax.Array:
     """Returns the sum over a token's choices of the expert's output for x times the gate."""
-    total = jnp.zeros_like(x_bte)
+    total = jnp.zeros(x_bte.shape, jnp.float32)
     for choice in range(ids_btk.shape[-1]):
         one = slice(choice, choice + 1)
         gate_bt1 = gates_btk[..., one]
         gated_bte = (x_bte.astype(jnp.float32) * gate_bt1).astype(x_bte.dtype)
         total = total + experts(gated_bte, jnp.ones_like(gate_bt1), ids_btk[..., one])
-    return total
+    return total.astype(x_bte.dtype)
 
 
 def _shared_gate(config: TransformerConfig, rngs: nnx.Rngs) -> FullPrecision:

@@ -3,26 +3,35 @@
 Letters in addition to those of this room: l layers, p channels that a layer reads of a token.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels.wide import rounded_once
 from spmdtrain.compiled.step_parts import part
 from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.models.context import ForwardContext
 from spmdtrain.models.layers.norm import Norm, norm_scale, rms_normed
-from spmdtrain.models.layers.weights import hidden_std, matmul_weight, weight
+from spmdtrain.models.layers.weights import hidden_std, matmul_weight, recomputed, weight
 from spmdtrain.models.scaled import scaled
 
 PART = "token_layers"  # what layers read of `ForwardContext.read`
 OF_TOKENS = ("batch", "time", None)
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "geglu": jax.nn.gelu,
-    "swiglu": jax.nn.silu,
-}
+
+
+@rounded_once
+def _geglu(gate_btp: jax.Array, own_btp: jax.Array) -> jax.Array:
+    return jax.nn.gelu(gate_btp) * own_btp
+
+
+@rounded_once
+def _swiglu(gate_btp: jax.Array, own_btp: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate_btp) * own_btp
+
+
+ACTIVATIONS = {"geglu": _geglu, "swiglu": _swiglu}
 
 
 class TokenLayers(nnx.Module):
@@ -58,7 +67,9 @@ class TokenLayers(nnx.Module):
         scale_p = self.scale_p[...].astype(jnp.float32) + self.offset
         projected = rms_normed(projected, scale_p, (3,), self.epsilon, ctx)
         rows = ctx.constrain(ctx.lookup(self.table_vf[...], ctx.ids_bt), *OF_TOKENS)
-        rows = rows.reshape(shape) * jnp.asarray(self.dim**0.5, rows.dtype)
+        # In its dtype, like Gemma's training.
+        factor = jnp.asarray(self.dim**0.5, rows.dtype).astype(jnp.float32)
+        rows = scaled(rows.reshape(shape), factor)
         both = jnp.moveaxis(scaled(projected + rows, 2**-0.5), 2, 0)
         return replace(ctx, read={**ctx.read, PART: ctx.constrain(both, None, *OF_TOKENS)})
 
@@ -87,5 +98,5 @@ class TokenPart(nnx.Module):
         assert ctx.layer is not None, "a layer with a number"
         own_btp = jax.lax.dynamic_index_in_dim(ctx.read[PART], ctx.layer, keepdims=False)
         gate_btp = ctx.column_parallel(x_bte, self.gate_ep, (None,))
-        h_btp = ACTIVATIONS[self.activation](gate_btp) * own_btp
+        h_btp = recomputed(ACTIVATIONS[self.activation], ctx)(gate_btp, own_btp)
         return x_bte + self.norm(ctx.row_parallel(h_btp, self.out_pe, (None,)), ctx)
