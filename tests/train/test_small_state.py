@@ -53,6 +53,22 @@ def test_a_moment_in_8_bits_is_near_and_right_on_average(name, spacing):
 
 
 @pytest.mark.seconds
+def test_a_momentum_and_its_squares_are_rounded_independently():
+    """Updates would have a mean of their own if one went up where the other goes down."""
+    adam = optax.scale_by_adam(0.9, 0.95)
+    rule = in_8_bits(adam, 7)
+    x = jnp.zeros((64, 256))
+    gradient = jax.random.normal(jax.random.key(0), x.shape)
+    _, exact = adam.update(gradient, adam.init(x), x)
+    _, state = rule.update(gradient, rule.init(x), x)
+    errors = [
+        np.asarray((decoded(name, getattr(state.inner, name)) - whole) / whole.max()).ravel()
+        for name, whole in (("mu", exact.mu), ("nu", exact.nu))
+    ]
+    assert abs(np.corrcoef(*errors)[0, 1]) < 5 / x.size**0.5
+
+
+@pytest.mark.seconds
 def test_squares_too_small_for_a_block_are_not_zero():
     """Zero would make the update as large as its momentum over epsilon."""
     x = jnp.float32([1.0, 1e-20])

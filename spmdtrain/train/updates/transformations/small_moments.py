@@ -4,10 +4,11 @@ bfloat16: the moment, rounded to nearest. 8bit (after arXiv:2110.02861): integer
 largest number of their block, 256 along the last dim. A momentum is spaced evenly. A mean of
 squares is spaced logarithmically over 31 octaves, because rounding one to zero would make its
 update huge; smaller ones become the smallest number. Zero stays exactly zero. Rounding to 8 bits is
-stochastic, from (step, parameter): a change smaller than the spacing is kept on average, while
-rounding to nearest would lose it every time.
+stochastic, from (step, parameter, field): a change smaller than the spacing is kept on average,
+while rounding to nearest would lose it every time.
 """
 
+import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -81,7 +82,13 @@ def in_8_bits(
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, SmallState]:
         new_updates, after = transformation.update(updates, _by_field(decoded, state.inner), params)
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), site), state.steps)
-        inner = _by_field(lambda name, x: encoded(name, x, key), after)
+
+        def rounded(name: str, x: jax.Array) -> Any:
+            # Were the draws of both moments the same, a momentum that is rounded up would go with
+            # squares that are rounded down: the mean of many updates would be positive.
+            return encoded(name, x, jax.random.fold_in(key, zlib.crc32(name.encode()) >> 1))
+
+        inner = _by_field(rounded, after)
         return new_updates, SmallState(state.steps + 1, inner)
 
     return optax.GradientTransformation(init, update)
