@@ -10,6 +10,7 @@ from jax.scipy.stats import norm
 import spmdtrain as st
 from spmdtrain.models.adapters.by_path import merged
 from spmdtrain.models.adapters.quantised import NF4, dequantised, quantised
+from spmdtrain.train.external_arrays.check_arrays import check_params
 
 
 def normal(*shape: int) -> np.ndarray:
@@ -64,6 +65,17 @@ def test_weights_of_zero_stay_zero(kind):
     assert np.array_equal(dequantised(arrays, kind, 1), np.zeros((64, 4)))
 
 
+@pytest.mark.parametrize("base", ["int8", "nf4"])
+@pytest.mark.seconds
+def test_public_functions_take_the_integers_of_a_quantised_base(base):
+    setup = st.shard(tiny("finetune.kind=lora", f"finetune.base={base}"), devices=jax.devices()[:1])
+    params = {path: np.zeros(x.shape, x.dtype) for path, x in setup.state.params.items()}
+    check_params(setup, params)
+    path = next(path for path, x in params.items() if x.dtype.kind in "iu")
+    with pytest.raises(st.UserError, match="is float32"):
+        check_params(setup, params | {path: params[path].astype(np.float32)})
+
+
 def test_what_was_quantised_is_not_merged():
     finetune = tiny("finetune.kind=lora", "finetune.base=nf4").finetune
     with pytest.raises(st.UserError, match="finetune.base='nf4': adapters are merged with the or"):
@@ -74,3 +86,17 @@ def test_what_gives_no_blocks_is_refused():
     with pytest.raises(st.UserError, match="attention.out_kgde contracts 13 numbers.*base=int8"):
         asked = ("model.embed=65", "model.heads=5", "finetune.kind=lora", "finetune.base=nf4")
         st.shard(tiny(*asked), devices=jax.devices()[:1])
+
+
+def test_an_output_that_pruning_has_left_without_weights_stays_zero():
+    """Its norm is 0, and so is the magnitude with which DoRA begins."""
+    finetune = tiny("finetune.kind=dora", "finetune.rank=2").finetune
+    path = "blocks.layer.mlp.down_fe"
+    w = normal(1, 6, 4)
+    w[..., 1] = 0
+    norms = np.linalg.norm(w, axis=1)
+    adapter = {"a": normal(1, 6, 2), "b": np.zeros((1, 2, 4), np.float32), "magnitude": norms}
+    arrays = {f"{path}.down.{name}": x for name, x in adapter.items()}
+    plain = merged({path: w, **arrays}, finetune, tiny().model)
+    assert plain.keys() == {path}
+    np.testing.assert_allclose(plain[path], w, rtol=1e-6)

@@ -79,7 +79,7 @@ def merged(
 
     `values` are keyed by dotted path, with layers in order, as `spmdtrain.weights` returns them. A
     weight with an adapter becomes W + s a b, or m (W + s a b) / |W + s a b|, computed and returned
-    in float32. Other weights are returned unchanged.
+    in float32; an output whose norm is 0 stays 0. Other weights are returned unchanged.
 
     Raises ConfigError if weights are quantised: adapters are merged with the original weights.
     """
@@ -114,7 +114,10 @@ def _merged_part(w: np.ndarray, adapter: Mapping[str, np.ndarray], scale: float)
     matrix = w.reshape(*stack, inputs, -1) + np.float32(scale) * (a @ b)
     if "magnitude" in adapter:
         norm = np.linalg.norm(matrix, axis=-2)
-        matrix = matrix * (adapter["magnitude"].astype(np.float32) / norm)[..., None, :]
+        magnitude = adapter["magnitude"].astype(np.float32)
+        # An output without weights, as pruning leaves it, has no direction: it stays zero.
+        factor = np.divide(magnitude, norm, out=np.zeros_like(norm), where=norm > 0)
+        matrix = matrix * factor[..., None, :]
     return matrix.reshape(w.shape)
 
 

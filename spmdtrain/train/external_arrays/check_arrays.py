@@ -48,7 +48,9 @@ class Checked:
 
 
 def check_params(setup: Setup, params: Any) -> None:
-    """Raises ConfigError if `params` are not the weights of the setup, in any floating dtype."""
+    """Raises ConfigError if `params` are not the weights of the setup: floats in any floating
+    dtype, the integers of quantised weights in their own.
+    """
     wanted: Mapping[str, Any] = setup.state.params  # abstract
     if not isinstance(params, Mapping):
         raise ConfigError(f"params={shown(params)} is not a dict of arrays", fix=PARAMS)
@@ -57,7 +59,9 @@ def check_params(setup: Setup, params: Any) -> None:
             raise ConfigError(f"params has no {path!r}", fix=PARAMS)
         x = params[path]
         _check_array(f"params[{path!r}]", x, PARAMS)
-        if x.shape != want.shape or not jnp.issubdtype(x.dtype, jnp.floating):
+        is_float = jnp.issubdtype(want.dtype, jnp.floating)  # else of a quantised weight
+        kind = jnp.floating if is_float else want.dtype
+        if x.shape != want.shape or not jnp.issubdtype(x.dtype, kind):
             raise _another(f"params[{path!r}]", x, want, PARAMS)
     for path in params:
         if path not in wanted:
