@@ -40,6 +40,7 @@ RULES = (
     ("default", "cudnn", 0.0, "take cuDNN's attention"),
     ("narrow", "default", 1.0, "bfloat16 logits are not worth their rounding"),
     ("llama_narrow", "llama", 1.0, "bfloat16 logits are not worth their rounding"),
+    ("llama_eightfold", "llama_narrow", 1.0, "leave the chunks of a large vocabulary as they are"),
     ("llama_float8", "llama_narrow", 0.0, "float8 costs time here"),
 )
 # The same of what runs alone: (variant, one of its rows, the one beside it, milliseconds, verdict).

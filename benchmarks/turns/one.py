@@ -256,7 +256,7 @@ def losses(_: Variant, dry: bool, __: Path) -> Callable[[], dict[str, Any]]:
     targets = jax.random.randint(keys[2], (b, t), 0, v)
     kernel = "triton:interpret" if dry else "triton"
     names = ["xla", "xla/double", "xla/fourfold"]
-    names += [kernel] if dry else ["triton/double", "triton/fourfold"]
+    names += [kernel] if dry else ["triton/double", "triton/eightfold", "triton/fourfold"]
 
     def lowered(name: str, dtype: str):
         def loss(x, weight):

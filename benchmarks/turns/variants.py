@@ -54,6 +54,7 @@ VARIANTS = {
     "llama": Variant(shape=LLAMA),
     "torch_llama": Variant(what=TORCH, shape=LLAMA),
     "llama_narrow": Variant(shape=LLAMA, settings=NARROW),
+    "llama_eightfold": Variant(shape=LLAMA, settings=NARROW, kernels=loss_by("triton/eightfold")),
     "llama_float8": Variant(shape=LLAMA, settings=(*NARROW, *FLOAT8)),
     "llama_traced": Variant(shape=LLAMA, settings=(*NARROW, *FLOAT8), flags=UNGRAPHED, traced=True),
     "again": Variant(),

@@ -144,7 +144,7 @@ def linear_cross_entropy(  # noqa: PLR0913 - the question has as many parts
 
 _OP = "linear_cross_entropy"
 # The logits of a chunk as shares of the default, which are tried when kernels are measured.
-VARIANTS = {"half": 1 / 2, "quarter": 1 / 4, "double": 2, "fourfold": 4}
+VARIANTS = {"half": 1 / 2, "quarter": 1 / 4, "double": 2, "fourfold": 4, "eightfold": 8}
 KERNEL, XLA = "triton", "xla"
 
 

@@ -368,7 +368,7 @@ def test_the_chunks_of_a_loss_are_drawn_run_and_compared(monkeypatch):
     monkeypatch.setattr(loss_api, "CHUNK_LOGITS", 2 * 16 * 24 // 2)
     machine = OnJax(interpreted=True)
     names, refused = machine.candidates(LOSS)
-    sizes = ["", "/half", "/quarter", "/double", "/fourfold"]
+    sizes = ["", "/half", "/quarter", "/double", "/fourfold", "/eightfold"]
     interpreted = ["triton:interpret", "triton/double:interpret"]
     assert names == [*(f"xla{size}" for size in sizes), *interpreted]
     assert set(refused) == {f"triton{size}" for size in sizes}
