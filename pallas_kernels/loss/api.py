@@ -24,7 +24,14 @@ from pallas_kernels.calls import LossCall
 from pallas_kernels.choose import INTERPRET, VARIANT, choose, device_kind, not_interpretable
 from pallas_kernels.gpus import generation
 from pallas_kernels.loss import softmax
-from pallas_kernels.loss.chunks import CHUNK_LOGITS, chunk_count, cut, join, pad_time
+from pallas_kernels.loss.chunks import (
+    CHUNK_LOGITS,
+    chunk_count,
+    cut,
+    join,
+    pad_time,
+    sum_over_chunks,
+)
 from pallas_kernels.partition import refuse_checked_vma
 
 
@@ -254,40 +261,27 @@ class _Options(NamedTuple):
 def _loss(options: _Options, x_bte, weight_ve, targets_bt, mask_bt, part_bn):
     """Returns the loss, the part of it that is z-loss, and the losses of `part_bn` or None."""
 
-    def step(sums, chunk):
+    def of_chunk(*chunk):
         loss, _ = _chunk_loss(options, weight_ve, part_bn, *chunk)
-        return jax.tree.map(jnp.add, sums, loss.sums), None
+        return loss.sums, None
 
-    chunks = cut(options.chunks, x_bte, targets_bt, mask_bt)
-    sums, _ = jax.lax.scan(step, _no_sums(part_bn), chunks)
-    return sums
-
-
-def _no_sums(part_bn):
-    parts_n = None if part_bn is None else jnp.zeros(part_bn.shape[1], jnp.float32)
-    return jnp.float32(0), jnp.float32(0), parts_n
+    return sum_over_chunks(of_chunk, cut(options.chunks, x_bte, targets_bt, mask_bt))[0]
 
 
 def _forward(options: _Options, x_bte, weight_ve, targets_bt, mask_bt, part_bn):
     """Returns `_loss`, and its gradients except for the factor of the cotangent."""
 
-    def step(carry, chunk):
-        sums, dweight_ve = carry
-        x_bte, _, mask_bt = chunk
-        if options.implementation == KERNEL:
-            loss, dlogits = _chunk_by_kernel(options, weight_ve, part_bn, *chunk)
-        else:
-            loss, dlogits = _chunk_by_xla(options, weight_ve, part_bn, *chunk)
+    def of_chunk(x_bte, targets_bt, mask_bt):
+        by_name = _chunk_by_kernel if options.implementation == KERNEL else _chunk_by_xla
+        loss, dlogits = by_name(options, weight_ve, part_bn, x_bte, targets_bt, mask_bt)
         counts = mask_bt[..., None] != 0  # values that do not count may be NaN
         x_bte = jnp.where(counts, x_bte, 0)
         dx_bte = einsum_in_float32("btv,ve->bte", dlogits, weight_ve).astype(x_bte.dtype)
-        sums = jax.tree.map(jnp.add, sums, loss.sums)
-        dweight_ve = dweight_ve + _weight_gradient(options, dlogits, x_bte)
-        return (sums, dweight_ve), (dx_bte, loss.of_tokens_bt)
+        dweight_ve = _weight_gradient(options, dlogits, x_bte)
+        return (loss.sums, dweight_ve), (dx_bte, loss.of_tokens_bt)
 
-    start = (_no_sums(part_bn), jnp.zeros(weight_ve.shape, jnp.float32))
     chunks = cut(options.chunks, x_bte, targets_bt, mask_bt)
-    (sums, dweight), (dx, dmask) = jax.lax.scan(step, start, chunks)
+    (sums, dweight), (dx, dmask) = sum_over_chunks(of_chunk, chunks)
     dx = join(dx, mask_bt.shape)
     dmask = join(dmask, mask_bt.shape)
     if weight_ve.dtype != jnp.float16:  # float16 overflows at a sum over many tokens

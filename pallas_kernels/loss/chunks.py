@@ -4,6 +4,9 @@ Of n chunks, chunk i takes the times i, i + n, i + 2n, ...: a time dim that is s
 stays split.
 """
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -38,6 +41,27 @@ def cut(chunks: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         return jnp.moveaxis(x.reshape(x.shape[0], -1, chunks, *x.shape[2:]), 2, 0)
 
     return tuple(cut_one(x) for x in arrays)
+
+
+def sum_over_chunks(
+    of_chunk: Callable[..., tuple[Any, Any]], chunks: Sequence[jax.Array]
+) -> tuple[Any, Any]:
+    """Returns the sum over the chunks of what `of_chunk(*arrays)` returns first, and the others
+    [chunks, ...]; both are trees. `chunks`: arrays as `cut` returns them.
+
+    The first chunk begins the sum. Zeros in its place would be written and read again: for the
+    gradient of a weight as many as it has elements.
+    """
+
+    def step(total, arrays):
+        more, other = of_chunk(*arrays)
+        return jax.tree.map(jnp.add, total, more), other
+
+    total, first = of_chunk(*(each[0] for each in chunks))
+    if chunks[0].shape[0] == 1:
+        return total, jax.tree.map(lambda x: x[None], first)
+    total, others = jax.lax.scan(step, total, [each[1:] for each in chunks])
+    return total, jax.tree.map(lambda x, more: jnp.concatenate((x[None], more)), first, others)
 
 
 def join(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -10,7 +10,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.loss.api import einsum_in_float32, shape_logits, sums_of_parts
-from pallas_kernels.loss.chunks import CHUNK_LOGITS, chunk_count, cut, join, pad_time
+from pallas_kernels.loss.chunks import (
+    CHUNK_LOGITS,
+    chunk_count,
+    cut,
+    join,
+    pad_time,
+    sum_over_chunks,
+)
 
 Losses = dict[str, jax.Array]
 TokenLoss = Callable[[jax.Array, jax.Array], Losses]
@@ -60,15 +67,10 @@ def linear_token_loss(  # noqa: PLR0913 - the question has as many parts
 
         return {name: sums(loss_bt) for name, loss_bt in losses.items()}
 
-    def step(totals, chunk):
-        return jax.tree.map(jnp.add, totals, chunk_losses(weight_ve, *chunk)), None
+    def of_chunk(*chunk):
+        return chunk_losses(weight_ve, *chunk), None
 
-    chunked = cut(chunks, *arrays)
-    first = [x[0] for x in chunked]
-    shapes = jax.eval_shape(chunk_losses, weight_ve, *first)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    totals, _ = jax.lax.scan(step, zeros, chunked)
-    return totals
+    return sum_over_chunks(of_chunk, cut(chunks, *arrays))[0]
 
 
 def linear_token_losses(  # noqa: PLR0913 - the question has as many parts

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.loss.api import einsum_in_float32, shape_logits, sums_of_parts
-from pallas_kernels.loss.chunks import cut, join, pad_time
+from pallas_kernels.loss.chunks import cut, join, pad_time, sum_over_chunks
 
 
 class Head(NamedTuple):
@@ -86,34 +86,28 @@ def sums_of_losses(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sums(options: Options, weight_ve, table, x_bte, targets_bt, mask_bt, said_bt, part_bn):
-    def step(sums, chunk):
-        x_bte, targets_bt, mask_bt, *said_bt = chunk
+    def of_chunk(x_bte, targets_bt, mask_bt, *said_bt):
         found = options.of_chunk(options, weight_ve, table, x_bte, targets_bt, said_bt)
-        return jax.tree.map(jnp.add, sums, found.sums(mask_bt, part_bn)), None
+        return found.sums(mask_bt, part_bn), None
 
-    chunks = cut(options.chunks, x_bte, targets_bt, mask_bt, *said_bt)
-    return jax.lax.scan(step, _no_sums(part_bn), chunks)[0]
+    return sum_over_chunks(of_chunk, cut(options.chunks, x_bte, targets_bt, mask_bt, *said_bt))[0]
 
 
 def _forward(options: Options, weight_ve, table, x_bte, targets_bt, mask_bt, said_bt, part_bn):
     """Returns `_sums`, and the gradients of student and table without the cotangent's factor."""
 
-    def step(carry, chunk):
-        sums, dweight_ve = carry
-        x_bte, targets_bt, mask_bt, *said_bt = chunk
+    def of_chunk(x_bte, targets_bt, mask_bt, *said_bt):
         found = options.of_chunk(options, weight_ve, table, x_bte, targets_bt, said_bt)
         counts = mask_bt[..., None] != 0  # values that do not count may be NaN
         dlogits_btv = jnp.where(counts, found.gradient_btv * mask_bt[..., None], 0)
         dlogits_btv = dlogits_btv.astype(x_bte.dtype)
         x_bte = jnp.where(counts, x_bte, 0)
         dx_bte = einsum_in_float32("btv,ve->bte", dlogits_btv, weight_ve).astype(x_bte.dtype)
-        dweight_ve = dweight_ve + einsum_in_float32("btv,bte->ve", dlogits_btv, x_bte)
-        sums = jax.tree.map(jnp.add, sums, found.sums(mask_bt, part_bn))
-        return (sums, dweight_ve), dx_bte
+        dweight_ve = einsum_in_float32("btv,bte->ve", dlogits_btv, x_bte)
+        return (found.sums(mask_bt, part_bn), dweight_ve), dx_bte
 
-    start = (_no_sums(part_bn), jnp.zeros(weight_ve.shape, jnp.float32))
     chunks = cut(options.chunks, x_bte, targets_bt, mask_bt, *said_bt)
-    (sums, dweight_ve), dx_cbte = jax.lax.scan(step, start, chunks)
+    (sums, dweight_ve), dx_cbte = sum_over_chunks(of_chunk, chunks)
     dx_bte = join(dx_cbte, mask_bt.shape)
     if weight_ve.dtype != jnp.float16:  # float16 overflows at a sum over many tokens
         dweight_ve = dweight_ve.astype(weight_ve.dtype)
@@ -133,11 +127,6 @@ def _backward(options: Options, kept, cotangents):
 
 
 _sums.defvjp(_forward, _backward)
-
-
-def _no_sums(part_bn) -> tuple[jax.Array, jax.Array]:
-    zero = jnp.float32(0) if part_bn is None else jnp.zeros(1 + part_bn.shape[1], jnp.float32)
-    return zero, zero
 
 
 class StudentLogits(NamedTuple):
