@@ -6,8 +6,10 @@ the sums. So a number is rounded at most twice, however many devices there are, 
 overflows.
 
 A block of numbers shares one scale: its largest magnitude over the largest number of the codec.
-Numbers are rounded to nearest, without error feedback: its state would take 4 bytes a weight on
-each device, which ZeRO-1 has just saved, and with 8 bits training does not need it
+int8 is rounded at random, right on average: what is below half a step, 1/254 of the largest of its
+block, would be lost in every step if it were rounded to nearest. float8 has smaller numbers where
+it needs them, and is rounded to nearest. There is no error feedback: its state would take 4 bytes a
+weight on each device, which ZeRO-1 has just saved, and with 8 bits training does not need it
 (docs/compression.md).
 
 Where neighbours along the axis share fast links (`within`), they scatter their sum in float32
@@ -62,7 +64,7 @@ class Codec:
         scales_nb = jnp.maximum(largest / top, jnp.finfo(jnp.float32).tiny)
         numbers = blocks / scales_nb[..., None]
         if self.format == "int8":
-            numbers = jnp.round(numbers)
+            numbers = jnp.floor(numbers + _draws(numbers))
         numbers = jnp.clip(numbers, -top, top).astype(dtype).reshape(rows_nc.shape)
         return EightBits(jax.lax.bitcast_convert_type(numbers, jnp.uint8), scales_nb)
 
@@ -99,6 +101,21 @@ class Codec:
         summed = _own_sum(parts_whc, axis, self)
         shape = (first.shape[0] // ways, *first.shape[1:])
         return jnp.moveaxis(summed[:length].reshape(shape), 0, dim).astype(x.dtype)
+
+
+def _draws(numbers: jax.Array) -> jax.Array:
+    """Returns a draw in [0, 1) for each number [..., b], float32.
+
+    It is a hash (the 32-bit finaliser `lowbias32`) of the number's bits and of its place in the
+    block: no key and no step has to come here, and no step repeats the draws of another, because
+    it repeats none of its gradients.
+    """
+    place_b = jnp.arange(numbers.shape[-1], dtype=jnp.uint32) * jnp.uint32(0x9E3779B9)
+    bits = jax.lax.bitcast_convert_type(numbers, jnp.uint32) ^ place_b
+    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x7FEB352D)
+    bits = (bits ^ (bits >> 15)) * jnp.uint32(0x846CA68B)
+    bits = bits ^ (bits >> 16)
+    return (bits >> 8).astype(jnp.float32) * 2.0**-24
 
 
 def codec_of(settings: CompressionConfig, shape: Sequence[int], ways: int) -> Codec | None:
