@@ -32,7 +32,7 @@ class Sizes:
     head_dim: int
     ffn: int
     query_rank: int = 0  # of latent attention: the width of the latent of queries
-    rope_dim: int = 0  # of latent attention: the rotated channels of a head
+    rope_dim: int = 0  # the rotated channels of a head
     key_dim: int = 0  # of the gated delta rule: the channels of a head's keys
     state_heads: int = 0  # of the state space: its heads,
     state_width: int = 0  # the channels of their values together,

@@ -220,6 +220,23 @@ GROUPED = ROUTED | {
 SEPARATE_WIDTH = {"hidden_size": 96, "head_dim": 16}  # of classes that take hidden / heads
 EXAONE = {"sliding_window": 7, "layer_types": [WINDOW, WINDOW, WINDOW, FULL, WINDOW]}
 CONFIGS |= {
+    "glm": LIKE_LLAMA
+    | {
+        "model_type": "glm",
+        "rms_norm_eps": 1e-3,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.75,
+        "pad_token_id": 0,
+    },
+    "glm4": LIKE_LLAMA
+    | {
+        "model_type": "glm4",
+        "rms_norm_eps": 1e-3,
+        "attention_bias": False,
+        "partial_rotary_factor": 0.5,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+    },
     "glm4_moe": GROUPED
     | {
         "model_type": "glm4_moe",
@@ -583,6 +600,7 @@ STACKED = {
     "mistral4": ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
 }
 UNGATED = ("arcee", "apertus")
+FUSED_MLP = ("phi3", "glm", "glm4")
 # In float32, torch's own gradient of a slope of xIELU, a sum over all tokens, is off by 6e-6, and
 # those of eight layers of Gemma 4 by 4e-6, where ours are by 3e-6.
 IN_DOUBLE = ("apertus", "gemma4_text with shared keys")
@@ -772,6 +790,8 @@ def _norms(kind: str) -> list[str]:
         return ["input_layernorm"]
     if kind == "apertus":
         return ["attention_layernorm", "feedforward_layernorm"]
+    if kind == "glm4":
+        return [*LLAMA_NORMS, "post_self_attn_layernorm", "post_mlp_layernorm"]
     if kind == "afmoe":
         return [*LLAMA_NORMS, "pre_mlp_layernorm", "post_mlp_layernorm"]
     around = ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
@@ -816,7 +836,8 @@ def _of_attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
                 found[f"self_attn.{name}_proj.bias"] = (count * dim,)
     if kind == "afmoe":
         found["self_attn.gate_proj.weight"] = (heads * dim, embed)
-    apart = ("glm4_moe", "solar_open", "seed_oss")  # whose way back has no bias, or one of its own
+    # Their way back has no bias, or one by a key of its own.
+    apart = ("glm", "glm4", "glm4_moe", "solar_open", "seed_oss")
     usual = config.get("use_bias") or config.get("attention_bias") and kind not in apart
     if config.get("attention_out_bias", usual):
         found["self_attn.o_proj.bias"] = (embed,)
@@ -879,10 +900,10 @@ def _of_latents(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _of_mlp(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The three matrices of an mlp, of which phi3 joins two."""
+    """The three matrices of an mlp, of which some families join two."""
     embed, ffn = config["hidden_size"], config["intermediate_size"]
     found = {"mlp.down_proj.weight": (embed, ffn)}
-    if config["model_type"] == "phi3":
+    if config["model_type"] in FUSED_MLP:
         return found | {"mlp.gate_up_proj.weight": (2 * ffn, embed)}
     if config["model_type"] in UNGATED:
         found["mlp.up_proj.weight"] = (ffn, embed)

@@ -93,7 +93,7 @@ UNBIASED = {
     "use_bias": ("ernie4_5_moe",),
 }
 LATENT = ("deepseek_v3", "glm4_moe_lite", "mistral4", "kimi_linear", "deepseek_v32", "glm_moe_dsa")
-SHARES = ("glm4_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "minimax_m2")
+SHARES = ("glm", "glm4", "glm4_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "minimax_m2")
 FACTORS = (
     *("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
     *("lm_head_multiplier", "key_multiplier", "attention_in_multiplier", "logit_scale"),

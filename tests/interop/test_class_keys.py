@@ -38,7 +38,10 @@ def test_a_share_of_channels_is_exported_only_where_a_class_turns_a_share():
     llama = {"name": "llama", "layers": 2, "embed": 32, "heads": 4, "vocab": 64, "max_length": 32}
     family, keys = written(as_model(llama | {"rope_share": 0.5})) or ("none", {})
     assert (family, keys.get(SHARE)) == ("phi3", 0.5)
-    for more in ({"qkv_bias": True}, {"query_norm": "head"}, {"norm_places": "after"}):
+    for more, theirs in (({"qkv_bias": True}, "glm"), ({"norm_places": "both"}, "glm4")):
+        family, keys = written(as_model(llama | more | {"rope_share": 0.25})) or ("none", {})
+        assert (family, keys.get(SHARE)) == (theirs, 0.25)
+    for more in ({"out_bias": True}, {"query_norm": "head"}, {"norm_places": "after"}):
         assert written(as_model(llama | more | {"rope_share": 0.5})) is None
 
 

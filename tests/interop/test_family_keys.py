@@ -44,8 +44,11 @@ def test_all_channels_turn_on_the_way_out_where_the_class_turns_a_share(family):
     model = as_model(published.settings)
     assert model.rope_share == 1
     for base in (published, None):
-        _, keys = write_config(model, base, dtype="float32", tokens={}, run=Path())
-        assert keys["partial_rotary_factor"] == 1
+        name, keys = write_config(model, base, dtype="float32", tokens={}, run=Path())
+        # A new model may be of another family, whose class turns all channels anyway.
+        assert name == family or base is None
+        turns_a_share = "partial_rotary_factor" in FAMILIES[name].defaults
+        assert keys.get("partial_rotary_factor") == (1 if turns_a_share else None)
         assert function_of(as_model(as_published(Path(), keys).settings)) == function_of(model)
 
 

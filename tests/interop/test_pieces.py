@@ -74,21 +74,26 @@ def test_heads_lie_where_attention_reads_them():
         assert np.array_equal(found[:, head, G + 1], v[rows].T)
 
 
-def test_channels_that_turn_together_are_adjacent_in_files():
+@pytest.mark.parametrize(
+    ("turned", "halves"),  # the channels of a file, in our order: the first of each pair leads
+    [(4, [0, 2, 1, 3]), (2, [0, 1, 2, 3]), (6, [0, 2, 4, 1, 3, 5, 6, 7])],
+)
+def test_channels_that_turn_together_are_adjacent_in_files(turned, halves):
     """Of queries and keys; values stay as they are, and biases lie like rows."""
-    mapped = paired_rotation.qkv(SIZES, CASES[paired_rotation.qkv])
+    dim = len(halves)
+    sizes = replace(SIZES, head_dim=dim, rope_dim=turned)
+    mapped = paired_rotation.qkv(sizes, (E, K, G + 2, dim))
     q, k, v = tensors = [RANDOM.standard_normal(each) for each in mapped.shapes]
-    read = mapped.read(tensors, whole(CASES[paired_rotation.qkv]))
-    of_bias = paired_rotation.qkv_bias(SIZES, CASES[paired_rotation.qkv_bias])
+    read = mapped.read(tensors, whole(mapped.shape))
+    of_bias = paired_rotation.qkv_bias(sizes, (K * (G + 2) * dim,))
     biases = [x[:, 0].copy() for x in tensors]
-    read_bias = of_bias.read(biases, whole(of_bias.shape)).reshape(K, G + 2, D)
+    read_bias = of_bias.read(biases, whole(of_bias.shape)).reshape(K, G + 2, dim)
     assert np.array_equal(read[0], read_bias)
-    halves = [0, 2, 1, 3]  # of D channels: the first of each pair, then the second
     for head in range(K * G):
-        query = q[head * D : (head + 1) * D]
+        query = q[head * dim : (head + 1) * dim]
         assert np.array_equal(read[:, head // G, head % G], query[halves].T)
     for head in range(K):
-        rows = slice(head * D, (head + 1) * D)
+        rows = slice(head * dim, (head + 1) * dim)
         assert np.array_equal(read[:, head, G], k[rows][halves].T)
         assert np.array_equal(read[:, head, G + 1], v[rows].T)
 

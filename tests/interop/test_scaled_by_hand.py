@@ -26,7 +26,6 @@ FACTOR = "rope_scaling.factor=3.0 belongs to no family"  # in Phi-3's class: the
 
 
 NO_CLASS = {
-    "phi3": [*drawn_models.SCALINGS],
     **dict.fromkeys(("deepseek_v3", "mistral4"), ["linear", "llama3", "longrope"]),
     "ministral3": ["llama3"],  # of another original length than that of its temperature
     # They have a rope of their own.
@@ -56,6 +55,13 @@ def test_a_refusal_names_what_was_written_and_nothing_else(name, scaling, tmp_pa
         assert scaling in NO_CLASS[name]
     else:
         assert lines == [] and scaling not in NO_CLASS.get(name, ())
+
+
+def test_another_scaling_of_a_share_of_channels_goes_out_as_glm_4():
+    model = drawn_models.scaled_by_hand("phi3", "llama3")
+    for base in (as_published(Path(), directories.CONFIGS["phi3"]), None):
+        family, keys = write_config(model, base, dtype="float32", tokens={}, run=Path())
+        assert (family, keys["partial_rotary_factor"]) == ("glm", 0.75)
 
 
 NEW_FORM = ("rope_parameters",)
@@ -141,7 +147,8 @@ def function_in(keys):
 @pytest.fixture(scope="module")
 def phi(tmp_path_factory):
     folder = tmp_path_factory.mktemp("phi")
-    directories.write(folder, directories.CONFIGS["phi3"])
+    # GLM-4's class takes any scaling of a share of channels, but has no windows.
+    directories.write(folder, directories.CONFIGS["phi3"] | {"sliding_window": 7})
     return folder
 
 

@@ -82,6 +82,12 @@ GATED_ATTENTION = {
     ),
     "attention.out_kgde": entry(pieces.heads_out, "self_attn.o_proj.weight"),
 }
+NORMS_OF_GLM4 = {
+    "attention_norm.scale_e": entry(pieces.copy, "input_layernorm.weight"),
+    "attention_out_norm.scale_e": entry(pieces.copy, "post_self_attn_layernorm.weight"),
+    "mlp_norm.scale_e": entry(pieces.copy, "post_attention_layernorm.weight"),
+    "mlp_out_norm.scale_e": entry(pieces.copy, "post_mlp_layernorm.weight"),
+}
 NORMS_OF_AFMOE = {
     "attention_norm.scale_e": entry(pieces.copy, "input_layernorm.weight"),
     "attention_out_norm.scale_e": entry(pieces.copy, "post_attention_layernorm.weight"),

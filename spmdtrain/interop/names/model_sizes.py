@@ -14,7 +14,7 @@ def sizes_of(model: TransformerConfig) -> Sizes:
         model.head_dim,
         model.ffn,
         query_rank=(latent.query_rank or 0) if latent else 0,
-        rope_dim=latent.rope_dim if latent else 0,
+        rope_dim=model.rope_dim,
         key_dim=model.delta.key_dim if model.delta else 0,
         state_heads=model.ssd.heads if model.ssd else 0,
         state_width=model.ssd.heads * model.ssd.head_dim if model.ssd else 0,

@@ -1,4 +1,4 @@
-"""GLM-4.5 to 4.7, GLM-4.7-Flash, and two families in their manner: dots.llm1 and Solar Open."""
+"""GLM-4 to 4.7, GLM-4.7-Flash, and two families in their manner: dots.llm1 and Solar Open."""
 
 from typing import Any
 
@@ -108,7 +108,31 @@ def _write_solar_open(model: TransformerConfig) -> dict[str, Any]:
     return {**write_biases(model), **write_grouped(model.experts)}
 
 
+# As the classes of GLM-4 have it, of 9B-chat and of 0414.
+OF_GLM4 = {
+    "rms_norm_eps": 1.5625e-7,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "attention_bias": True,
+    SHARE: 0.5,
+}
+READ_BY_GLM4 = (*WITH_SILU, SHARE, "attention_bias")
 GLM = {
+    "glm": Family(
+        "GlmForCausalLM",
+        reads=READ_BY_GLM4,
+        defaults=OF_GLM4,
+        read=_query_bias,
+        write=write_biases,
+    ),
+    "glm4": Family(
+        "Glm4ForCausalLM",
+        reads=READ_BY_GLM4,
+        defaults=OF_GLM4,
+        settings={"norm_places": "both"},
+        read=_query_bias,
+        write=write_biases,
+    ),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM",
         reads=(
