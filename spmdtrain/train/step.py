@@ -86,7 +86,9 @@ def traced_step(setup: Setup, see: See | None = None) -> Callable[..., Any]:
         if see:
             see(unclipped, updates)
         key = optimizers.rounding_key(config, state.step)
-        params = optimizers.apply(setup.update_rules, state.params, updates, rate, key)
+        params = optimizers.apply(
+            setup.update_rules, state.params, updates, rate, key, setup.padding
+        )
         moved = Moved(config, setup.model, setup.padding, state.step + 1, params)
         params, projected = setup.items.project(state.items, moved)
         figures |= {"grad_norm": norm, "learning_rate": rate}

@@ -9,6 +9,8 @@ from helpers import batches_of, mesh_of, tiny
 
 import spmdtrain as st
 from spmdtrain.config import ConfigError
+from spmdtrain.parallel.padding import Padding
+from spmdtrain.train.updates.optimizers import Rule, apply
 from spmdtrain.train.updates.stochastic_rounding import stochastic_bfloat16
 from spmdtrain.train.updates.transformations.small_moments import Few, decoded, encoded, in_8_bits
 
@@ -139,6 +141,20 @@ def test_no_mesh_changes_how_weights_and_moments_are_rounded():
         if "qkv_bias" not in path
     ]
     assert np.mean(np.concatenate([each.ravel() for each in same])) > 0.995
+
+
+def test_padding_changes_no_draw_of_stochastic_rounding():
+    """A dim that a mesh pads would shift the places of all elements after it."""
+    x = jax.random.normal(jax.random.key(0), (3, 5, 7), jnp.bfloat16)
+    update = jax.random.normal(jax.random.key(1), x.shape) * 1e-3
+    rules = {"w": Rule(optax.identity())}
+    key, rate = jax.random.key(2), jnp.float32(1)
+    wanted = apply(rules, {"w": x}, {"w": update}, rate, key)["w"]
+    padding = Padding({"w": x.shape}, {"w": x.shape}, {"w": (3, 8, 8)})
+    at_rest = [{"w": padding.to_rest("w", each)} for each in (x, update)]
+    got = apply(rules, *at_rest, rate, key, padding)["w"]
+    assert got.shape == (3, 8, 8)
+    assert np.array_equal(padding.from_rest("w", got), wanted)
 
 
 @pytest.mark.long

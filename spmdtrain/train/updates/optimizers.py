@@ -22,6 +22,7 @@ from spmdtrain.config.errors import ConfigError
 from spmdtrain.config.schema import RunConfig
 from spmdtrain.models.abstract import Parameter, over_stack
 from spmdtrain.models.context import random_key
+from spmdtrain.parallel.padding import Padding
 from spmdtrain.pipeline.stage_layout import StageLayout
 from spmdtrain.train.updates.stochastic_rounding import key_of, stochastic_bfloat16
 from spmdtrain.train.updates.unfit import refuse_unfit
@@ -279,17 +280,19 @@ def rounding_key(config: RunConfig, step: jax.Array) -> jax.Array | None:
     return jax.random.fold_in(random_key(config.train.seed, "rounding"), step)
 
 
-def apply(
+def apply(  # noqa: PLR0913 - all that an update consists of
     update_rules: UpdateRules,
     params: Mapping[str, jax.Array],
     updates: Mapping[str, jax.Array],
     rate: jax.Array,
     key: jax.Array | None = None,
+    padding: Padding | None = None,
 ) -> dict[str, jax.Array]:
     """Returns the parameters after one step; frozen ones do not change.
 
     Parameters and updates are sharded alike, so each device updates its own. `key`: the stochastic
-    rounding of bfloat16 weights draws from it.
+    rounding of bfloat16 weights draws from it, for the elements of the model: on a mesh whose
+    `padding` makes a weight larger, its elements have the draws that they have without.
     """
 
     def stepped(path: str, x: jax.Array) -> jax.Array:
@@ -297,7 +300,9 @@ def apply(
             return x
         after = x.astype(jnp.float32) - scaled(update_rules[path], updates[path], rate)
         if key is not None and x.dtype == jnp.bfloat16:
-            return stochastic_bfloat16(after, key_of(path, key))
+            of_model = padding.from_rest(path, after) if padding else after
+            rounded = stochastic_bfloat16(of_model, key_of(path, key))
+            return padding.to_rest(path, rounded) if padding else rounded
         return after.astype(x.dtype)
 
     return {path: stepped(path, x) for path, x in params.items()}
