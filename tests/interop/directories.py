@@ -397,6 +397,62 @@ CONFIGS |= {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     },
+    "granitemoeshared": CONFIGS["granite"]
+    | {
+        "model_type": "granitemoeshared",
+        "rms_norm_eps": 1e-3,
+        "intermediate_size": 24,
+        "shared_intermediate_size": 40,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+    },
+    "ministral": LIKE_LLAMA
+    | {
+        "model_type": "ministral",
+        "rms_norm_eps": 1e-3,
+        "sliding_window": 7,
+        "layer_types": [WINDOW, FULL, WINDOW],
+    },
+    "cwm": OWN_HEAD_DIM
+    | {
+        "model_type": "cwm",
+        "rms_norm_eps": 1e-3,
+        "num_hidden_layers": 5,
+        "sliding_window": 7,
+        "mlp_bias": True,
+        "rope_scaling": CONFIGS["llama"]["rope_scaling"],
+        "pretraining_tp": 1,
+    },
+    "starcoder2": {name: value for name, value in OWN_HEAD_DIM.items() if name != "rms_norm_eps"}
+    | {
+        "model_type": "starcoder2",
+        "norm_epsilon": 1e-3,
+        "hidden_act": "gelu_pytorch_tanh",
+        "use_bias": True,
+        "sliding_window": 7,
+        "tie_word_embeddings": True,
+        # Published files have these keys, and no class reads them.
+        "activation_function": "gelu_pytorch_tanh",
+        "mlp_type": "default",
+        "norm_type": "layer_norm",
+        "scale_attn_weights": True,
+        "attention_softmax_in_fp32": True,
+        "scale_attention_softmax_in_fp32": True,
+    },
+    "youtu": LIKE_LLAMA
+    | {
+        "model_type": "youtu",
+        "rms_norm_eps": 1e-3,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "head_dim": 6,
+        "kv_lora_rank": 20,
+        "q_lora_rank": 28,
+        "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 6,
+        "v_head_dim": 14,
+        "tie_word_embeddings": True,
+    },
     "ministral3": LIKE_LLAMA
     | {
         "model_type": "ministral3",
@@ -557,7 +613,9 @@ EXPERTS: dict[str, tuple[str, str, tuple[str, ...], str]] = {
     ),
     "hy_v3": ("mlp.router.gate.weight", "mlp.expert_bias", NEWER, "mlp.shared_mlp"),
     "afmoe": ("mlp.router.gate.weight", "mlp.expert_bias", NEWER, "mlp.shared_experts"),
-    "granitemoe": ("block_sparse_moe.router.layer.weight", "", (), ""),
+    **dict.fromkeys(
+        ("granitemoe", "granitemoeshared"), ("block_sparse_moe.router.layer.weight", "", (), "")
+    ),
     **dict.fromkeys(
         ("qwen2_moe", "qwen3_5_moe_text", "qwen3_next"),
         ("mlp.gate.weight", "", NEWER, "mlp.shared_expert"),
@@ -593,9 +651,9 @@ QUERY_NORM_OF_HEAD = (
 QUERY_NORM_OF_ALL = ("olmo2", "olmo3", "olmoe", "flex_olmo", "minimax_m2")
 # The matrices of all experts in one tensor each, in families that have no other layout.
 STACKED = {
-    "granitemoe": (
-        "block_sparse_moe.input_linear.weight",
-        "block_sparse_moe.output_linear.weight",
+    **dict.fromkeys(
+        ("granitemoe", "granitemoeshared"),
+        ("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
     ),
     "mistral4": ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
 }
@@ -663,6 +721,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 0,
         "num_key_value_heads": 6,
     },
+    "starcoder2 without biases": CONFIGS["starcoder2"]
+    | {"use_bias": False, "sliding_window": None, "tie_word_embeddings": False},
+    "granitemoeshared without a shared mlp": CONFIGS["granitemoeshared"]
+    | {"shared_intermediate_size": 0, "tie_word_embeddings": False},
+    "youtu with yarn": CONFIGS["youtu"]
+    | {"q_lora_rank": None, "rope_scaling": CONFIGS["deepseek_v3"]["rope_scaling"]},
     "afmoe, windows by a list, not scaled": CONFIGS["afmoe"]
     | {
         "num_dense_layers": 2,
@@ -756,7 +820,8 @@ def tensors_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         else:
             of_layer |= _of_mlp(config) if is_dense else _of_experts(config)
         if not kind.startswith("gemma4"):
-            of_layer |= {f"{name}.weight": (embed,) for name in _norms(kind)}
+            parts = ("weight", "bias") if kind == "starcoder2" else ("weight",)
+            of_layer |= {f"{name}.{part}": (embed,) for name in _norms(kind) for part in parts}
         if layer >= layers:
             of_layer |= {f"{x}.weight": (embed,) for x in ("enorm", "hnorm", "shared_head.norm")}
             of_layer["eh_proj.weight"] = (embed, 2 * embed)
@@ -764,6 +829,8 @@ def tensors_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     if kind.startswith("gemma4"):
         found |= gemma4_files.whole_tensors(config)
     found["model.norm.weight"] = (embed,)
+    if kind == "starcoder2":
+        found["model.norm.bias"] = (embed,)
     if config.get("mtp_num_hidden_layers"):
         found |= _of_mtp(config)
     if not config["tie_word_embeddings"]:
@@ -905,6 +972,10 @@ def _of_mlp(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     found = {"mlp.down_proj.weight": (embed, ffn)}
     if config["model_type"] in FUSED_MLP:
         return found | {"mlp.gate_up_proj.weight": (2 * ffn, embed)}
+    if config["model_type"] == "starcoder2":
+        found = {"mlp.c_fc.weight": (ffn, embed), "mlp.c_proj.weight": (embed, ffn)}
+        biases = {"mlp.c_fc.bias": (ffn,), "mlp.c_proj.bias": (embed,)}
+        return found | (biases if config["use_bias"] else {})
     if config["model_type"] in UNGATED:
         found["mlp.up_proj.weight"] = (ffn, embed)
         if config.get("mlp_bias"):
@@ -931,6 +1002,9 @@ def _of_experts(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {router: (count, embed)}
     if bias:
         found[bias] = (1, count) if kind == "ernie4_5_moe" else (count,)
+    if wide := config.get("shared_intermediate_size"):
+        found["shared_mlp.input_linear.weight"] = (2 * wide, embed)
+        found["shared_mlp.output_linear.weight"] = (embed, wide)
     if kind in STACKED:
         gate_up, down = STACKED[kind]
         found |= {gate_up: (count, 2 * ffn, embed), down: (count, embed, ffn)}

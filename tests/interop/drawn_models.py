@@ -160,7 +160,7 @@ OTHER_VALUES: dict[str, Any] = {
     "intermediate_size": 40,
     "kv_lora_rank": 12,
     "layer_norm_eps": 1e-2,
-    "layer_norm_epsilon": 1e-2,
+    **{"layer_norm_epsilon": 1e-2, "norm_epsilon": 1e-2},
     "layer_types": (WINDOW, FULL),
     "logit_scale": 3.0,
     "logits_scaling": 3.0,

@@ -73,6 +73,24 @@ def test_the_period_of_windows_counts_only_without_a_list_of_layers():
         settings("cohere2", layer_switch=3)
 
 
+def test_the_first_of_four_layers_of_cwm_has_no_window_unless_a_list_says_so():
+    assert settings("cwm")["windows"] == [0, 7, 7, 7]  # repeats
+    kinds = ["sliding_attention"] * 4 + ["full_attention"]
+    assert settings("cwm", layer_types=kinds)["windows"] == [7, 7, 7, 7, 0]
+    by_class = settings("cwm", rope_scaling=..., rope_theta=...)
+    assert (by_class["rope_theta"], by_class["rope_scaling"]["factor"]) == (1e6, 16.0)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("activation_function", "gelu"), ("norm_type", "rms_norm"), ("mlp_type", "gated")],
+)
+def test_what_published_starcoder2_says_again_must_be_what_its_class_does(key, value):
+    assert settings("starcoder2", **{key: ...}) == settings("starcoder2")
+    with pytest.raises(ConfigError, match=f"{key}='{value}' has no setting"):
+        settings("starcoder2", **{key: value})
+
+
 LAYERS_OF = {
     family: keys.get("num_hidden_layers", 0) for family, keys in directories.CONFIGS.items()
 }

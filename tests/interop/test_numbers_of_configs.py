@@ -35,6 +35,7 @@ ZERO_BY_DEFAULT = {
     "router_jitter_noise",
 }
 ZERO_BY_DEFAULT_IN = {
+    "granitemoeshared": {"shared_intermediate_size"},
     "dots1": {"n_shared_experts", "first_k_dense_replace"},
     "mistral4": {"first_k_dense_replace"},
 }

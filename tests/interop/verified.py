@@ -54,7 +54,7 @@ LAYOUTS = {
 # The tests' models have 3 heads, which tensor 2 does not divide.
 DIVISIBLE = {
     name: {"num_attention_heads": 4, "num_key_value_heads": 4}
-    for name in ("deepseek_v3", "glm4_moe_lite", "mistral4", "deepseek_v32", "glm_moe_dsa")
+    for name in ("deepseek_v3", "glm4_moe_lite", "mistral4", "deepseek_v32", "glm_moe_dsa", "youtu")
 }
 # Stages share out whole rounds of layers, which the tests' models do not have.
 DIVISIBLE |= {

@@ -10,6 +10,7 @@ from spmdtrain.interop.names.expert_parts import Layouts
 from spmdtrain.interop.names.further_parts import AFTER_THE_LAST, APART, IN_TWO, FurtherNames
 from spmdtrain.interop.names.layer_parts import (
     ATTENTION,
+    BIAS_OF_LAST_NORM,
     DELTA,
     DELTA_APART,
     DELTA_BY_HEAD,
@@ -23,6 +24,7 @@ from spmdtrain.interop.names.layer_parts import (
     LAYER_SCALE,
     LIKE_LLAMA,
     MLP,
+    NORM_BIASES,
     NORM_IN_FRONT,
     NORMS_AFTER,
     NORMS_BEFORE,
@@ -31,6 +33,7 @@ from spmdtrain.interop.names.layer_parts import (
     NORMS_OF_APERTUS,
     NORMS_OF_GLM4,
     PAIRED_ATTENTION,
+    PLAIN_MLP,
     QUERIES_ALONE,
     QUERY_NORMS,
     TOKEN_LAYERS,
@@ -63,6 +66,9 @@ class FamilyNames(NamedTuple):
 OF_ATTENTION = {**ATTENTION, **NORMS_BEFORE}
 WITH_QUERY_NORMS = {**OF_ATTENTION, **QUERY_NORMS}
 LLAMA = FamilyNames(OF_ATTENTION)
+STARCODER = FamilyNames(
+    {**OF_ATTENTION, **NORM_BIASES}, PLAIN_MLP, whole={**LIKE_LLAMA, **BIAS_OF_LAST_NORM}
+)
 OLMO = FamilyNames({**ATTENTION, **NORMS_AFTER, **QUERY_NORMS})
 GPT2 = FamilyNames(
     {
@@ -156,6 +162,7 @@ NAMES: Mapping[str, FamilyNames] = {
     "exaone4": OLMO,
     "exaone_moe": FamilyNames(WITH_QUERY_NORMS, experts=expert_parts.EXAONE),
     "granitemoe": FamilyNames(OF_ATTENTION, experts=expert_parts.GRANITE),
+    "granitemoeshared": FamilyNames(OF_ATTENTION, experts=ssd_parts.GRANITE_HYBRID_EXPERTS),
     "qwen3_5_text": QWEN_LINEAR,
     "qwen3_5_moe_text": QWEN_LINEAR._replace(experts=expert_parts.GATED_SHARED),
     "qwen3_next": FamilyNames(
@@ -174,7 +181,11 @@ NAMES: Mapping[str, FamilyNames] = {
     "lfm2": LFM,
     "lfm2_moe": LFM._replace(experts=expert_parts.LFM),
     "qwen2_moe": FamilyNames(OF_ATTENTION, experts=expert_parts.GATED_SHARED),
+    "ministral": LLAMA,
     "ministral3": LLAMA,
+    "cwm": LLAMA,
+    "youtu": FamilyNames({**LATENT, **NORMS_BEFORE}),
+    "starcoder2": STARCODER,
     "mistral4": FamilyNames({**LATENT, **NORMS_BEFORE}, experts=expert_parts.MISTRAL),
     "arcee": FamilyNames(OF_ATTENTION, UNGATED_MLP),
     "apertus": FamilyNames({**ATTENTION, **NORMS_OF_APERTUS, **QUERY_NORMS}, XIELU_MLP),

@@ -34,6 +34,12 @@ UNGATED_MLP = {
     "mlp.down_fe": entry(pieces.transpose, "mlp.down_proj.weight"),
     "mlp.down_bias": entry(pieces.copy, "mlp.down_proj.bias"),
 }
+PLAIN_MLP = {
+    "mlp.up_ef": entry(pieces.transpose, "mlp.c_fc.weight"),
+    "mlp.up_bias": entry(pieces.copy, "mlp.c_fc.bias"),
+    "mlp.down_fe": entry(pieces.transpose, "mlp.c_proj.weight"),
+    "mlp.down_bias": entry(pieces.copy, "mlp.c_proj.bias"),
+}
 # Channels that turn as a pair are adjacent in files.
 PAIRED_ATTENTION = {
     **ATTENTION,
@@ -57,6 +63,12 @@ NORMS_BEFORE = {
     **NORM_IN_FRONT,
     "mlp_norm.scale_e": entry(pieces.copy, "post_attention_layernorm.weight"),
 }
+
+NORM_BIASES = {
+    "attention_norm.bias_e": entry(pieces.copy, "input_layernorm.bias"),
+    "mlp_norm.bias_e": entry(pieces.copy, "post_attention_layernorm.bias"),
+}
+BIAS_OF_LAST_NORM = {"norm.bias_e": entry(pieces.copy, "model.norm.bias")}
 
 # In Llama, the norm before the mlp has the name that other families give to the norm after
 # attention.

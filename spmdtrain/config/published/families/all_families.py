@@ -6,6 +6,7 @@ from spmdtrain.config.published.families.afmoe import AFMOE
 from spmdtrain.config.published.families.apertus import APERTUS
 from spmdtrain.config.published.families.arcee import ARCEE
 from spmdtrain.config.published.families.cohere import COHERE
+from spmdtrain.config.published.families.cwm import CWM
 from spmdtrain.config.published.families.deepseek import DEEPSEEK
 from spmdtrain.config.published.families.ernie import ERNIE
 from spmdtrain.config.published.families.exaone import EXAONE
@@ -34,6 +35,8 @@ from spmdtrain.config.published.families.qwen_linear import QWEN_LINEAR
 from spmdtrain.config.published.families.seed_oss import SEED_OSS
 from spmdtrain.config.published.families.smollm import SMOLLM
 from spmdtrain.config.published.families.sparse import SPARSE
+from spmdtrain.config.published.families.starcoder import STARCODER
+from spmdtrain.config.published.families.youtu import YOUTU
 
 FAMILIES: Mapping[str, Family] = {
     **GPT2,
@@ -67,4 +70,7 @@ FAMILIES: Mapping[str, Family] = {
     **GRANITE_HYBRID,
     **FALCON,
     **SPARSE,
+    **CWM,
+    **STARCODER,
+    **YOUTU,
 }

@@ -1,4 +1,4 @@
-"""Granite 3, dense and with experts."""
+"""Granite 3, dense and with experts, of which some models share an mlp."""
 
 from typing import Any
 
@@ -44,6 +44,21 @@ def _write_granitemoe(model: TransformerConfig) -> dict[str, Any]:
     }
 
 
+def _granitemoeshared(keys: Keys) -> ModelSettings:
+    settings = _granitemoe(keys)
+    shared = keys.whole(SHARED)
+    if not shared:
+        return settings
+    return settings | {"experts": settings["experts"] | {"shared": 1, "shared_ffn": shared}}
+
+
+def _write_granitemoeshared(model: TransformerConfig) -> dict[str, Any]:
+    if model.experts is None:
+        return {}
+    return _write_granitemoe(model) | {SHARED: model.experts.shared_width}
+
+
+SHARED = "shared_intermediate_size"
 SCALES = (
     "attention_multiplier",
     "embedding_multiplier",
@@ -75,5 +90,24 @@ GRANITE = {
         defaults={"rms_norm_eps": 1e-6, "num_local_experts": 8, "num_experts_per_tok": 2},
         read=_granitemoe,
         write=_write_granitemoe,
+    ),
+    "granitemoeshared": Family(
+        "GraniteMoeSharedForCausalLM",
+        reads=(
+            *WITH_SILU,
+            *SCALES,
+            "attention_bias",
+            "num_experts_per_tok",
+            "num_local_experts",
+            SHARED,
+        ),
+        defaults={
+            "rms_norm_eps": 1e-6,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            SHARED: 0,
+        },
+        read=_granitemoeshared,
+        write=_write_granitemoeshared,
     ),
 }

@@ -1,4 +1,4 @@
-"""Mistral, Ministral 3, Mistral Small 4 and Mixtral."""
+"""Mistral, Ministral, Ministral 3, Mistral Small 4 and Mixtral."""
 
 from typing import Any
 
@@ -15,7 +15,12 @@ from spmdtrain.config.published.families.expert_keys import (
     write_router,
 )
 from spmdtrain.config.published.families.family import WITH_SILU, Family, ModelSettings
-from spmdtrain.config.published.families.layer_windows import all_layers, read_windows, window_of
+from spmdtrain.config.published.families.layer_windows import (
+    all_layers,
+    layer_types_of,
+    read_windows,
+    window_of,
+)
 from spmdtrain.config.published.families.query_temperature import (
     ROPE_KEYS,
     USUAL_ROPE,
@@ -33,6 +38,10 @@ def _mistral(keys: Keys) -> ModelSettings:
 
 def _write_mistral(model: TransformerConfig) -> dict[str, Any]:
     return {"sliding_window": window_of(model)}
+
+
+def _write_ministral(model: TransformerConfig) -> dict[str, Any]:
+    return _write_mistral(model) | {"layer_types": layer_types_of(model)}
 
 
 def _mixtral(keys: Keys) -> ModelSettings:
@@ -97,6 +106,13 @@ MISTRAL = {
         defaults={"rms_norm_eps": 1e-6, "sliding_window": 4096},
         read=_mistral,
         write=_write_mistral,
+    ),
+    "ministral": Family(
+        "MinistralForCausalLM",
+        reads=(*WITH_SILU, "layer_types", "sliding_window"),
+        defaults={"rms_norm_eps": 1e-6, "num_key_value_heads": 8, "sliding_window": 4096},
+        read=_mistral,
+        write=_write_ministral,
     ),
     "ministral3": Family(
         "Ministral3ForCausalLM",
