@@ -83,12 +83,18 @@ def test_the_first_of_four_layers_of_cwm_has_no_window_unless_a_list_says_so():
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("activation_function", "gelu"), ("norm_type", "rms_norm"), ("mlp_type", "gated")],
+    [("norm_type", "rms_norm"), ("mlp_type", "gated")],
 )
 def test_what_published_starcoder2_says_again_must_be_what_its_class_does(key, value):
     assert settings("starcoder2", **{key: ...}) == settings("starcoder2")
     with pytest.raises(ConfigError, match=f"{key}='{value}' has no setting"):
         settings("starcoder2", **{key: value})
+
+
+def test_keys_of_the_first_starcoder_do_not_count_in_the_second():
+    """Its class reads `hidden_act` and `norm_epsilon`, whatever these say."""
+    stale = {"activation_function": "gelu", "layer_norm_epsilon": 1e-3}
+    assert settings("starcoder2", **stale) == settings("starcoder2")
 
 
 LAYERS_OF = {

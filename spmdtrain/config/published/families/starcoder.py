@@ -22,7 +22,8 @@ def _starcoder2(keys: Keys) -> ModelSettings:
     """Reads biases of all linear layers, or of none; those of norms are always there."""
     for name, value in OF_STARCODER2.items():
         keys.agrees(name, value)
-    keys.agrees("activation_function", keys.take("hidden_act"))
+    # Left over from the first StarCoder: the class reads neither.
+    keys.pass_over("activation_function", "layer_norm_epsilon")
     has_biases = keys.flag("use_bias", True)
     biases = dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), has_biases)
     return read_windows(keys, all_layers(keys)) | biases
