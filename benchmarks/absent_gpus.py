@@ -8,9 +8,10 @@ Of each program: temporary bytes on a device and on the host, the bytes that a d
 each axis, and over groups of a part of it, and how many matmuls multiply 8-bit floats. `--only`
 takes the programs whose names contain TEXT.
 
-`step` takes the step of GPT-2 124M with 32 x 1024 tokens on an H200 in its forms, with the kernels
-that were measured there and cuBLAS's matmuls. It prints the bytes that kernels read and write, how
-many are launched, and temporary bytes, and ends with code 1 if one is above its bound.
+`step` takes the step of GPT-2 124M with 32 x 1024 tokens on an H200 in its forms, and of four
+layers of Llama 3 8B with 2 x 4096, with the kernels that were measured there and cuBLAS's matmuls.
+It prints the bytes that kernels read and write, how many are launched, and temporary bytes, and
+ends with code 1 if one is above its bound.
 
 `recurrence` takes the recurrence of layers in linear time, by XLA and by our kernels, and prints
 and bounds the same figures: recurrence_text.py.
@@ -120,11 +121,21 @@ ATTENTION = "attention bfloat16 32x1024x12x64 causal"
 # 170.0 GB and 1,683 launches were those of 2026-11-27. Memory: no more than the loop takes.
 BOUND = Bounds(moved=105, launches=740, hidden=0.8)
 MOVED_IN_PLACE = 98
+LLAMA = "four layers of Llama"
+LLAMA_BOUND = Bounds(moved=173, launches=320, hidden=0.8)
 STEPS = (
     Program("as it is", "gpt2_124m", "", STEP, "h200"),
     Program("bfloat16 logits", "gpt2_124m", "", f"{STEP} precision.logits=bfloat16", "h200"),
     Program(IN_PLACE, "gpt2_124m", "", STEP, "h200", {f"{ATTENTION} joined": IN_PLACE}),
     Program("data 8", "gpt2_124m", "data=8", GPT2.format(256, 32, "none"), "h200"),
+    Program(
+        LLAMA,
+        "llama3_8b",
+        "",
+        "model.layers=4 train.global_batch=2 train.microbatch=2 train.sequence_length=4096 "
+        "train.remat=dots",
+        "h200",
+    ),
 )
 
 
@@ -174,7 +185,7 @@ def print_steps(only: str) -> bool:
     """Prints the figures of the steps; returns False if one is above its bound."""
     loop = measured(LOOP)
     bounds = replace(BOUND, temporaries=loop.temporaries)
-    in_place = replace(bounds, moved=MOVED_IN_PLACE)
+    others = {IN_PLACE: replace(bounds, moved=MOVED_IN_PLACE), LLAMA: LLAMA_BOUND}
     steps = {LOOP.name: loop}
     for program in STEPS:
         if only in program.name:
@@ -186,7 +197,7 @@ def print_steps(only: str) -> bool:
         f"step, {name}, {line}"
         for name, step in steps.items()
         if name != LOOP.name
-        for line in (in_place if name == IN_PLACE else bounds).broken_by(step)
+        for line in others.get(name, bounds).broken_by(step)
     ]
     print(*broken, sep="\n", file=sys.stderr, end="\n" if broken else "")
     return not broken
