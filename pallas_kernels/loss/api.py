@@ -272,8 +272,8 @@ def _forward(options: _Options, x_bte, weight_ve, targets_bt, mask_bt, part_bn):
     """Returns `_loss`, and its gradients except for the factor of the cotangent."""
 
     def of_chunk(x_bte, targets_bt, mask_bt):
-        by_name = _chunk_by_kernel if options.implementation == KERNEL else _chunk_by_xla
-        loss, dlogits = by_name(options, weight_ve, part_bn, x_bte, targets_bt, mask_bt)
+        compute = _chunk_by_kernel if options.implementation == KERNEL else _chunk_by_xla
+        loss, dlogits = compute(options, weight_ve, part_bn, x_bte, targets_bt, mask_bt)
         counts = mask_bt[..., None] != 0  # values that do not count may be NaN
         x_bte = jnp.where(counts, x_bte, 0)
         dx_bte = einsum_in_float32("btv,ve->bte", dlogits, weight_ve).astype(x_bte.dtype)

@@ -9,29 +9,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pallas_kernels.wide import rounded_once
 from spmdtrain.compiled.step_parts import part
 from spmdtrain.config.schema import TransformerConfig
 from spmdtrain.models.context import ForwardContext
+from spmdtrain.models.layers.mlp_activations import gated_gelu, gated_silu
 from spmdtrain.models.layers.norm import Norm, norm_scale, rms_normed
 from spmdtrain.models.layers.weights import hidden_std, matmul_weight, recomputed, weight
 from spmdtrain.models.scaled import scaled
 
 PART = "token_layers"  # what layers read of `ForwardContext.read`
 OF_TOKENS = ("batch", "time", None)
-
-
-@rounded_once
-def _geglu(gate_btp: jax.Array, own_btp: jax.Array) -> jax.Array:
-    return jax.nn.gelu(gate_btp) * own_btp
-
-
-@rounded_once
-def _swiglu(gate_btp: jax.Array, own_btp: jax.Array) -> jax.Array:
-    return jax.nn.silu(gate_btp) * own_btp
-
-
-ACTIVATIONS = {"geglu": _geglu, "swiglu": _swiglu}
+GATES = {"geglu": gated_gelu, "swiglu": gated_silu}
 
 
 class TokenLayers(nnx.Module):
@@ -98,5 +86,5 @@ class TokenPart(nnx.Module):
         assert ctx.layer is not None, "a layer with a number"
         own_btp = jax.lax.dynamic_index_in_dim(ctx.read[PART], ctx.layer, keepdims=False)
         gate_btp = ctx.column_parallel(x_bte, self.gate_ep, (None,))
-        h_btp = recomputed(ACTIVATIONS[self.activation], ctx)(gate_btp, own_btp)
+        h_btp = recomputed(GATES[self.activation], ctx)(gate_btp, own_btp)
         return x_bte + self.norm(ctx.row_parallel(h_btp, self.out_pe, (None,)), ctx)

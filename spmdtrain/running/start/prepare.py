@@ -21,6 +21,7 @@ from spmdtrain.running.report.reporter import Hook, check
 from spmdtrain.running.report.sinks import MakeSink
 from spmdtrain.running.report.summary import Prediction
 from spmdtrain.running.start.agreement import check_start
+from spmdtrain.running.start.chosen_step import check_chosen
 
 if TYPE_CHECKING:
     from spmdtrain.running.start.elastic import Adapted
@@ -98,8 +99,6 @@ def prepare(
     seams = with_own_parts(ready, seams)
     check_start(config, data, seams, directory, fresh, step)
     if step is not None:
-        from spmdtrain.running.start.chosen_step import check_chosen
-
         check_chosen(directory, step, ready, fresh)
     adapted = None
     if not fresh and newest_step(directory) is not None:
