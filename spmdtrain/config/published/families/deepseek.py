@@ -18,6 +18,14 @@ from spmdtrain.config.published.keys import Keys
 from spmdtrain.config.published.rope_keys import write_rope, yarn_scale
 from spmdtrain.config.schema import LatentConfig, TransformerConfig
 
+# The defaults of DeepSeek-V3's class, and of those that follow it.
+LATENT_SIZES = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 READ_BY_LATENTS = (
     "attention_bias",
     "kv_lora_rank",
@@ -108,11 +116,7 @@ DEEPSEEK = {
         reads=(*WITH_SILU, *READ_BY_LATENTS, *READ_BY_ROUTERS, FIRST_DENSE),
         defaults={
             "rms_norm_eps": 1e-6,
-            "kv_lora_rank": 512,
-            "q_lora_rank": 1536,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
+            **LATENT_SIZES,
             "n_routed_experts": 256,
             "n_shared_experts": 1,
             "num_experts_per_tok": 8,

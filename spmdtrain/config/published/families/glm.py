@@ -108,7 +108,7 @@ def _write_solar_open(model: TransformerConfig) -> dict[str, Any]:
     return {**write_biases(model), **write_grouped(model.experts)}
 
 
-# As the classes of GLM-4 have it, of 9B-chat and of 0414.
+# The defaults of both classes of GLM-4, that of 9B-chat and that of 0414.
 OF_GLM4 = {
     "rms_norm_eps": 1.5625e-7,
     "num_key_value_heads": 2,

@@ -2,7 +2,12 @@
 
 from typing import Any
 
-from spmdtrain.config.published.families.deepseek import READ_BY_LATENTS, read_latent, write_latent
+from spmdtrain.config.published.families.deepseek import (
+    LATENT_SIZES,
+    READ_BY_LATENTS,
+    read_latent,
+    write_latent,
+)
 from spmdtrain.config.published.families.family import WITH_SILU, Family, ModelSettings
 from spmdtrain.config.published.keys import Keys
 from spmdtrain.config.schema import TransformerConfig
@@ -23,11 +28,7 @@ YOUTU = {
         reads=(*WITH_SILU, *READ_BY_LATENTS),
         defaults={
             "rms_norm_eps": 1e-6,
-            "kv_lora_rank": 512,
-            "q_lora_rank": 1536,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
+            **LATENT_SIZES,
             "tie_word_embeddings": True,
         },
         read=_youtu,
