@@ -13,6 +13,7 @@ from helpers import batches_of, initial_weights, prepared
 
 from spmdtrain.config.schema import ExpertsConfig
 from spmdtrain.models.context import ForwardContext
+from spmdtrain.models.layers import expert_mlp
 from spmdtrain.models.layers.router import Router, best_experts
 from spmdtrain.train.compared.in_order import placed_arrays
 from spmdtrain.train.fresh import init_state
@@ -224,3 +225,16 @@ def equations(jaxpr):
         for value in each.params.values():
             if inner := getattr(value, "jaxpr", None):
                 yield from equations(inner)
+
+
+def test_choices_whose_inputs_are_gated_are_summed_in_float32():
+    """In bfloat16 1 + 1/512 is 1 again: of eight choices only the first would be left."""
+    gates_btk = jnp.array([1] + 7 * [1 / 512]).reshape(1, 1, 8)
+    x_bte = jnp.ones((1, 1, 4), jnp.bfloat16)
+
+    def identity(gated_bte, _gate_bt1, _id_bt1):
+        return gated_bte
+
+    y_bte = expert_mlp._of_gated_inputs(identity, x_bte, gates_btk, jnp.zeros((1, 1, 8), int))
+    assert y_bte.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.float32(y_bte), 1 + 7 / 512, rtol=2**-8)
